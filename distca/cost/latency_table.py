@@ -1,0 +1,285 @@
+"""Predict an attention kernel's time from measurements, because equal pairs are not equal seconds for short shards.
+
+A table holds times over a grid of (q_len, kv_len), queries aligned with the end of their keys. Between grid points we
+interpolate throughput, bilinearly in the logarithms of the lengths, since throughput is nearly flat where time grows
+quadratically. Planners search on these times, so `seconds` never falls when q_len or kv_len grows: the interpolated
+times are sampled on a grid SUBDIVISIONS times finer, raised to their running maximum, and joined by straight lines.
+That costs under 0.2 % of accuracy where grid points are a factor of two apart, and also smooths noisy measurements.
+
+Off the grid: below its smallest lengths a shard costs what the smallest costs, as a partial tile takes a whole tile's
+time; beyond its largest lengths every further pair is charged at the saturated peak. `require` is how a caller asks,
+once, that the table reaches its longest document, so that the second rule is never relied on by accident.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from distca.cost.work import attention_backward_flops, attention_flops
+from distca.spec import ModelShape
+from distca.workload.documents import check_lengths, parse_json, read_text
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+AnyArray = npt.NDArray[Any]
+
+FORMAT = "distca-latency-table"
+VERSION = 1
+SUBDIVISIONS = 16
+SATURATED_Q_LEN = 128  # attention kernels reach their peak once a shard fills a tile of queries
+
+_KEYS = ("name", "q_len", "kv_len", "forward_seconds", "backward_seconds", "peak_pairs_per_second", "metadata")
+
+
+def _pairs(q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
+    """Pairs of a whole-prefix shard, smooth in fractional lengths."""
+    return q_len * (kv_len - (q_len - 1) / 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Surface:
+    """Times over (q_len, kv_len) that never fall: straight lines between the points of a fine grid."""
+
+    q: list[float]
+    kv: list[float]
+    rows: list[list[float]]  # [q][kv] seconds
+    peak: float  # pairs per second charged beyond the grid
+
+    @classmethod
+    def through(cls, q_len: IntArray, kv_len: IntArray, seconds: FloatArray, peak: float) -> "_Surface":
+        rate = _pairs(q_len[:, None].astype(np.float64), kv_len.astype(np.float64)) / seconds  # [q, kv]
+        for row in range(1, len(q_len)):  # no shard has q_len > kv_len: repeat the rate of the longest that exists
+            rate[row] = np.where(np.isnan(rate[row]), rate[row - 1], rate[row])
+        q, kv = _refined(q_len), _refined(kv_len)
+        shard_q = np.minimum(q[:, None], kv)  # [fine q, fine kv]
+        i, u = _bracket(np.log(q_len), np.log(shard_q))
+        j, v = _bracket(np.log(kv_len), np.log(kv))
+        fine = _pairs(shard_q, kv) / _bilinear(rate, i, j, u, v)
+        fine = np.maximum.accumulate(np.maximum.accumulate(fine, axis=0), axis=1)
+        return cls(q.tolist(), kv.tolist(), fine.tolist(), peak)
+
+    def at(self, q_len: float, kv_len: float) -> float:
+        q_axis, kv_axis = self.q, self.kv
+        q = min(max(q_len, q_axis[0]), q_axis[-1])
+        kv = min(max(kv_len, kv_axis[0]), kv_axis[-1])
+        i = bisect_right(q_axis, q, 1, len(q_axis) - 1) - 1
+        j = bisect_right(kv_axis, kv, 1, len(kv_axis) - 1) - 1
+        low, high = self.rows[i], self.rows[i + 1]
+        v = (kv - kv_axis[j]) / (kv_axis[j + 1] - kv_axis[j])
+        below = low[j] + v * (low[j + 1] - low[j])
+        above = high[j] + v * (high[j + 1] - high[j])
+        seconds = below + (q - q_axis[i]) / (q_axis[i + 1] - q_axis[i]) * (above - below)
+        if q_len > q or kv_len > kv:
+            q_len, kv_len = max(q_len, q), max(kv_len, kv)
+            seconds += (q_len * (kv_len - (q_len - 1) / 2) - q * (kv - (q - 1) / 2)) / self.peak
+        return seconds
+
+    def at_many(self, q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
+        q_axis, kv_axis, grid = np.asarray(self.q), np.asarray(self.kv), np.asarray(self.rows)
+        q = np.clip(q_len, q_axis[0], q_axis[-1])
+        kv = np.clip(kv_len, kv_axis[0], kv_axis[-1])
+        i, u = _bracket(q_axis, q)
+        j, v = _bracket(kv_axis, kv)
+        extra = _pairs(np.maximum(q_len, q), np.maximum(kv_len, kv)) - _pairs(q, kv)
+        return _bilinear(grid, i, j, u, v) + extra / self.peak
+
+
+def _bracket(axis: FloatArray, x: FloatArray) -> tuple[npt.NDArray[np.intp], FloatArray]:
+    """For each x the interval of the axis that holds it, and how far into that interval it lies, from 0 to 1."""
+    index = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
+    return index, (x - axis[index]) / (axis[index + 1] - axis[index])
+
+
+def _bilinear(
+    grid: FloatArray, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp], u: FloatArray, v: FloatArray
+) -> FloatArray:
+    below = grid[i, j] + v * (grid[i, j + 1] - grid[i, j])
+    above = grid[i + 1, j] + v * (grid[i + 1, j + 1] - grid[i + 1, j])
+    return np.asarray(below + u * (above - below), dtype=np.float64)
+
+
+def _refined(grid: IntArray) -> FloatArray:
+    """The grid with SUBDIVISIONS geometric steps in every interval, keeping its own points exactly."""
+    knots = np.arange(len(grid))
+    steps = np.arange((len(grid) - 1) * SUBDIVISIONS + 1) / SUBDIVISIONS
+    fine = np.exp(np.interp(steps, knots, np.log(grid)))
+    fine[::SUBDIVISIONS] = grid
+    return fine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatencyTable:
+    """Measured seconds of one attention call; entries with kv_len < q_len do not exist and are NaN."""
+
+    name: str
+    q_len: IntArray  # [q] increasing
+    kv_len: IntArray  # [kv] increasing
+    forward_seconds: FloatArray  # [q, kv]
+    backward_seconds: FloatArray | None  # [q, kv]
+    peak_pairs_per_second: float  # saturated forward rate
+    metadata: Mapping[str, object]  # device, date, versions, num_heads, num_kv_heads, head_dim
+    _forward: _Surface = field(init=False, repr=False)
+    _backward: _Surface | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        q_len, kv_len = _checked_grid("q_len", self.q_len), _checked_grid("kv_len", self.kv_len)
+        for end, name in ((0, "smallest"), (-1, "largest")):
+            if q_len[end] > kv_len[end]:
+                raise ValueError(
+                    f"q_len's {name} is {q_len[end]} but kv_len's {name} is {kv_len[end]}; queries are aligned with "
+                    "the end of their keys, so extend kv_len or trim q_len")
+        peak = self.peak_pairs_per_second
+        if isinstance(peak, bool) or not isinstance(peak, (int, float)) or not 0 < peak < float("inf"):
+            raise ValueError(f"peak_pairs_per_second is {peak!r}; give a finite number above 0")
+        if not isinstance(self.metadata, Mapping):
+            raise ValueError(f"metadata is {self.metadata!r}; give an object of names and values")
+        forward = _checked_seconds("forward_seconds", self.forward_seconds, q_len, kv_len)
+        backward = None
+        backward_surface = None
+        if self.backward_seconds is not None:
+            backward = _checked_seconds("backward_seconds", self.backward_seconds, q_len, kv_len)
+            backward_surface = _Surface.through(q_len, kv_len, backward, peak_rate(q_len, kv_len, backward))
+        object.__setattr__(self, "q_len", q_len)
+        object.__setattr__(self, "kv_len", kv_len)
+        object.__setattr__(self, "forward_seconds", forward)
+        object.__setattr__(self, "backward_seconds", backward)
+        object.__setattr__(self, "_forward", _Surface.through(q_len, kv_len, forward, peak))
+        object.__setattr__(self, "_backward", backward_surface)
+
+    @overload
+    def seconds(self, q_len: float, kv_len: float, *, backward: bool = False) -> float: ...
+    @overload
+    def seconds(self, q_len: AnyArray, kv_len: AnyArray | float, *, backward: bool = False) -> FloatArray: ...
+    @overload
+    def seconds(self, q_len: float, kv_len: AnyArray, *, backward: bool = False) -> FloatArray: ...
+    def seconds(
+        self, q_len: AnyArray | float, kv_len: AnyArray | float, *, backward: bool = False
+    ) -> float | FloatArray:
+        """Seconds for q_len queries at the end of kv_len keys; never falls in either, and 0 without queries."""
+        surface = self._backward if backward else self._forward
+        if surface is None:
+            raise ValueError(f"latency table {self.name!r} has no backward_seconds; profile the backward as well")
+        if isinstance(q_len, (int, float)) and isinstance(kv_len, (int, float)):
+            if not 0 <= q_len <= kv_len:
+                raise ValueError(f"q_len is {q_len} and kv_len {kv_len}; give 0 <= q_len <= kv_len")
+            return surface.at(q_len, kv_len) if q_len else 0.0
+        q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
+        if not ((q >= 0) & (q <= kv)).all():
+            raise ValueError("q_len exceeds kv_len or is negative in some entry; give 0 <= q_len <= kv_len")
+        return np.where(q > 0, surface.at_many(q, kv), 0.0)
+
+    def require(self, max_kv_len: int) -> None:
+        """Refuse documents longer than what was measured."""
+        if max_kv_len > self.kv_len[-1]:
+            raise ValueError(
+                f"latency table {self.name!r} reaches kv_len {self.kv_len[-1]} but the longest document has "
+                f"{max_kv_len} tokens; profile with --max-kv-len {max_kv_len} or cut documents with --max-document")
+
+    def save(self, path: str | Path) -> None:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "q_len": self.q_len.tolist(),
+            "kv_len": self.kv_len.tolist(),
+            "forward_seconds": _rows_with_null(self.forward_seconds),
+            "backward_seconds": None if self.backward_seconds is None else _rows_with_null(self.backward_seconds),
+            "peak_pairs_per_second": self.peak_pairs_per_second,
+            "metadata": dict(self.metadata),
+        }
+        Path(path).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "LatencyTable":
+        text = read_text(path)
+        try:
+            content = parse_json(text)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError(f"not a latency table: its format is not {FORMAT!r}; give a file that profiling wrote")
+            if content.get("version") != VERSION:
+                raise ValueError(
+                    f"version is {content.get('version')!r} but {VERSION} is what can be read; profile again")
+            missing = [key for key in _KEYS if key not in content]
+            if missing:
+                raise ValueError(f"latency table without {', '.join(missing)}; profile again")
+            return cls(**{key: content[key] for key in _KEYS})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def peak_rate(q_len: IntArray, kv_len: IntArray, seconds: FloatArray) -> float:
+    """The largest pairs per second of a measured grid."""
+    return float(np.nanmax(_pairs(q_len[:, None].astype(np.float64), kv_len.astype(np.float64)) / seconds))
+
+
+def analytic_table(
+    model: ModelShape,
+    flops_per_second: float,
+    *,
+    tp: int = 1,
+    max_kv_len: int = 524_288,
+    backward_flops_per_second: float | None = None,
+) -> LatencyTable:
+    """A table without measurements: peak throughput for shards of 128 queries or more, a whole tile's time below."""
+    if max_kv_len <= SATURATED_Q_LEN:
+        raise ValueError(f"max_kv_len is {max_kv_len}; give more than the {SATURATED_Q_LEN} tokens of a tile")
+    backward_rate = flops_per_second if backward_flops_per_second is None else backward_flops_per_second
+    if not (flops_per_second > 0 and backward_rate > 0):
+        raise ValueError(
+            f"flops_per_second is {flops_per_second!r} forward and {backward_rate!r} backward; give numbers above 0")
+    octaves = SATURATED_Q_LEN * 2 ** np.arange(int(max_kv_len).bit_length(), dtype=np.int64)
+    grid = np.append(octaves[octaves < max_kv_len], max_kv_len)
+    q = grid[:, None].astype(np.float64)
+    pairs = np.where(q <= grid, _pairs(q, grid.astype(np.float64)), np.nan)  # [q, kv]
+    return LatencyTable(
+        name=f"analytic {model.name}",
+        q_len=grid,
+        kv_len=grid,
+        forward_seconds=attention_flops(pairs, model, tp) / flops_per_second,
+        backward_seconds=attention_backward_flops(pairs, model, tp) / backward_rate,
+        peak_pairs_per_second=flops_per_second / attention_flops(1, model, tp),
+        metadata={
+            "device": "analytic, not measured",
+            "num_heads": model.heads_per_rank(tp),
+            "num_kv_heads": model.kv_heads_per_rank(tp),
+            "head_dim": model.head_dim,
+            "flops_per_second": flops_per_second,
+            "backward_flops_per_second": backward_rate,
+        },
+    )
+
+
+def _checked_grid(name: str, values: npt.ArrayLike) -> IntArray:
+    grid = check_lengths(values, name).copy()
+    if len(grid) < 2 or not (np.diff(grid) > 0).all():
+        raise ValueError(f"{name} is {grid.tolist()}; give at least two lengths, each above the one before")
+    grid.setflags(write=False)
+    return grid
+
+
+def _checked_seconds(name: str, values: npt.ArrayLike, q_len: IntArray, kv_len: IntArray) -> FloatArray:
+    try:
+        seconds = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is not a table of numbers; give {len(q_len)} rows of {len(kv_len)} seconds") from None
+    if seconds.shape != (len(q_len), len(kv_len)):
+        raise ValueError(f"{name} has shape {seconds.shape}; give {len(q_len)} rows of {len(kv_len)} seconds")
+    exists = q_len[:, None] <= kv_len
+    bad = exists & ~((seconds > 0) & (seconds < float("inf")))
+    if bad.any():
+        i, j = np.argwhere(bad)[0]
+        raise ValueError(
+            f"{name} at q_len {q_len[i]}, kv_len {kv_len[j]} is {seconds[i, j]}; give finite seconds above 0")
+    seconds[~exists] = np.nan
+    seconds.setflags(write=False)
+    return seconds
+
+
+def _rows_with_null(seconds: FloatArray) -> list[list[float | None]]:
+    return [[None if np.isnan(value) else value for value in row] for row in seconds.tolist()]

@@ -1,0 +1,106 @@
+"""Turn bytes into seconds with the alpha-beta model: a start-up latency, then bandwidth.
+
+Two kinds of link are enough to tell plans apart: NVLink inside a node and the GPU's own NIC between nodes. Both run
+at once, and both directions of a link run at once, so a rank is as slow as its busiest direction of its busiest link.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from distca.spec import ClusterShape
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links of one GPU. Ranks are numbered node by node; bandwidths are bytes per second one way."""
+
+    gpus_per_node: int
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    intra_node_latency_seconds: float
+    inter_node_latency_seconds: float
+
+    def __post_init__(self) -> None:
+        _check_gpus_per_node(self.gpus_per_node)
+        for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give bytes per second above 0")
+        for name in ("intra_node_latency_seconds", "inter_node_latency_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give seconds of at least 0")
+
+    @classmethod
+    def of(cls, cluster: ClusterShape) -> "Network":
+        return cls(
+            gpus_per_node=cluster.gpus_per_node,
+            intra_node_bandwidth=cluster.intra_node_bandwidth,
+            inter_node_bandwidth=cluster.inter_node_bandwidth,
+            intra_node_latency_seconds=cluster.intra_node_latency_seconds,
+            inter_node_latency_seconds=cluster.inter_node_latency_seconds,
+        )
+
+    def seconds(self, num_bytes: float, same_node: bool) -> float:
+        """One message from one GPU to another; nothing is sent, and nothing waited for, when it is empty."""
+        if num_bytes == 0:
+            return 0.0
+        if same_node:
+            return self.intra_node_latency_seconds + num_bytes / self.intra_node_bandwidth
+        return self.inter_node_latency_seconds + num_bytes / self.inter_node_bandwidth
+
+    def exchange_seconds(self, matrix_bytes: npt.ArrayLike, gpus_per_node: int | None = None) -> FloatArray:
+        """Seconds each rank spends in an all-to-all whose [src, dst] entry is the bytes from src to dst.
+
+        The diagonal stays on its rank and is free. `gpus_per_node` overrides the network's where the ranks of the
+        matrix are only some of each node's GPUs: with TP 8 on nodes of 8, a pool has 1 rank per node.
+        """
+        sent = np.asarray(matrix_bytes, dtype=np.float64)  # [src, dst]
+        if sent.ndim != 2 or sent.shape[0] != sent.shape[1]:
+            raise ValueError(f"matrix_bytes has shape {sent.shape}; give a square [src, dst] matrix")
+        if not (sent >= 0).all():
+            raise ValueError("matrix_bytes has an entry that is negative or not a number; give bytes of at least 0")
+        per_node = _check_gpus_per_node(self.gpus_per_node if gpus_per_node is None else gpus_per_node)
+        rank = np.arange(sent.shape[0])
+        same_node = rank[:, None] // per_node == rank // per_node  # [src, dst]
+        between = np.where(same_node, 0.0, sent)
+        within = np.where(same_node & (rank[:, None] != rank), sent, 0.0)
+        intra = np.maximum(within.sum(axis=1), within.sum(axis=0))
+        inter = np.maximum(between.sum(axis=1), between.sum(axis=0))
+        nvlink = (intra > 0) * self.intra_node_latency_seconds + intra / self.intra_node_bandwidth
+        nic = (inter > 0) * self.inter_node_latency_seconds + inter / self.inter_node_bandwidth
+        return np.maximum(nvlink, nic)
+
+    def all_gather_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
+        """Ring all-gather that leaves `num_bytes` on every rank: num_ranks - 1 steps of one share each.
+
+        Over several nodes there are as many rings as GPUs of a node take part, each crossing by its own NIC.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks!r}; give a whole number of at least 1")
+        per_node = _check_gpus_per_node(self.gpus_per_node if gpus_per_node is None else gpus_per_node)
+        if num_bytes == 0 or num_ranks == 1:
+            return 0.0
+        if num_ranks <= per_node:
+            latency, bandwidth = self.intra_node_latency_seconds, self.intra_node_bandwidth
+        else:
+            latency, bandwidth = self.inter_node_latency_seconds, per_node * self.inter_node_bandwidth
+            if per_node > 1:
+                bandwidth = min(bandwidth, self.intra_node_bandwidth)
+        return (num_ranks - 1) * (latency + num_bytes / num_ranks / bandwidth)
+
+    def reduce_scatter_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
+        """Ring reduce-scatter of `num_bytes` held by every rank: an all-gather run backwards."""
+        return self.all_gather_seconds(num_bytes, num_ranks, gpus_per_node)
+
+    def all_reduce_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
+        """Ring all-reduce of `num_bytes` held by every rank: a reduce-scatter, then an all-gather."""
+        return 2 * self.all_gather_seconds(num_bytes, num_ranks, gpus_per_node)
+
+
+def _check_gpus_per_node(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"gpus_per_node is {value!r}; give a whole number of at least 1")
+    return value

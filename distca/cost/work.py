@@ -1,0 +1,139 @@
+"""Count work, bytes and memory in closed form, so that planning never loops over tokens.
+
+Everything here is for one layer and, where `tp` is given, for one tensor-parallel rank. Python numbers and numpy
+arrays are taken alike; whole numbers stay whole, so counts are exact as long as documents are below 2**31 tokens.
+"""
+
+from typing import Literal, TypeVar, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape, unknown_name
+
+IntArray = npt.NDArray[np.int64]
+Number = TypeVar("Number", int, float, npt.NDArray[np.int64], npt.NDArray[np.float64])
+
+ServerState = Literal["resend", "keep"]
+
+
+def _triangle(n: IntArray) -> IntArray:
+    """1 + 2 + ... + n, and 0 for n below 0."""
+    n = np.maximum(n, 0)
+    return n * (n + 1) // 2
+
+
+@overload
+def causal_pairs(q_start: int, q_stop: int, kv_start: int = 0, kv_stop: int | None = None) -> int: ...
+@overload
+def causal_pairs(
+    q_start: IntArray | int, q_stop: IntArray | int, kv_start: IntArray | int = 0, kv_stop: IntArray | int | None = None
+) -> IntArray: ...
+def causal_pairs(
+    q_start: IntArray | int, q_stop: IntArray | int, kv_start: IntArray | int = 0, kv_stop: IntArray | int | None = None
+) -> IntArray | int:
+    """Pairs (query, key) with key <= query, query in [q_start, q_stop) and key in [kv_start, kv_stop).
+
+    A query sees max(0, query + 1 - kv_start) keys from kv_start on, less max(0, query + 1 - kv_stop) from kv_stop on,
+    and each of the two sums to a difference of triangles. `kv_stop=None` means the whole prefix. An empty range,
+    also one whose stop lies before its start, holds no pairs.
+    """
+    first = np.asarray(q_start, dtype=np.int64)
+    last = np.maximum(first, np.asarray(q_stop, dtype=np.int64))
+    low = np.asarray(kv_start, dtype=np.int64)
+    pairs = _triangle(last - low) - _triangle(first - low)
+    if kv_stop is not None:
+        high = np.maximum(low, np.asarray(kv_stop, dtype=np.int64))
+        pairs = pairs - (_triangle(last - high) - _triangle(first - high))
+    return pairs if np.ndim(pairs) else int(pairs)
+
+
+def pairs_of_shard(q_len: Number, kv_len: Number) -> Number:
+    """Pairs of q_len queries aligned with the end of kv_len keys: a shard with its whole prefix.
+
+    The planner's innermost formula, hence without checks. Fractional lengths are off by less than one pair.
+    """
+    return q_len * kv_len - q_len * (q_len - 1) // 2
+
+
+def attention_flops(pairs: Number, model: ModelShape, tp: int = 1) -> Number:
+    """Forward: a multiply and an add for QK and again for PV, for every pair, head and dimension."""
+    return pairs * (4 * model.heads_per_rank(tp) * model.head_dim)
+
+
+def attention_backward_flops(pairs: Number, model: ModelShape, tp: int = 1) -> Number:
+    """Backward: five products (QK again, dV, dP, dQ, dK) where forward has two, 2.5 times its FLOPs."""
+    return pairs * (10 * model.heads_per_rank(tp) * model.head_dim)
+
+
+def linear_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
+    """Forward of one layer's linear part: Q, K, V and output projections and the three products of SwiGLU."""
+    attention_width = 2 * model.head_dim * (model.heads_per_rank(tp) + model.kv_heads_per_rank(tp))
+    ffn_width = 3 * -(-model.ffn // tp)
+    return tokens * (2 * model.hidden * (attention_width + ffn_width))
+
+
+def head_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
+    """Forward of the output head, once per model rather than per layer."""
+    model.heads_per_rank(tp)
+    return tokens * (2 * model.hidden * -(-model.vocab // tp))
+
+
+def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
+    """What one layer keeps for its backward, without recomputation, in bf16.
+
+    Counted: the inputs and outputs of both norms (sharded over tp, as sequence parallelism does), Q, K, V and the
+    attention output, gate, up and their product in the feed-forward, and the float32 log-sum-exp. Not counted: score
+    matrices (never stored), the logits, and what an attention server holds for others.
+    """
+    norms = 4 * -(-model.hidden // tp) * BF16_BYTES
+    attention = (
+        model.q_token_bytes(tp) + model.kv_token_bytes(tp) + model.out_token_bytes(tp) + model.lse_token_bytes(tp))
+    feed_forward = 3 * -(-model.ffn // tp) * BF16_BYTES
+    return tokens * (norms + attention + feed_forward)
+
+
+def forward_bytes(q_tokens: Number, kv_tokens: Number, model: ModelShape, tp: int = 1) -> Number:
+    """Bytes that cross ranks in forward: Q to the server and O back for moved queries, K and V for moved keys."""
+    return q_tokens * (model.q_token_bytes(tp) + model.out_token_bytes(tp)) + kv_tokens * model.kv_token_bytes(tp)
+
+
+def backward_bytes(
+    q_tokens: Number, kv_tokens: Number, model: ModelShape, tp: int = 1, *, state: ServerState = "resend"
+) -> Number:
+    """Bytes that cross ranks in backward, for the same moved queries and keys as in forward.
+
+    `keep`: the server still has Q, K, V and the log-sum-exp; dO and delta (float32 per head, the row sums of dO * O)
+    travel in, dQ and dK, dV out. `resend`: Q, the log-sum-exp, K and V travel in once more as well.
+    """
+    if state not in ("resend", "keep"):
+        raise unknown_name("state", state, ("resend", "keep"))
+    delta_bytes = model.heads_per_rank(tp) * FLOAT32_BYTES
+    q_bytes = model.out_token_bytes(tp) + delta_bytes + model.q_token_bytes(tp)
+    kv_bytes = model.kv_token_bytes(tp)
+    if state == "resend":
+        q_bytes += model.q_token_bytes(tp) + model.lse_token_bytes(tp)
+        kv_bytes *= 2
+    return q_tokens * q_bytes + kv_tokens * kv_bytes
+
+
+def hidden_shards_bound(
+    model: ModelShape, cluster: ClusterShape, tp: int = 1, *, linear_flops_per_second: float | None = None
+) -> float:
+    """Shards into which a document may be cut while its communication still hides behind linear layers.
+
+    Appendix A of the DistCA paper. Cut into s equal shards that all move, a token costs h_q bytes for its query and
+    (s + 1) / 2 * h_kv for its key and value, as shard i needs i / s of the document's keys. Hidden means that this is
+    at most t * B: what the NIC carries while one layer's linear part computes that token. Hence
+    s <= 2 (t B - h_q) / h_kv - 1; below 1, not even a whole document can move unseen.
+
+    t follows from `linear_flops_per_second`, by default what GEMMs reach on the cluster. The bound falls as GEMMs get
+    faster: for llama-34b at 50 GB/s it is 35.8 at the H200's measured 754 TFLOP/s and 25.2 at its 989 TFLOP/s peak.
+    The paper's figure of about 31 corresponds to t = 1.64 us, which is 845 TFLOP/s or 85 % of peak.
+    """
+    rate = cluster.gemm_flops_per_second if linear_flops_per_second is None else linear_flops_per_second
+    if not rate > 0:
+        raise ValueError(f"linear_flops_per_second is {rate!r}; give a number above 0")
+    token_seconds = cast(int, linear_flops(1, model, tp)) / rate
+    hideable_bytes = token_seconds * cluster.inter_node_bandwidth
+    return 2 * (hideable_bytes - model.q_token_bytes(tp)) / model.kv_token_bytes(tp) - 1

@@ -1,0 +1,1 @@
+"""From a layout to a proven plan: which server computes which piece of attention."""

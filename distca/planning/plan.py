@@ -1,0 +1,211 @@
+"""A plan: the tasks of one attention call over the whole pool, with their servers.
+
+A plan is frozen, knows its own inputs, can prove itself right and can say what it costs. Everything after planning
+(dispatch, runtime, simulator, report) reads plans and never edits them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.latency_table import LatencyTable
+from distca.cost.work import backward_bytes, causal_pairs
+from distca.planning.tasks import TILE, TaskTable, tasks_at_home
+from distca.planning.traffic import Traffic, traffic
+from distca.spec import ModelShape
+from distca.workload.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What one attention call costs under a plan. Bytes are forward, one layer, bf16, and only what crosses ranks."""
+
+    num_tasks: int
+    num_moved: int                # tasks whose server is not their home
+    smallest_shard: int           # queries of the smallest task that was cut out of a slice, its end aside
+    work: np.ndarray              # [servers] pairs, or seconds under a latency table
+    work_max_over_mean: float     # largest work per speed, over its mean
+    work_max_over_mean_at_home: float
+    bytes_sent: np.ndarray        # [servers] Q and KV as a home, O as a server
+    bytes_received: np.ndarray    # [servers]
+    bytes_total: int
+    lse_bytes_total: int          # log-sum-exp that returns with O
+    backward_bytes_total: int     # with `resend`: Q, KV and dO go again, dQ and dKV return
+    bytes_all_gather: int         # what gathering every document's keys on all its ranks would move
+    seconds: float | None         # the slowest server's attention, under a latency table
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tasks with their servers. Ranks 0 … layout.num_ranks-1 own tokens; servers beyond them are dedicated."""
+
+    layout: Layout
+    tasks: TaskTable
+    speed: np.ndarray             # [servers] relative; 0 serves nothing
+    tolerance: float
+    model: ModelShape
+    tp: int = 1
+    cost: LatencyTable | None = None   # None: work is causal pairs
+    limit: str | None = None      # the indivisible piece that keeps max/mean above 1 + tolerance, if any does
+
+    def __post_init__(self) -> None:
+        speed = np.ascontiguousarray(self.speed, dtype=np.float64)
+        speed.setflags(write=False)
+        object.__setattr__(self, "speed", speed)
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.speed)
+
+    def work(self) -> np.ndarray:
+        """Work per server."""
+        return np.bincount(self.tasks.server, weights=task_work(self.tasks, self.cost), minlength=self.num_servers)
+
+    def traffic(self) -> Traffic:
+        return traffic(self.layout, self.tasks, self.num_servers)
+
+    def validate(self) -> None:
+        """Prove exact coverage, real servers, true homes and tile-sized shards; raise ValueError where one fails."""
+        self.layout.validate()
+        _check_servers(self)
+        _check_homes(self)
+        _check_tiles(self)
+        _check_coverage(self)
+
+    def summary(self) -> PlanSummary:
+        moved = self.traffic()
+        q_tokens, kv_tokens = int(moved.q_tokens.sum()), int(moved.kv_tokens.sum())
+        work = self.work()
+        at_home = tasks_at_home(self.layout)
+        home_work = np.bincount(at_home.server, weights=task_work(at_home, self.cost), minlength=self.num_servers)
+        sent = moved.sent_bytes(self.model, self.tp)
+        away = self.tasks.home != self.tasks.server
+        spread = self.layout.ranks_per_document() - 1
+        return PlanSummary(
+            num_tasks=len(self.tasks),
+            num_moved=int(away.sum()),
+            smallest_shard=_smallest_shard(self),
+            work=work,
+            work_max_over_mean=max_over_mean(work, self.speed),
+            work_max_over_mean_at_home=max_over_mean(home_work, self.speed),
+            bytes_sent=sent,
+            bytes_received=moved.received_bytes(self.model, self.tp),
+            bytes_total=int(sent.sum()),
+            lse_bytes_total=q_tokens * self.model.lse_token_bytes(self.tp),
+            backward_bytes_total=int(backward_bytes(q_tokens, kv_tokens, self.model, self.tp)),
+            bytes_all_gather=int((spread * self.layout.lengths).sum()) * self.model.kv_token_bytes(self.tp),
+            seconds=float((work / np.where(self.speed > 0, self.speed, 1)).max()) if self.cost else None,
+        )
+
+
+def task_work(tasks: TaskTable, cost: LatencyTable | None) -> np.ndarray:
+    """Work per task: causal pairs, or seconds where a latency table is given."""
+    pairs = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+    if cost is None:
+        return pairs.astype(np.float64)
+    return np.where(pairs > 0, cost.seconds(tasks.q_len, np.maximum(tasks.kv_len, tasks.q_len)), 0.0)
+
+
+def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:
+    """Largest time over the time that perfectly divided work would take; work on a server of speed 0 is infinite."""
+    mean = work.sum() / speed.sum()
+    if mean == 0:
+        return 1.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        time = np.where(work > 0, work / speed, 0.0)
+    return float(time.max() / mean)
+
+
+def _check_servers(plan: Plan) -> None:
+    server = plan.tasks.server
+    bad = (server < 0) | (server >= plan.num_servers)
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"task {i} names server {server[i]} but the pool has {plan.num_servers}; use 0 to "
+                         f"{plan.num_servers - 1}")
+    idle = (plan.speed[server] == 0) & (plan.tasks.kv_stop > plan.tasks.kv_start)
+    if idle.any():
+        i = int(np.flatnonzero(idle)[0])
+        raise ValueError(f"task {i} is on server {server[i]}, whose speed is 0; give it to a server that serves")
+
+
+def _check_homes(plan: Plan) -> None:
+    """Every task's queries lie inside one slice of its home."""
+    owner = _slice_of_task(plan)
+    layout, tasks = plan.layout, plan.tasks
+    bad = ((layout.document[owner] != tasks.document) | (layout.rank[owner] != tasks.home)
+           | (tasks.q_start < layout.start[owner]) | (tasks.q_stop > layout.stop[owner])
+           | (tasks.q_start >= tasks.q_stop))
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"task {i}, queries [{tasks.q_start[i]}, {tasks.q_stop[i]}) of document {tasks.document[i]}, "
+                         f"is not inside one slice of its home {tasks.home[i]}; cut tasks at slice ends")
+
+
+def _check_tiles(plan: Plan) -> None:
+    bad = ~_on_tile(plan)
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"task {i} has {plan.tasks.q_len[i]} queries, which is not a multiple of {TILE} and does not "
+                         "end its slice; cut on the tile")
+
+
+def _check_coverage(plan: Plan) -> None:
+    """Every causal pair exactly once, by cutting each document's queries wherever any task begins or ends."""
+    tasks, lengths = plan.tasks, plan.layout.lengths
+    diagonal = tasks.kv_stop == tasks.q_stop
+    if not (diagonal | (tasks.kv_stop <= tasks.q_start)).all() or (tasks.kv_start < 0).any():
+        i = int(np.flatnonzero(~(diagonal | (tasks.kv_stop <= tasks.q_start)) | (tasks.kv_start < 0))[0])
+        raise ValueError(f"task {i} reads keys [{tasks.kv_start[i]}, {tasks.kv_stop[i]}) for queries "
+                         f"[{tasks.q_start[i]}, {tasks.q_stop[i]}); end its keys at its last query or before its first")
+    span = int(lengths.max()) + 1
+    base = tasks.document * span
+    edges = np.unique(np.concatenate([base + tasks.q_start, base + tasks.q_stop, base + tasks.kv_start,
+                                      base + np.minimum(tasks.kv_stop, lengths[tasks.document])]))
+    first = np.searchsorted(edges, base + tasks.q_start)
+    count = np.searchsorted(edges, base + tasks.q_stop) - first
+    task = np.repeat(np.arange(len(tasks)), count)
+    cell = first[task] + np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # run of queries
+    order = np.lexsort((tasks.kv_start[task], cell))
+    task, cell = task[order], cell[order]
+    q_start, q_stop = edges[cell] - base[task], edges[cell + 1] - base[task]
+    kv_start = np.minimum(tasks.kv_start[task], q_stop)          # keys past the run's last query are never seen
+    kv_stop = np.minimum(tasks.kv_stop[task], q_stop)
+    seen = kv_stop > kv_start
+    task, cell, q_start, q_stop, kv_start, kv_stop = (
+        column[seen] for column in (task, cell, q_start, q_stop, kv_start, kv_stop))
+    opens = np.ones(len(cell), dtype=bool)
+    opens[1:] = cell[1:] != cell[:-1]
+    closes = np.roll(opens, -1)
+    expected = np.where(opens, 0, np.roll(kv_stop, 1))
+    bad = (kv_start != expected) | (closes & (kv_stop != q_stop))
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"document {tasks.document[task[i]]}: queries [{q_start[i]}, {q_stop[i]}) see keys "
+                         f"[{kv_start[i]}, {kv_stop[i]}) where [{expected[i]}, {q_stop[i]}) should follow; every causal "
+                         "pair must be covered exactly once")
+    covered = int((q_stop - q_start)[opens].sum())
+    if covered != plan.layout.num_tokens:
+        raise ValueError(f"the tasks cover {covered} of {plan.layout.num_tokens} queries; every query needs its keys")
+
+
+def _slice_of_task(plan: Plan) -> np.ndarray:
+    layout, tasks = plan.layout, plan.tasks
+    span = int(layout.lengths.max()) + 1
+    order = layout.by_document()
+    begin = layout.document[order] * span + layout.start[order]
+    at = np.searchsorted(begin, tasks.document * span + tasks.q_start, side="right") - 1
+    return order[np.clip(at, 0, len(order) - 1)]
+
+
+def _on_tile(plan: Plan) -> np.ndarray:
+    return (plan.tasks.q_len % TILE == 0) | (plan.tasks.q_stop == plan.layout.stop[_slice_of_task(plan)])
+
+
+def _smallest_shard(plan: Plan) -> int:
+    """Ends of documents and slices aside: they are as short as the data makes them."""
+    inside = plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)]
+    candidates = plan.tasks.q_len[inside] if inside.any() else plan.tasks.q_len
+    return int(candidates.min())

@@ -1,0 +1,58 @@
+"""Core attention as a table of tasks.
+
+A task is a run of queries against a run of keys of the same document. It has no weights and no state, so any server
+can compute it; that is all the freedom the planner needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.workload.layout import Layout
+
+TILE = 128  # kernels reach full speed once a shard has this many queries; cuts stay on this grid
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTable:
+    """One row per CA-task: queries [q_start, q_stop) of a document see its keys [kv_start, kv_stop), causally."""
+
+    document: np.ndarray  # [tasks]
+    q_start: np.ndarray   # [tasks]
+    q_stop: np.ndarray    # [tasks]
+    kv_start: np.ndarray  # [tasks]
+    kv_stop: np.ndarray   # [tasks]
+    home: np.ndarray      # [tasks] rank whose linear layers own these queries
+    server: np.ndarray    # [tasks] rank that computes this attention
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    @property
+    def q_len(self) -> np.ndarray:
+        return self.q_stop - self.q_start
+
+    @property
+    def kv_len(self) -> np.ndarray:
+        return self.kv_stop - self.kv_start
+
+
+def tasks_at_home(layout: Layout) -> TaskTable:
+    """Attention without us: every slice's queries on their own rank against their whole prefix."""
+    return TaskTable(
+        document=layout.document,
+        q_start=layout.start,
+        q_stop=layout.stop,
+        kv_start=np.zeros(layout.num_slices),
+        kv_stop=layout.stop,
+        home=layout.rank,
+        server=layout.rank,
+    )

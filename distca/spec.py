@@ -1,0 +1,142 @@
+"""Say once which model runs on which machines, so that every cost is derived from the same few numbers.
+
+All byte counts are per token, per layer and per tensor-parallel rank. Heads are sharded under tensor parallelism;
+once there are more ranks than KV heads, each rank keeps a whole KV head of its own and KV bytes stop shrinking.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+BF16_BYTES = 2
+FLOAT32_BYTES = 4
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a registry: lists what is, and the nearest where there is one."""
+    names = list(known)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(f"{kind} {name!r} is unknown; {hint}choose one of: {', '.join(names)}")
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention and a SwiGLU feed-forward."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not _is_positive_int(value):
+                raise ValueError(
+                    f"model {self.name!r}: {field.name} is {value!r}; give a whole number of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model {self.name!r}: num_heads is {self.num_heads}, not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}; every KV head serves the same number of query heads")
+
+    def heads_per_rank(self, tp: int = 1) -> int:
+        """Query heads on one tensor-parallel rank."""
+        if not _is_positive_int(tp) or self.num_heads % tp:
+            raise ValueError(
+                f"tp is {tp!r} but model {self.name!r} has {self.num_heads} heads; choose a tp that divides them")
+        return self.num_heads // tp
+
+    def kv_heads_per_rank(self, tp: int = 1) -> int:
+        """KV heads on one tensor-parallel rank, replicated where there are more ranks than KV heads."""
+        self.heads_per_rank(tp)
+        if max(tp, self.num_kv_heads) % min(tp, self.num_kv_heads):
+            raise ValueError(
+                f"tp is {tp} but model {self.name!r} has {self.num_kv_heads} KV heads; choose a tp that divides them "
+                "or is a multiple of them")
+        return max(1, self.num_kv_heads // tp)
+
+    def q_token_bytes(self, tp: int = 1, element_bytes: int = BF16_BYTES) -> int:
+        return self.heads_per_rank(tp) * self.head_dim * element_bytes
+
+    def kv_token_bytes(self, tp: int = 1, element_bytes: int = BF16_BYTES) -> int:
+        """Bytes of one token's key and value together."""
+        return 2 * self.kv_heads_per_rank(tp) * self.head_dim * element_bytes
+
+    def out_token_bytes(self, tp: int = 1, element_bytes: int = BF16_BYTES) -> int:
+        return self.q_token_bytes(tp, element_bytes)
+
+    def lse_token_bytes(self, tp: int = 1) -> int:
+        """Bytes of one token's log-sum-exp: a float32 for every query head."""
+        return self.heads_per_rank(tp) * FLOAT32_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """Nodes of equal GPUs: rates that kernels reach, and what one GPU can send (or receive) per second."""
+
+    name: str
+    gpu: str
+    gpus_per_node: int
+    gemm_flops_per_second: float  # reached by bf16 matrix products, not the data sheet's peak
+    attention_flops_per_second: float  # reached by causal attention forward
+    memory_bytes: float
+    memory_bandwidth: float
+    intra_node_bandwidth: float  # bytes/s one way over NVLink
+    inter_node_bandwidth: float  # bytes/s one way over the GPU's own NIC
+    intra_node_latency_seconds: float
+    inter_node_latency_seconds: float
+
+    def __post_init__(self) -> None:
+        if not _is_positive_int(self.gpus_per_node):
+            raise ValueError(
+                f"cluster {self.name!r}: gpus_per_node is {self.gpus_per_node!r}; give a whole number of at least 1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "gpu", "gpus_per_node"):
+                continue
+            may_be_zero = field.name.endswith("latency_seconds")
+            if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
+                raise ValueError(
+                    f"cluster {self.name!r}: {field.name} is {value!r}; give a finite number "
+                    f"{'of at least' if may_be_zero else 'above'} 0")
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        ModelShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        ModelShape("llama-34b", 48, 8192, 64, 8, 128, 22016, 32016),
+        ModelShape("tiny", 4, 256, 8, 2, 32, 704, 257),
+    )
+}
+
+# The H200's GEMM and attention rates are measured. The H100 has the same compute die, so it gets the same rates.
+# Latencies are typical of NVLink and of RDMA writes between nodes, not measured.
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        ClusterShape("dgx-h200", "H200", 8, 754e12, 550e12, 141e9, 4.8e12, 450e9, 50e9, 2e-6, 6e-6),
+        ClusterShape("dgx-h100", "H100", 8, 754e12, 550e12, 80e9, 3.35e12, 450e9, 50e9, 2e-6, 6e-6),
+    )
+}
+
+
+def model_named(name: str) -> ModelShape:
+    if name not in MODELS:
+        raise unknown_name("model", name, MODELS)
+    return MODELS[name]
+
+
+def cluster_named(name: str) -> ClusterShape:
+    if name not in CLUSTERS:
+        raise unknown_name("cluster", name, CLUSTERS)
+    return CLUSTERS[name]

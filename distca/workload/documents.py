@@ -1,0 +1,277 @@
+"""Get document lengths: sampled, read from a file, or counted on a corpus that every machine has.
+
+Lengths are all that planning needs to know of the data, and a wrong one would only surface as a wrong mask much
+later. So every way in ends in `check_lengths`, and every refusal names the field, its value and the remedy.
+"""
+
+import json
+import operator
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from distca.spec import unknown_name
+
+IntArray = npt.NDArray[np.int64]
+
+MAX_LENGTH = 2**31 - 1  # the pairs of one document then fit an int64
+
+QUANTILE_LEVELS = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.975, 0.99, 0.995, 0.999, 1.0)
+QUANTILES = {
+    "prolong": (575, 678, 801, 919, 1237, 1913, 3467, 6051, 8378, 11165, 16269, 21357, 47397, 340149),
+    "pretrain": (1, 63, 324, 646, 1606, 3227, 4832, 5784, 6110, 7482, 26058, 69097, 119793, 124913),
+}
+LOGNORMAL_MEDIAN = 2000.0
+LOGNORMAL_SIGMA = 1.2
+SAMPLERS = (*QUANTILES, "lognormal")
+
+LONG_DOCUMENT = 65_536  # upsampling repeats documents over this and thins the others
+LONG_REPEATS = 4
+SHORT_KEPT = 0.5
+
+_DRAWS_PER_CHUNK = 16_384
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_WORKLOAD_KEYS = ("name", "ranks", "tokens_per_rank", "sequences")
+
+
+def check_lengths(lengths: npt.ArrayLike | Iterable[int], field: str = "lengths") -> IntArray:
+    """The lengths as int64, or a ValueError that names the first entry which is not a whole number of 1 or more."""
+    if isinstance(lengths, np.ndarray):
+        if lengths.ndim != 1:
+            raise ValueError(f"{field} has shape {lengths.shape}; give one flat list of document lengths")
+        if lengths.dtype.kind not in "iu":
+            lengths = lengths.tolist()
+    elif isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
+        raise ValueError(f"{field} is {_short(lengths)}; give a list of document lengths")
+    values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), field)
+    if values.size == 0:
+        raise ValueError(f"{field} is empty; give at least one document length")
+    bad = (values < 1) | (values > MAX_LENGTH)
+    if bad.any():
+        index = int(bad.argmax())
+        raise _bad_length(f"{field}[{index}]", int(values[index]))
+    return values.astype(np.int64, copy=False)
+
+
+def sample_lengths(
+    name: str, num_tokens: int, *, seed: int, max_document: int | None = None, upsample: bool = True
+) -> IntArray:
+    """Documents of exactly `num_tokens` tokens in all from sampler `name`; the last one is cut to fit.
+
+    With `upsample`, documents over 64K tokens come four times and half of the shorter ones not at all, in shuffled
+    order. `max_document` cuts longer documents, after upsampling. The same seed gives the same documents, and asking
+    for more tokens only adds to them.
+    """
+    if name not in SAMPLERS:
+        raise unknown_name("sampler", name, SAMPLERS)
+    num_tokens = _positive("num_tokens", num_tokens)
+    if max_document is not None:
+        max_document = _positive("max_document", max_document)
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; give a whole number of at least 0")
+    draw: Callable[[np.random.Generator, int], IntArray] = (
+        lognormal_lengths if name == "lognormal" else lambda rng, count: quantile_lengths(rng, count, name))
+    rng = np.random.default_rng(int(seed))
+    chunks: list[IntArray] = []
+    drawn = 0
+    while drawn < num_tokens:
+        chunk = draw(rng, _DRAWS_PER_CHUNK)
+        if upsample:
+            chunk = _upsampled(rng, chunk)
+        if max_document is not None:
+            chunk = np.minimum(chunk, max_document)
+        chunks.append(chunk)
+        drawn += int(chunk.sum())
+    return fill(np.concatenate(chunks), num_tokens)
+
+
+def quantile_lengths(rng: np.random.Generator, count: int, name: str) -> IntArray:
+    """`count` draws from a quantile table; between quantiles the logarithm of the length is linear in probability."""
+    log_length = np.interp(rng.random(count), QUANTILE_LEVELS, np.log(QUANTILES[name]))
+    return np.rint(np.exp(log_length)).astype(np.int64)
+
+
+def lognormal_lengths(
+    rng: np.random.Generator, count: int, *, median: float = LOGNORMAL_MEDIAN, sigma: float = LOGNORMAL_SIGMA
+) -> IntArray:
+    """`count` draws whose logarithm is normal around log(median) with standard deviation sigma."""
+    lengths = np.rint(rng.lognormal(np.log(median), sigma, count))
+    return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
+
+
+def _upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
+    is_long = lengths > LONG_DOCUMENT
+    repeats = np.where(is_long, LONG_REPEATS, rng.random(lengths.size) < SHORT_KEPT)
+    return rng.permutation(np.repeat(lengths, repeats))
+
+
+def fill(lengths: npt.ArrayLike | Iterable[int], num_tokens: int) -> IntArray:
+    """The leading documents that hold exactly `num_tokens` tokens, the last one cut."""
+    num_tokens = _positive("num_tokens", num_tokens)
+    values = check_lengths(lengths)
+    ends = np.cumsum(values)
+    if ends[-1] < num_tokens:
+        raise ValueError(
+            f"lengths hold {ends[-1]} tokens but {num_tokens} are needed; add documents, or lower ranks or "
+            "tokens_per_rank")
+    last = int(np.searchsorted(ends, num_tokens))
+    filled = values[: last + 1].copy()
+    filled[-1] -= ends[last] - num_tokens
+    return filled
+
+
+def standard_library_lengths() -> IntArray:
+    """Bytes of every .py file of this Python's standard library, in order of path: a real corpus of byte tokens.
+
+    Test suites are left out, as many distributions do not ship them, and so is what was installed on top.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sizes: dict[str, int] = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_THE_LIBRARY]
+        for file in files:
+            path = Path(folder, file)
+            if path.suffix == ".py" and path.is_file():
+                sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+    lengths = [sizes[name] for name in sorted(sizes) if sizes[name] > 0]
+    if not lengths:
+        raise ValueError(f"the standard library at {root} holds no .py files; use a sampler or a file of lengths")
+    return check_lengths(lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Sequences of documents, each sequence over whole consecutive ranks of `tokens_per_rank` tokens."""
+
+    name: str
+    ranks: int
+    tokens_per_rank: int
+    sequences: tuple[IntArray, ...]  # document lengths in order
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name is {_short(self.name)}; give a string")
+        object.__setattr__(self, "ranks", _positive("ranks", self.ranks))
+        object.__setattr__(self, "tokens_per_rank", _positive("tokens_per_rank", self.tokens_per_rank))
+        if not isinstance(self.sequences, (list, tuple)) or not self.sequences:
+            raise ValueError(
+                f"sequences is {_short(self.sequences)}; give at least one sequence, each a list of document lengths")
+        checked = tuple(check_lengths(seq, f"sequences[{i}]").copy() for i, seq in enumerate(self.sequences))
+        for i, lengths in enumerate(checked):
+            lengths.setflags(write=False)
+            if lengths.sum() % self.tokens_per_rank:
+                raise ValueError(
+                    f"sequences[{i}] holds {lengths.sum()} tokens, not a whole multiple of tokens_per_rank "
+                    f"{self.tokens_per_rank}; add or cut documents until it fills its ranks")
+        filled = sum(int(lengths.sum()) for lengths in checked) // self.tokens_per_rank
+        if filled != self.ranks:
+            raise ValueError(
+                f"sequences fill {filled} ranks of {self.tokens_per_rank} tokens but ranks is {self.ranks}; "
+                f"set ranks to {filled} or change the sequences")
+        object.__setattr__(self, "sequences", checked)
+
+    def save(self, path: str | Path) -> None:
+        content = {
+            "name": self.name,
+            "ranks": self.ranks,
+            "tokens_per_rank": self.tokens_per_rank,
+            "sequences": [lengths.tolist() for lengths in self.sequences],
+        }
+        Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def read_source(path: str | Path) -> Workload | IntArray:
+    """A workload file, or plain lengths: a JSON list, or one number a line with blank lines and # comments."""
+    text = read_text(path)
+    try:
+        if not text.lstrip().startswith(("[", "{")):
+            return _lengths_from_lines(text)
+        content = parse_json(text)
+        if isinstance(content, list):
+            return check_lengths(content)
+        missing = [key for key in _WORKLOAD_KEYS if key not in content]
+        if missing:
+            raise ValueError(
+                f"not a workload: its keys are {_short(list(content))}, without {', '.join(missing)}; give "
+                f"{', '.join(_WORKLOAD_KEYS)}, or a JSON list of lengths")
+        return Workload(**{key: content[key] for key in _WORKLOAD_KEYS})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file's text; whatever keeps it from being read becomes a one-line ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; check the path") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file; give UTF-8 text or JSON") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason}); give a readable file") from None
+
+
+def parse_json(text: str) -> object:
+    """The value of a JSON text; what is not JSON becomes a one-line ValueError that says where."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"broken JSON at line {error.lineno} column {error.colno} ({error.msg}); repair or rewrite the file"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ValueError("JSON with a number too long or lists too deep to be ours; repair or rewrite it") from None
+
+
+def _lengths_from_lines(text: str) -> IntArray:
+    lengths: list[int] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.split("#", 1)[0].strip()
+        if not entry:
+            continue
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", entry):
+            raise _bad_length(f"line {number}", entry)
+        length = int(entry)
+        if not 1 <= length <= MAX_LENGTH:
+            raise _bad_length(f"line {number}", length)
+        lengths.append(length)
+    return check_lengths(lengths)
+
+
+def _whole_numbers(values: list[object], field: str) -> IntArray:
+    if all(type(value) is int for value in values):
+        small: list[object] = values
+    else:
+        small = []
+        for index, value in enumerate(values):
+            if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+                raise _bad_length(f"{field}[{index}]", value)
+            small.append(operator.index(value))  # type: ignore[arg-type]
+    try:
+        return np.array(small, dtype=np.int64)
+    except OverflowError:
+        index = next(i for i, value in enumerate(small) if abs(value) > MAX_LENGTH)  # type: ignore[arg-type]
+        raise _bad_length(f"{field}[{index}]", small[index]) from None
+
+
+def _bad_length(field: str, value: object) -> ValueError:
+    return ValueError(
+        f"{field} is {_short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")
+
+
+def _positive(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{field} is {_short(value)}; give a whole number of at least 1")
+    return int(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,139 @@
+"""Where every token lives.
+
+Linear layers want equal tokens on every rank; attention wants to know which slice of which document is where. A
+layout answers both, and gives each token its document, its position there (RoPE) and the home of the token after it
+(labels), so a document may be cut anywhere without the model noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.workload.documents import check_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """One row per token of one rank, in row order."""
+
+    document: np.ndarray    # [tokens]
+    position: np.ndarray    # [tokens] position inside the document
+    next_rank: np.ndarray   # [tokens] home of the next token of the document, -1 at the document's end
+    next_index: np.ndarray  # [tokens] row index of that token on its home, -1 at the document's end
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One row per slice: tokens [start, stop) of a document lie on `rank`, in row order, rank by rank."""
+
+    lengths: np.ndarray   # [documents]
+    document: np.ndarray  # [slices]
+    start: np.ndarray     # [slices]
+    stop: np.ndarray      # [slices]
+    rank: np.ndarray      # [slices] nondecreasing
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "document", "start", "stop", "rank"):
+            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.document)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def tokens_per_rank(self) -> np.ndarray:
+        return np.bincount(self.rank, weights=self.stop - self.start, minlength=self.num_ranks).astype(np.int64)
+
+    def row_offset(self) -> np.ndarray:
+        """Index of each slice's first token in its rank's row."""
+        length = self.stop - self.start
+        before = np.cumsum(length) - length                      # [slices] tokens before, over all ranks
+        row_begin = np.cumsum(self.tokens_per_rank()) - self.tokens_per_rank()
+        return before - row_begin[self.rank]
+
+    def by_document(self) -> np.ndarray:
+        """Slice indices ordered by (document, start)."""
+        return np.lexsort((self.start, self.document))
+
+    def ranks_per_document(self) -> np.ndarray:
+        """Number of distinct ranks that hold a part of each document."""
+        pairs = np.unique(self.document * self.num_ranks + self.rank)
+        return np.bincount(pairs // self.num_ranks, minlength=self.num_documents)
+
+    def tokens(self, rank: int) -> TokenColumns:
+        order = self.by_document()
+        offset = self.row_offset()
+        next_rank = np.full(self.num_slices, -1)                 # home of the token right after each slice
+        next_index = np.full(self.num_slices, -1)
+        same = self.document[order[1:]] == self.document[order[:-1]]
+        next_rank[order[:-1][same]] = self.rank[order[1:][same]]
+        next_index[order[:-1][same]] = offset[order[1:][same]]
+
+        mine = np.flatnonzero(self.rank == rank)
+        length = (self.stop - self.start)[mine]
+        last = np.cumsum(length) - 1                             # [slices of rank] index of each slice's last token
+        index = np.arange(length.sum())
+        token_next_rank = np.full(len(index), rank)
+        token_next_index = index + 1
+        token_next_rank[last] = next_rank[mine]
+        token_next_index[last] = next_index[mine]
+        return TokenColumns(
+            document=np.repeat(self.document[mine], length),
+            position=index - np.repeat(last + 1 - length - self.start[mine], length),
+            next_rank=token_next_rank,
+            next_index=token_next_index,
+        )
+
+    def validate(self) -> None:
+        """Prove that every token of every document has exactly one home."""
+        check_lengths(self.lengths)
+        if np.any(np.diff(self.rank) < 0):
+            raise ValueError("layout slices must be grouped by rank in ascending order; sort them by rank")
+        if len(self.rank) and not 0 <= self.rank.min() <= self.rank.max() < self.num_ranks:
+            raise ValueError(f"layout names rank {self.rank.max()} but has {self.num_ranks} ranks; raise num_ranks")
+        order = self.by_document()
+        document, start, stop = self.document[order], self.start[order], self.stop[order]
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = document[1:] != document[:-1]
+        last = np.roll(first, -1)
+        expected = np.where(first, 0, np.roll(stop, 1))
+        bad = (start != expected) | (stop <= start) | (last & (stop != self.lengths[document]))
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise ValueError(
+                f"document {document[i]} of {self.lengths[document[i]]} tokens is not covered once: slice "
+                f"[{start[i]}, {stop[i]}) should begin at {expected[i]}; give each of its tokens exactly one home")
+        if len(np.unique(document)) != self.num_documents:
+            missing = np.setdiff1d(np.arange(self.num_documents), document)[0]
+            raise ValueError(f"document {missing} has no home; add its slices to the layout")
+
+
+def layout_from_slices(
+    lengths: np.ndarray, document: np.ndarray, start: np.ndarray, stop: np.ndarray, rank: np.ndarray, num_ranks: int
+) -> Layout:
+    """Build a layout from slices in any order; row order within a rank follows the order given."""
+    order = np.argsort(rank, kind="stable")
+    return Layout(lengths, document[order], start[order], stop[order], rank[order], num_ranks)
+
+
+def layout_from_rows(rows: Sequence[Sequence[int]]) -> Layout:
+    """Each rank's own packed documents, as a loader without spanning yields them; ranks may hold unequal tokens."""
+    counts = np.array([len(row) for row in rows], dtype=np.int64)
+    if counts.sum() == 0:
+        raise ValueError(f"rows holds {len(rows)} ranks and no document; give at least one document length")
+    lengths = check_lengths(np.concatenate([np.asarray(row) for row in rows if len(row)]), field="rows")
+    rank = np.repeat(np.arange(len(rows)), counts)
+    return Layout(lengths, np.arange(len(lengths)), np.zeros_like(lengths), lengths, rank, len(rows))

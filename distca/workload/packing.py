@@ -1,0 +1,174 @@
+"""Pack documents into rows of equal tokens per rank.
+
+`given` keeps documents where a loader would put them: in order, one rank after the other. `balanced` lets placement
+choose. Either way a document that does not fit is cut and knows it: with spanning its parts still attend to each
+other, without spanning the part behind the cut becomes a document of its own, as packed loaders do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.workload.documents import Workload, check_lengths
+from distca.workload.layout import Layout, layout_from_slices
+from distca.workload.placement import Slices, place
+
+PLACEMENTS = ("given", "balanced")
+
+
+def pack(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    ranks: int,
+    tokens_per_rank: int | None = None,
+    spanning: bool = True,
+    placement: str = "given",
+    tolerance: float = 0.05,
+    speed: np.ndarray | None = None,
+    document_work: np.ndarray | None = None,
+) -> Layout:
+    """Lay documents over ranks with equal tokens on each.
+
+    The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Balanced
+    placement may be told the pool's `speed` (as in planning) and each document's work (causal pairs by default).
+    """
+    lengths = check_lengths(lengths)
+    tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+    if not spanning:
+        lengths = cut_at_ranks(lengths, tokens_per_rank)
+        document_work = None
+    if placement == "given":
+        return _in_order(lengths, ranks, tokens_per_rank)
+    work = causal_work(lengths) if document_work is None else document_work
+    slices = Slices([], [], [], [])
+    place(lengths, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank, slices)
+    return _finished(lengths, slices, ranks)
+
+
+def pack_workload(
+    workload: Workload,
+    *,
+    placement: str = "given",
+    tolerance: float = 0.05,
+    speed: np.ndarray | None = None,
+    document_work: np.ndarray | None = None,
+) -> Layout:
+    """Lay a workload's sequences over their ranks.
+
+    `given` keeps every document inside its sequence's ranks and chooses only how the sequence lies over them, so that
+    most of its queries can stay home; `balanced` places all documents over all ranks.
+    """
+    lengths = np.concatenate(workload.sequences)
+    if placement != "given":
+        return pack(lengths, ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank, placement=placement,
+                    tolerance=tolerance, speed=speed, document_work=document_work)
+    work = causal_work(lengths) if document_work is None else document_work
+    capacity = share_of_work(work, workload.ranks, tolerance, speed)
+    slices = Slices([], [], [], [])
+    document, rank = 0, 0
+    for sequence in workload.sequences:
+        inside = slice(document, document + len(sequence))
+        num_ranks = int(sequence.sum()) // workload.tokens_per_rank
+        if num_ranks == 1:
+            for offset, length in enumerate(sequence.tolist()):
+                slices.add(document + offset, 0, length, rank)
+        else:
+            fair = np.maximum(capacity[rank:rank + num_ranks], work[inside].sum() / num_ranks)
+            place(sequence, work[inside], fair, workload.tokens_per_rank, slices, document, rank)
+        document += len(sequence)
+        rank += num_ranks
+    return _finished(lengths, slices, workload.ranks)
+
+
+def pack_ping_pong(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    ranks: int,
+    tokens_per_rank: int | None = None,
+    placement: str = "given",
+    tolerance: float = 0.05,
+) -> tuple[Layout, Layout]:
+    """Two nano-batches with half of every rank's tokens each.
+
+    A document belongs to one nano-batch. Documents are dealt longest first to the half with the less work, and where
+    the halves' tokens demand it the last document dealt is cut in two documents.
+    """
+    lengths = check_lengths(lengths)
+    tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
+    if tokens_per_rank % 2:
+        raise ValueError(f"tokens_per_rank is {tokens_per_rank}; ping and pong need an even number of tokens per rank")
+    half = ranks * tokens_per_rank // 2
+    rows: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (document, tokens)
+    work, free = [0.0, 0.0], [half, half]
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        tokens = int(lengths[document])
+        side = 0 if (work[0], -free[0]) <= (work[1], -free[1]) else 1
+        if tokens > free[side]:
+            side = 1 - side
+        taken = min(tokens, free[side])
+        for target, part in ((side, taken), (1 - side, tokens - taken)):
+            if part:
+                rows[target].append((document, part))
+                free[target] -= part
+                work[target] += 0.5 * part * part
+    ping, pong = (
+        pack(np.array([tokens for _, tokens in sorted(row)]), ranks=ranks, placement=placement, tolerance=tolerance)
+        for row in rows)
+    return ping, pong
+
+
+def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
+    """Cut documents at the end of every row; the part behind a cut is a document of its own."""
+    longest = int(lengths.argmax())
+    if lengths[longest] > tokens_per_rank:
+        raise ValueError(f"document {longest} has {lengths[longest]} tokens but a rank holds {tokens_per_rank}; raise "
+                         "tokens_per_rank or let documents span ranks")
+    total = int(lengths.sum())
+    edges = np.unique(np.concatenate([np.cumsum(lengths), np.arange(tokens_per_rank, total + 1, tokens_per_rank)]))
+    return np.diff(edges, prepend=0)
+
+
+def share_of_work(work: np.ndarray, ranks: int, tolerance: float, speed: np.ndarray | None) -> np.ndarray:
+    """The most work each rank may get: its share of the pool, with the tolerance on top."""
+    pool = np.ones(ranks) if speed is None else np.asarray(speed, dtype=np.float64)
+    return (1.0 + tolerance) * work.sum() * pool[:ranks] / pool.sum()
+
+
+def causal_work(lengths: np.ndarray) -> np.ndarray:
+    """Causal pairs of whole documents."""
+    exact = lengths.astype(np.float64)
+    return 0.5 * exact * (exact + 1.0)
+
+
+def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) -> int:
+    total = int(lengths.sum())
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; give at least 1")
+    if tokens_per_rank is None:
+        if total % ranks:
+            raise ValueError(f"{total} tokens do not divide over {ranks} ranks; cut the last document by "
+                             f"{total % ranks} tokens (documents.fill does) or change ranks")
+        return total // ranks
+    if total != ranks * tokens_per_rank:
+        raise ValueError(f"the documents hold {total} tokens but {ranks} ranks of {tokens_per_rank} hold "
+                         f"{ranks * tokens_per_rank}; change ranks or tokens_per_rank, or cut with documents.fill")
+    return tokens_per_rank
+
+
+def _in_order(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> Layout:
+    """One stream of documents, cut wherever a rank's row is full."""
+    stops = np.cumsum(lengths)
+    edges = np.unique(np.concatenate([stops, tokens_per_rank * np.arange(1, ranks + 1)]))
+    begins = edges - np.diff(edges, prepend=0)
+    document = np.searchsorted(stops, begins, side="right")
+    document_begin = (stops - lengths)[document]
+    return Layout(lengths, document, begins - document_begin, edges - document_begin, begins // tokens_per_rank, ranks)
+
+
+def _finished(lengths: np.ndarray, slices: Slices, ranks: int) -> Layout:
+    document, start, stop, rank = (np.array(column, dtype=np.int64) for column in slices)
+    return layout_from_slices(lengths, document, start, stop, rank, ranks)

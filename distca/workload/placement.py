@@ -1,0 +1,134 @@
+"""Choose which slice of which document lives where, so that queries can be computed at home.
+
+The loader's freedom is the cheapest lever of all. A long document is cut into contiguous slices, each about one
+rank's share of work: early slices long, late ones short, with short documents filling up the tokens. Then every query
+stays home and only keys travel, once per slice. Slices are carved from the document's end, so that the odd remainder
+is its beginning, whose queries need nobody else's keys.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+_GRID = 128  # slices begin on this grid of their document, so that shards of whole tiles fill them
+
+
+class Slices(NamedTuple):
+    """Columns of a layout under construction, in any order."""
+
+    document: list[int]
+    start: list[int]
+    stop: list[int]
+    rank: list[int]
+
+    def add(self, document: int, start: int, stop: int, rank: int) -> None:
+        self.document.append(document)
+        self.start.append(start)
+        self.stop.append(stop)
+        self.rank.append(rank)
+
+
+def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int, slices: Slices,
+          first_document: int = 0, first_rank: int = 0) -> None:
+    """Lay documents over len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity where it can.
+
+    `work` is each document's own attention work, `capacity` each rank's share with its tolerance. Documents must fill
+    the ranks exactly. Appends to `slices`, numbering documents and ranks from the firsts given.
+    """
+    num_ranks = len(capacity)
+    assert int(lengths.sum()) == num_ranks * tokens_per_rank
+    light_density = _light_density(lengths, work, float(capacity.mean()), tokens_per_rank)
+    dense, light = _split(lengths, work, light_density)
+    free = [tokens_per_rank] * num_ranks
+    spare = capacity.tolist()                                    # work that each rank can still take
+    budget = [(light_density * tokens_per_rank - float(c), r) for r, c in enumerate(capacity)]  # negated: a min-heap
+    heapify(budget)
+
+    leftover: list[tuple[int, int]] = []                         # (-tokens, document) prefixes without a home yet
+    while dense:
+        _, document, stop = heappop(dense)
+        rate = float(work[document]) / (0.5 * float(lengths[document]) ** 2)
+        center = light_density / rate                            # tokens past this position are denser than light ones
+        excess = rate * (0.5 * stop * stop) - light_density * stop
+        if excess <= 0 or not budget:
+            leftover.append((-stop, document))
+            continue
+        room, rank = -budget[0][0], budget[0][1]
+        if free[rank] < min(stop, _GRID) or room <= 0:
+            heappop(budget)                                      # full: what is left of its tokens is for light documents
+            heappush(dense, (-excess, document, stop))
+            continue
+        start = 0
+        if excess > room or stop > free[rank]:
+            start = _carve(stop, center, room / rate, free[rank])
+            if start >= stop:
+                heappop(budget)
+                heappush(dense, (-excess, document, stop))
+                continue
+        slices.add(first_document + document, start, stop, first_rank + rank)
+        free[rank] -= stop - start
+        used = rate * 0.5 * (stop * stop - start * start)
+        spare[rank] -= used
+        heapreplace(budget, (used - light_density * (stop - start) - room, rank))
+        if start > 0:
+            rest = rate * 0.5 * start * start - light_density * start
+            heappush(dense, (-rest, document, start))
+
+    _fill(lengths, work, light, leftover, free, spare, slices, first_document, first_rank)
+
+
+def _carve(stop: int, center: float, room: float, free: int) -> int:
+    """Where the slice that ends at `stop` begins, so that it uses up the room: on the grid, at most `free` tokens."""
+    squared = (stop - center) ** 2 - 2.0 * room
+    start = center + sqrt(squared) if squared > 0 and stop > center else 0.0
+    start = max(start, stop - free)
+    return -(-int(np.ceil(start)) // _GRID) * _GRID
+
+
+def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: float, tokens_per_rank: int) -> float:
+    """Work per token of the short documents that will fill up the ranks of long ones."""
+    heavy = (work > capacity) | (lengths > tokens_per_rank)
+    ranks = float(work[heavy].sum()) / capacity
+    tokens = max(ranks * tokens_per_rank - float(lengths[heavy].sum()), 0.05 * float(lengths.sum()))
+    order = np.argsort(lengths[~heavy], kind="stable")
+    filled = np.cumsum(lengths[~heavy][order])
+    if len(order) == 0:
+        return 0.0
+    count = min(int(np.searchsorted(filled, tokens)) + 1, len(order))
+    return float(work[~heavy][order][:count].sum()) / float(filled[count - 1])
+
+
+def _split(lengths: np.ndarray, work: np.ndarray, light_density: float
+           ) -> tuple[list[tuple[float, int, int]], list[int]]:
+    """Documents denser than the light ones as a heap of (-excess work, document, tokens); the others, longest first."""
+    excess = work - light_density * lengths
+    dense = [(-float(excess[d]), int(d), int(lengths[d])) for d in np.flatnonzero(excess > 0)]
+    heapify(dense)
+    rest = np.flatnonzero(excess <= 0)
+    return dense, rest[np.argsort(-lengths[rest], kind="stable")].tolist()
+
+
+def _fill(lengths: np.ndarray, work: np.ndarray, light: list[int], leftover: list[tuple[int, int]], free: list[int],
+          spare: list[float], slices: Slices, first_document: int, first_rank: int) -> None:
+    """Fill every rank to its last token: longest document first, to the rank with the most spare work per token."""
+    ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
+    heapify(ranks)
+    queue = sorted([(-int(lengths[d]), d) for d in light] + leftover)
+    for negative, document in queue:
+        rate = float(work[document]) / (0.5 * float(lengths[document]) ** 2)
+        start, stop = 0, -negative
+        while start < stop:
+            rank = ranks[0][1]
+            end = min(start + free[rank], stop)
+            slices.add(first_document + document, start, end, first_rank + rank)
+            free[rank] -= end - start
+            spare[rank] -= rate * 0.5 * (end * end - start * start)
+            start = end
+            if free[rank]:
+                heapreplace(ranks, (-spare[rank] / free[rank], rank))
+            else:
+                heappop(ranks)
