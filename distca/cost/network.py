@@ -71,7 +71,7 @@ class Network:
         inter = np.maximum(between.sum(axis=1), between.sum(axis=0))
         nvlink = (intra > 0) * self.intra_node_latency_seconds + intra / self.intra_node_bandwidth
         nic = (inter > 0) * self.inter_node_latency_seconds + inter / self.inter_node_bandwidth
-        return np.maximum(nvlink, nic)
+        return np.asarray(np.maximum(nvlink, nic), dtype=np.float64)  # [ranks]
 
     def all_gather_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
         """Ring all-gather that leaves `num_bytes` on every rank: num_ranks - 1 steps of one share each.

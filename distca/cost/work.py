@@ -4,7 +4,7 @@ Everything here is for one layer and, where `tp` is given, for one tensor-parall
 arrays are taken alike; whole numbers stay whole, so counts are exact as long as documents are below 2**31 tokens.
 """
 
-from typing import Literal, TypeVar, cast, overload
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,9 @@ def _triangle(n: IntArray) -> IntArray:
 
 
 @overload
-def causal_pairs(q_start: int, q_stop: int, kv_start: int = 0, kv_stop: int | None = None) -> int: ...
+def causal_pairs(  # type: ignore[overload-overlap]
+    q_start: int, q_stop: int, kv_start: int = 0, kv_stop: int | None = None
+) -> int: ...
 @overload
 def causal_pairs(
     q_start: IntArray | int, q_stop: IntArray | int, kv_start: IntArray | int = 0, kv_stop: IntArray | int | None = None
@@ -134,6 +136,6 @@ def hidden_shards_bound(
     rate = cluster.gemm_flops_per_second if linear_flops_per_second is None else linear_flops_per_second
     if not rate > 0:
         raise ValueError(f"linear_flops_per_second is {rate!r}; give a number above 0")
-    token_seconds = cast(int, linear_flops(1, model, tp)) / rate
+    token_seconds = linear_flops(1, model, tp) / rate
     hideable_bytes = token_seconds * cluster.inter_node_bandwidth
     return 2 * (hideable_bytes - model.q_token_bytes(tp)) / model.kv_token_bytes(tp) - 1

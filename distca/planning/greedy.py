@@ -14,13 +14,16 @@ import numpy as np
 
 from distca.cost.latency_table import LatencyTable
 from distca.cost.work import pairs_of_shard
+from distca.planning.bands import share_prefixes
 from distca.planning.plan import Plan, task_work
-from distca.planning.shard_cut import Measure, Piece, Shard, cheapest_shard
+from distca.planning.shard_cut import Measure, Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
 _PIECES_TRIED = 4  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
+_SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
+_HOLDERS_TRIED = 2  # latest servers that already hold a document's keys
 
 
 def balance(
@@ -44,10 +47,11 @@ def balance(
     load = np.bincount(home.server, weights=work, minlength=len(pool))
     cap = (1.0 + tolerance) * load.sum() * pool / pool.sum()
     measure: Measure = pairs_of_shard if cost is None else cost.seconds
-    mover = _Mover(layout, load, cap, measure, float(model.q_token_bytes(tp) + model.out_token_bytes(tp)),
-                   float(model.kv_token_bytes(tp)))
+    prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), measure)
+    mover = _Mover(layout, load, cap, prices)
     mover.run()
-    return Plan(layout, mover.tasks(home), pool, tolerance, model, tp, cost, mover.limit)
+    tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), cap, prices)
+    return Plan(layout, tasks, pool, tolerance, model, tp, cost, mover.limit)
 
 
 def _check(layout: Layout, pool: np.ndarray, tolerance: float) -> None:
@@ -72,74 +76,85 @@ def _keys_at_home(layout: Layout) -> list[tuple[int, int, int]]:
 
 
 class _Mover:
-    """The greedy's working state: loads, rooms, and which pieces of which slices have moved."""
+    """The greedy's working state: loads, rooms, which pieces of which slices are still home and which have moved."""
 
-    def __init__(self, layout: Layout, load: np.ndarray, cap: np.ndarray, measure: Measure, q_bytes: float,
-                 kv_bytes: float) -> None:
-        self.layout, self.measure, self.q_bytes, self.kv_bytes = layout, measure, q_bytes, kv_bytes
+    def __init__(self, layout: Layout, load: np.ndarray, cap: np.ndarray, prices: Prices) -> None:
+        self.layout, self.prices = layout, prices
         self.load: list[float] = load.tolist()
         self.cap: list[float] = cap.tolist()
         self.limit: str | None = None
-        self.moved: dict[int, list[tuple[int, int, int]]] = {}   # slice -> (start, stop, server)
-        self.held: dict[tuple[int, int], int] = {}               # (document, server) -> keys [0, n) travel there
+        self.home: dict[int, list[Piece]] = {}                   # slice -> pieces that its home still computes
+        self.moved: list[tuple[int, Shard, int]] = []            # slice, shard, server
+        self.held: dict[tuple[int, int], tuple[int, int]] = {}   # (document, server) -> keys [start, stop) are there
         self.open: dict[int, list[int]] = {}                     # document -> servers that hold its keys, with room
-        surplus = np.flatnonzero(load > cap)
         for document, server, keys in _keys_at_home(layout):
-            self.held[document, server] = keys
+            self.held[document, server] = 0, keys
             if cap[server] > load[server]:
                 self.open.setdefault(document, []).append(server)
         self.rooms = sorted((float(cap[s] - load[s]), int(s)) for s in np.flatnonzero(cap > load))
+        surplus = np.flatnonzero(load > cap)
         self.order = surplus[np.argsort(load[surplus] - cap[surplus], kind="stable")[::-1]].tolist()
 
     def run(self) -> None:
-        layout = self.layout
-        row = np.searchsorted(layout.rank, np.arange(layout.num_ranks + 1))
+        row = np.searchsorted(self.layout.rank, np.arange(self.layout.num_ranks + 1))
         for rank in self.order:
-            slices = range(row[rank], row[rank + 1])
-            pieces = sorted(
-                ((int(layout.stop[i]), i, Piece(int(layout.document[i]), int(layout.start[i]), int(layout.stop[i]),
-                                                int(layout.start[i]), int(layout.stop[i]))) for i in slices))
-            while self.load[rank] > self.cap[rank] and self._move_one(rank, pieces):
-                pass
+            pieces = self._pieces_of(range(row[rank], row[rank + 1]))
+            while self.load[rank] > self.cap[rank]:
+                if not self._move_one(rank, pieces):
+                    break
+            for _, index, piece in pieces:
+                self.home.setdefault(index, []).append(piece)
+
+    def _pieces_of(self, slices: range) -> list[tuple[int, int, Piece]]:
+        """A rank's own queries as (depth, slice, piece), deepest last."""
+        layout = self.layout
+        part = slice(slices.start, slices.stop)
+        columns = (layout.document[part].tolist(), layout.start[part].tolist(), layout.stop[part].tolist())
+        return sorted((stop, index, Piece(document, start, stop, 0, start))
+                      for index, document, start, stop in zip(slices, *columns, strict=True))
 
     def _move_one(self, rank: int, pieces: list[tuple[int, int, Piece]]) -> bool:
         """Move the shard with the most work per byte; False, with the reason kept, where none can move."""
         need = self.load[rank] - self.cap[rank]
         best: tuple[Shard, int, int] | None = None               # shard, server, index into pieces
-        for index in range(len(pieces) - 1, max(len(pieces) - 1 - _PIECES_TRIED, -1), -1):
-            piece = pieces[index][2]
-            for server in self._candidates(rank, piece.document, need):
+        for at in range(len(pieces) - 1, max(len(pieces) - 1 - _PIECES_TRIED, -1), -1):
+            piece = pieces[at][2]
+            for server in self._candidates(piece.document, need):
                 room = self.cap[server] - self.load[server]
-                held = self.held.get((piece.document, server), 0)
-                shard = cheapest_shard(piece, need, room, held, self.q_bytes, self.kv_bytes, self.measure)
-                if shard and (best is None or shard.work * best[0].num_bytes > best[0].work * shard.num_bytes):
-                    best = shard, server, index
+                begin, end = self.held.get((piece.document, server), (0, 0))
+                keys_held = end if begin <= piece.key_start else 0
+                shard = cheapest_shard(piece, need, room, keys_held, self.prices)
+                if shard is not None and shard.beats(best[0] if best else None):
+                    best = shard, server, at
         if best is None:
             self.limit = f"rank {rank} is {need / self.cap[rank]:.2%} over its share"
             return False
-        shard, server, index = best
-        _, slice_index, piece = pieces.pop(index)
-        self.moved.setdefault(slice_index, []).append((shard.start, shard.stop, server))
-        self.load[rank] -= self.measure(piece.stop - piece.start, piece.stop)
-        for start, stop in ((piece.start, shard.start), (shard.stop, piece.stop)):
-            if start < stop:
-                self.load[rank] += self.measure(stop - start, stop)
-                insort(pieces, (stop, slice_index, piece._replace(start=start, stop=stop)))
+        shard, server, at = best
+        _, index, piece = pieces.pop(at)
+        measure = self.prices.measure
+        self.load[rank] -= piece.work(measure)
+        for rest in _rest(piece, shard):
+            self.load[rank] += rest.work(measure)
+            insort(pieces, (rest.stop - rest.key_start, index, rest))
+        self.moved.append((index, shard, server))
         self._serve(server, piece.document, shard)
         return True
 
-    def _candidates(self, rank: int, document: int, need: float) -> list[int]:
-        """Servers that hold the document's keys, and the emptiest server, or the tightest that takes all of `need`."""
-        at = min(bisect_left(self.rooms, (need, -1)), len(self.rooms) - 1)
-        fresh = [self.rooms[at][1]] if self.rooms else []
-        return fresh + [s for s in self.open.get(document, ()) if s not in fresh]
+    def _candidates(self, document: int, need: float) -> list[int]:
+        """The emptiest server, or the tightest that takes all of `need`; and servers that hold the document's keys."""
+        if not self.rooms:
+            return []
+        tight = min(bisect_left(self.rooms, (need * _SNUG, -1)), len(self.rooms) - 1)
+        fresh = self.rooms[tight][1]
+        return [fresh] + [s for s in self.open.get(document, ())[-_HOLDERS_TRIED:] if s != fresh]
 
     def _serve(self, server: int, document: int, shard: Shard) -> None:
-        before = (self.cap[server] - self.load[server], server)
+        del self.rooms[bisect_left(self.rooms, (self.cap[server] - self.load[server], server))]
         self.load[server] += shard.work
-        del self.rooms[bisect_left(self.rooms, before)]
         room = self.cap[server] - self.load[server]
-        self.held[document, server] = max(self.held.get((document, server), 0), shard.stop)
+        begin, end = self.held.get((document, server), (shard.key_start, shard.key_stop))
+        if begin <= shard.key_start <= end:
+            self.held[document, server] = begin, max(end, shard.key_stop)
         holders = self.open.setdefault(document, [])
         if room > 0:
             insort(self.rooms, (room, server))
@@ -149,26 +164,32 @@ class _Mover:
             holders.remove(server)
 
     def tasks(self, home: TaskTable) -> TaskTable:
-        """The home tasks with every moved slice replaced by its shards."""
+        """The home tasks with every slice that was cut replaced by what stayed and what moved."""
         kept = np.ones(len(home), dtype=bool)
-        kept[list(self.moved)] = False
-        rows: list[tuple[int, int, int, int]] = []               # slice, start, stop, server
-        for index, shards in self.moved.items():
-            at, rank = int(self.layout.start[index]), int(self.layout.rank[index])
-            for start, stop, server in sorted(shards):
-                if at < start:
-                    rows.append((index, at, start, rank))
-                rows.append((index, start, stop, server))
-                at = stop
-            if at < self.layout.stop[index]:
-                rows.append((index, at, int(self.layout.stop[index]), rank))
-        index, start, stop, server = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        kept[[index for index, _, _ in self.moved]] = False
+        rows = [(index, piece.start, piece.stop, piece.key_start, piece.stop, int(self.layout.rank[index]))
+                for index, pieces in self.home.items() if not kept[index] for piece in pieces]
+        rows += [(index, shard.start, shard.stop, shard.key_start, shard.key_stop, server)
+                 for index, shard, server in self.moved]
+        index, start, stop, key_start, key_stop, server = np.array(rows, dtype=np.int64).reshape(-1, 6).T
         return TaskTable(
             document=np.concatenate([home.document[kept], home.document[index]]),
             q_start=np.concatenate([home.q_start[kept], start]),
             q_stop=np.concatenate([home.q_stop[kept], stop]),
-            kv_start=np.zeros(int(kept.sum()) + len(index)),
-            kv_stop=np.concatenate([home.kv_stop[kept], stop]),
+            kv_start=np.concatenate([home.kv_start[kept], key_start]),
+            kv_stop=np.concatenate([home.kv_stop[kept], key_stop]),
             home=np.concatenate([home.home[kept], home.home[index]]),
             server=np.concatenate([home.server[kept], server]),
         )
+
+
+def _rest(piece: Piece, shard: Shard) -> list[Piece]:
+    """What a piece keeps when a shard leaves: queries before, queries after, and the shard's own later keys."""
+    rest = []
+    if piece.start < shard.start:
+        rest.append(piece._replace(stop=shard.start))
+    if shard.stop < piece.stop:
+        rest.append(piece._replace(start=shard.stop))
+    if shard.key_stop < shard.stop:
+        rest.append(piece._replace(start=shard.start, stop=shard.stop, key_start=shard.key_stop))
+    return rest

@@ -101,11 +101,12 @@ class Plan:
 
 
 def task_work(tasks: TaskTable, cost: LatencyTable | None) -> np.ndarray:
-    """Work per task: causal pairs, or seconds where a latency table is given."""
+    """Work per task: causal pairs, or the seconds of the diagonal shard with as many pairs under a latency table."""
     pairs = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
     if cost is None:
         return pairs.astype(np.float64)
-    return np.where(pairs > 0, cost.seconds(tasks.q_len, np.maximum(tasks.kv_len, tasks.q_len)), 0.0)
+    aligned = np.where(tasks.kv_stop == tasks.q_stop, tasks.kv_len, tasks.kv_len + 0.5 * (tasks.q_len - 1))
+    return np.where(pairs > 0, cost.seconds(tasks.q_len, np.maximum(aligned, tasks.q_len)), 0.0)
 
 
 def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:

@@ -1,9 +1,14 @@
 """Where to cut a document so that a wanted amount of work travels in the fewest bytes.
 
-A shard of w queries ending at position e costs Q and O for w tokens and KV for e tokens, and carries w·e − w(w−1)/2
-causal pairs. For a fixed amount of work the bytes 2·w·h_q + e·h_kv are least where w/e is about h_kv / (2·h_q + h_kv/2):
-a few queries from the middle of a long document, while its home keeps the tail whose keys it holds anyway. Keys that
-the server holds already cost nothing, which pulls the shard up to where they end.
+Moving w queries against e keys costs Q and O for w tokens and KV for e tokens. Two shapes carry work F:
+
+- a rectangle: w·e = F, both sides free. Bytes w·q + e·kv are least at w/e = kv/q, four times as many keys as queries
+  for llama3-8b. It leaves the document's home with the queries' remaining keys, those near the diagonal, which it owns.
+- a trapezoid up to the diagonal: w·e − w(w−1)/2 = F. The closed form is the same with half a key more per query, so a
+  server is often best given queries from the middle of a document while the home keeps the tail.
+
+Rectangles need a document deep enough; what is left of it, and short documents, go as trapezoids. Keys that a server
+holds already cost nothing, which pulls either shape out to where they end.
 """
 
 from __future__ import annotations
@@ -14,110 +19,137 @@ from typing import NamedTuple
 
 from distca.planning.tasks import TILE
 
-Measure = Callable[[int, int], float]  # (q_len, kv_len) of a whole-prefix shard -> work
+Measure = Callable[[float, float], float]  # (q_len, kv_len) of queries aligned with the end of their keys -> work
+
+
+class Prices(NamedTuple):
+    """Forward bytes of moving one query (Q in, O out) and one key with its value, and how work is measured."""
+
+    q_bytes: float
+    kv_bytes: float
+    measure: Measure
 
 
 class Piece(NamedTuple):
-    """Queries [start, stop) of a document that one rank still computes; cuts lie on the tile grid of its slice."""
+    """Queries [start, stop) against keys from key_start up to each query; cuts lie on the tile grid of their slice."""
 
     document: int
     start: int
     stop: int
+    key_start: int
     slice_start: int
-    slice_stop: int
+
+    def work(self, measure: Measure) -> float:
+        return measure(self.stop - self.start, self.stop - self.key_start)
 
 
 class Shard(NamedTuple):
-    """Queries [start, stop) to move, with the work they carry and the forward bytes they cost."""
+    """Queries [start, stop) against keys [key_start, key_stop) to move, the work they carry, the bytes they cost."""
 
     start: int
     stop: int
+    key_start: int
+    key_stop: int
     work: float
     num_bytes: float
 
+    def beats(self, other: Shard | None) -> bool:
+        """More work per byte."""
+        return other is None or self.work * other.num_bytes > other.work * self.num_bytes
 
-def cheapest_shard(
-    piece: Piece, wanted: float, room: float, keys_held: int, q_bytes: float, kv_bytes: float, measure: Measure
-) -> Shard | None:
-    """The shard of `piece` that carries about `wanted` work, never more than `room`, at the least bytes per work.
 
-    `q_bytes` is what one moved query costs (Q in and O out), `kv_bytes` one key with its value, and keys before
-    `keys_held` are free. Returns None where not even one tile fits the room.
+def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, prices: Prices) -> Shard | None:
+    """The shard of `piece` with the most work per byte that carries about `wanted` work and never more than `room`.
+
+    Keys before `keys_held` are free. Returns None where not even one tile fits the room.
     """
-    whole = measure(piece.stop - piece.start, piece.stop)
+    whole = piece.work(prices.measure)
     if whole <= min(wanted, room):
-        return _priced(piece.start, piece.stop, keys_held, q_bytes, kv_bytes, whole)
-
-    rate = whole / _pairs(piece.stop - piece.start, piece.stop)  # pairs -> work, near this piece
+        return _trapezoid_at(piece, piece.start, piece.stop, keys_held, prices)
+    rate = whole / _pairs(piece.stop - piece.start, piece.stop - piece.key_start)  # pairs -> work, near this piece
     pairs = max(min(wanted, room) / rate, 1.0)
-    stop = _best_stop(piece, pairs, keys_held, q_bytes, kv_bytes)
-    width = stop - sqrt(max(stop * stop - 2.0 * pairs, 0.0))
     best: Shard | None = None
-    for q_len in _tile_widths(width, piece):
-        shard = _snap(piece, q_len, wanted, room, rate, keys_held, q_bytes, kv_bytes, measure)
-        if shard is not None and (best is None or shard.work * best.num_bytes > best.work * shard.num_bytes):
+    for shard in (_rectangle(piece, pairs, wanted, room, keys_held, prices),
+                  *_trapezoids(piece, pairs, wanted, room, rate, keys_held, prices)):
+        if shard is not None and shard.work <= room and shard.beats(best):
             best = shard
     return best
 
 
-def _best_stop(piece: Piece, pairs: float, keys_held: int, q_bytes: float, kv_bytes: float) -> float:
-    """Continuous optimum of the shard's end, inside what the piece allows."""
-    width = sqrt(pairs * kv_bytes / (q_bytes + 0.5 * kv_bytes))
-    stop = pairs / width + 0.5 * width
-    stop = max(stop, min(keys_held, piece.stop))                 # free keys: fewer queries carry the same work
-    earliest = sqrt(piece.start * piece.start + 2.0 * pairs)     # the shard may not begin before the piece
-    return min(max(stop, earliest), piece.stop)
-
-
-def _tile_widths(width: float, piece: Piece) -> tuple[int, ...]:
-    """Shard lengths to try: the tiles around the optimum."""
-    tiles = int(width // TILE)
-    longest = -(-(piece.stop - piece.start) // TILE)
-    return tuple(q_len * TILE for q_len in (tiles, tiles + 1) if 1 <= q_len <= longest)
-
-
-def _snap(
-    piece: Piece, q_len: int, wanted: float, room: float, rate: float, keys_held: int, q_bytes: float, kv_bytes: float,
-    measure: Measure,
+def _rectangle(
+    piece: Piece, pairs: float, wanted: float, room: float, keys_held: int, prices: Prices
 ) -> Shard | None:
-    """Place a shard of about `q_len` queries on the slice's grid: up to carry `wanted`, down to stay in `room`."""
-    ideal = min(wanted, room) / rate / q_len + 0.5 * (q_len - 1)
-    if wanted <= room:
-        stop = _grid_up(ideal, piece)
-        shard = _at(piece, stop, q_len, keys_held, q_bytes, kv_bytes, measure)
-        if shard.work <= room:
-            return shard
-    stop = _grid_down(ideal, piece)
-    while stop > piece.start:
-        shard = _at(piece, stop, q_len, keys_held, q_bytes, kv_bytes, measure)
-        if shard.work <= room:
-            return shard
-        stop = _grid_down(stop - TILE * max(1.0, (shard.work - room) / rate / q_len / TILE), piece)
+    """The piece's deepest queries against its earliest keys, as tiles; None where the piece is not deep enough."""
+    ideal_keys = max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start)
+    tiles = round(pairs / ideal_keys / TILE) or 1
+    start = max(_grid_up(piece.stop - tiles * TILE, piece), piece.start)
+    q_len = piece.stop - start
+    deepest = (start - piece.key_start) // TILE
+    exact = pairs / q_len / TILE                                 # keys, in tiles
+    up, down = -int(-exact // 1), int(exact)
+    for key_tiles in ((up, down) if wanted <= room else (down,)):
+        if 0 < key_tiles <= deepest:
+            kv_len = key_tiles * TILE
+            work = prices.measure(q_len, kv_len + 0.5 * (q_len - 1))  # the aligned shard with as many pairs
+            if work <= room:
+                key_stop = piece.key_start + kv_len
+                num_bytes = q_len * prices.q_bytes + max(min(key_stop - keys_held, kv_len), 0) * prices.kv_bytes
+                return Shard(start, piece.stop, piece.key_start, key_stop, work, num_bytes)
     return None
 
 
-def _at(
-    piece: Piece, stop: int, q_len: int, keys_held: int, q_bytes: float, kv_bytes: float, measure: Measure
-) -> Shard:
-    ragged = (stop - piece.slice_start) % TILE                   # the slice's own end is off the grid
-    start = max(stop - q_len if ragged == 0 else stop - ragged - q_len + TILE, piece.start)
-    return _priced(start, stop, keys_held, q_bytes, kv_bytes, measure(stop - start, stop))
+def _trapezoids(
+    piece: Piece, pairs: float, wanted: float, room: float, rate: float, keys_held: int, prices: Prices
+) -> list[Shard]:
+    """Shards up to the diagonal near the continuous optimum, snapped to the grid both ways."""
+    k = piece.key_start
+    width = sqrt(pairs * prices.kv_bytes / (prices.q_bytes + 0.5 * prices.kv_bytes))
+    depth = max(pairs / width + 0.5 * width, min(keys_held, piece.stop) - k)
+    earliest = sqrt((piece.start - k) ** 2 + 2.0 * pairs)        # the shard may not begin before the piece
+    depth = min(max(depth, earliest), piece.stop - k)
+    tiles = int((depth - sqrt(max(depth * depth - 2.0 * pairs, 0.0))) // TILE)
+    shards = []
+    for q_len in (tiles * TILE, (tiles + 1) * TILE):
+        if 0 < q_len < piece.stop - piece.start + TILE:
+            stop = k + pairs / q_len + 0.5 * (q_len - 1)
+            shard = _snapped(piece, stop, q_len, wanted, room, rate, keys_held, prices)
+            if shard is not None:
+                shards.append(shard)
+    return shards
 
 
-def _priced(start: int, stop: int, keys_held: int, q_bytes: float, kv_bytes: float, work: float) -> Shard:
-    return Shard(start, stop, work, (stop - start) * q_bytes + max(stop - keys_held, 0) * kv_bytes)
+def _snapped(
+    piece: Piece, stop: float, q_len: int, wanted: float, room: float, rate: float, keys_held: int, prices: Prices
+) -> Shard | None:
+    """Up to the next tile to carry `wanted`, or down until the shard stays in `room`."""
+    first = min(piece.start + TILE, piece.stop)
+    if wanted <= room:
+        end = max(min(_grid_up(stop, piece), piece.stop), first)
+        shard = _trapezoid_at(piece, _begin(piece, end, q_len), end, keys_held, prices)
+        if shard.work <= room:
+            return shard
+    end = piece.stop if stop >= piece.stop else _grid_up(stop - TILE + 1, piece)
+    while end >= first:
+        shard = _trapezoid_at(piece, _begin(piece, end, q_len), end, keys_held, prices)
+        if shard.work <= room:
+            return shard
+        end = _grid_up(end - max(TILE, (shard.work - room) / rate / q_len), piece)
+    return None
+
+
+def _begin(piece: Piece, end: int, q_len: int) -> int:
+    return max(_grid_up(end - q_len, piece), piece.start)
+
+
+def _trapezoid_at(piece: Piece, start: int, stop: int, keys_held: int, prices: Prices) -> Shard:
+    num_bytes = (stop - start) * prices.q_bytes + max(stop - max(keys_held, piece.key_start), 0) * prices.kv_bytes
+    work = prices.measure(stop - start, stop - piece.key_start)
+    return Shard(start, stop, piece.key_start, stop, work, num_bytes)
 
 
 def _grid_up(position: float, piece: Piece) -> int:
-    tiles = -(-(position - piece.slice_start) // TILE)
-    return max(min(piece.slice_start + int(tiles) * TILE, piece.stop), piece.start + min(TILE, piece.stop - piece.start))
-
-
-def _grid_down(position: float, piece: Piece) -> int:
-    if position >= piece.stop:
-        return piece.stop
-    tiles = (position - piece.slice_start) // TILE
-    return piece.slice_start + int(tiles) * TILE
+    """The first cut at or after a position: whole tiles from the slice's start."""
+    return piece.slice_start - int((piece.slice_start - position) // TILE) * TILE
 
 
 def _pairs(q_len: int, kv_len: int) -> float:

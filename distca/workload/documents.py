@@ -5,13 +5,13 @@ later. So every way in ends in `check_lengths`, and every refusal names the fiel
 """
 
 import json
-import operator
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 _WORKLOAD_KEYS = ("name", "ranks", "tokens_per_rank", "sequences")
 
 
-def check_lengths(lengths: npt.ArrayLike | Iterable[int], field: str = "lengths") -> IntArray:
+def check_lengths(lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengths") -> IntArray:
     """The lengths as int64, or a ValueError that names the first entry which is not a whole number of 1 or more."""
     if isinstance(lengths, np.ndarray):
         if lengths.ndim != 1:
@@ -111,7 +111,7 @@ def _upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
     return rng.permutation(np.repeat(lengths, repeats))
 
 
-def fill(lengths: npt.ArrayLike | Iterable[int], num_tokens: int) -> IntArray:
+def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray:
     """The leading documents that hold exactly `num_tokens` tokens, the last one cut."""
     num_tokens = _positive("num_tokens", num_tokens)
     values = check_lengths(lengths)
@@ -218,7 +218,7 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"{path}: cannot be read ({reason}); give a readable file") from None
 
 
-def parse_json(text: str) -> object:
+def parse_json(text: str) -> Any:
     """The value of a JSON text; what is not JSON becomes a one-line ValueError that says where."""
     try:
         return json.loads(text)
@@ -245,20 +245,19 @@ def _lengths_from_lines(text: str) -> IntArray:
     return check_lengths(lengths)
 
 
-def _whole_numbers(values: list[object], field: str) -> IntArray:
-    if all(type(value) is int for value in values):
-        small: list[object] = values
-    else:
-        small = []
+def _whole_numbers(values: list[Any], field: str) -> IntArray:
+    whole: list[int] = values
+    if not all(type(value) is int for value in values):
+        whole = []
         for index, value in enumerate(values):
-            if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise _bad_length(f"{field}[{index}]", value)
-            small.append(operator.index(value))  # type: ignore[arg-type]
+            whole.append(int(value))
     try:
-        return np.array(small, dtype=np.int64)
+        return np.array(whole, dtype=np.int64)
     except OverflowError:
-        index = next(i for i, value in enumerate(small) if abs(value) > MAX_LENGTH)  # type: ignore[arg-type]
-        raise _bad_length(f"{field}[{index}]", small[index]) from None
+        index = next(i for i, value in enumerate(whole) if abs(value) > MAX_LENGTH)
+        raise _bad_length(f"{field}[{index}]", whole[index]) from None
 
 
 def _bad_length(field: str, value: object) -> ValueError:

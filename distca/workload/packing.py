@@ -16,6 +16,7 @@ from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.placement import Slices, place
 
 PLACEMENTS = ("given", "balanced")
+_AIM = 0.9  # part of the tolerance that placement uses; the scheduler rounds to whole tiles within the rest
 
 
 def pack(
@@ -133,9 +134,9 @@ def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
 
 
 def share_of_work(work: np.ndarray, ranks: int, tolerance: float, speed: np.ndarray | None) -> np.ndarray:
-    """The most work each rank may get: its share of the pool, with the tolerance on top."""
+    """The most work placement gives each rank: its share of the pool and most of the tolerance."""
     pool = np.ones(ranks) if speed is None else np.asarray(speed, dtype=np.float64)
-    return (1.0 + tolerance) * work.sum() * pool[:ranks] / pool.sum()
+    return (1.0 + _AIM * tolerance) * work.sum() * pool[:ranks] / pool.sum()
 
 
 def causal_work(lengths: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 _GRID = 128  # slices begin on this grid of their document, so that shards of whole tiles fill them
+_DENSITY_STEPS = 6
 
 
 class Slices(NamedTuple):
@@ -41,7 +42,7 @@ def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_pe
     """
     num_ranks = len(capacity)
     assert int(lengths.sum()) == num_ranks * tokens_per_rank
-    light_density = _light_density(lengths, work, float(capacity.mean()), tokens_per_rank)
+    light_density = _light_density(lengths, work, capacity, tokens_per_rank)
     dense, light = _split(lengths, work, light_density)
     free = [tokens_per_rank] * num_ranks
     spare = capacity.tolist()                                    # work that each rank can still take
@@ -89,17 +90,26 @@ def _carve(stop: int, center: float, room: float, free: int) -> int:
     return -(-int(np.ceil(start)) // _GRID) * _GRID
 
 
-def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: float, tokens_per_rank: int) -> float:
-    """Work per token of the short documents that will fill up the ranks of long ones."""
-    heavy = (work > capacity) | (lengths > tokens_per_rank)
-    ranks = float(work[heavy].sum()) / capacity
-    tokens = max(ranks * tokens_per_rank - float(lengths[heavy].sum()), 0.05 * float(lengths.sum()))
-    order = np.argsort(lengths[~heavy], kind="stable")
-    filled = np.cumsum(lengths[~heavy][order])
-    if len(order) == 0:
+def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int) -> float:
+    """Work per token of the short documents that will fill up the ranks of long ones.
+
+    The denser those are, the more ranks the long documents need and the more short documents it takes: a fixed point.
+    """
+    share = float(capacity.mean())
+    heavy = (work > share) | (lengths > tokens_per_rank)
+    if heavy.all():
         return 0.0
-    count = min(int(np.searchsorted(filled, tokens)) + 1, len(order))
-    return float(work[~heavy][order][:count].sum()) / float(filled[count - 1])
+    light = np.sort(lengths[~heavy])
+    filled, filled_work = np.cumsum(light), np.cumsum(np.sort(work[~heavy]))
+    heavy_work, heavy_tokens = float(work[heavy].sum()), float(lengths[heavy].sum())
+    density = 0.0
+    for _ in range(_DENSITY_STEPS):
+        budget = max(share - density * tokens_per_rank, 0.1 * share)
+        ranks = min((heavy_work - density * heavy_tokens) / budget, len(capacity))
+        tokens = max(ranks * tokens_per_rank - heavy_tokens, 0.05 * float(lengths.sum()))
+        count = min(int(np.searchsorted(filled, tokens)), len(light) - 1)
+        density = float(filled_work[count]) / float(filled[count])
+    return density
 
 
 def _split(lengths: np.ndarray, work: np.ndarray, light_density: float
@@ -117,18 +127,23 @@ def _fill(lengths: np.ndarray, work: np.ndarray, light: list[int], leftover: lis
     """Fill every rank to its last token: longest document first, to the rank with the most spare work per token."""
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
+    narrow: list[tuple[int, int]] = []                           # (-free, rank): too narrow for the current document
     queue = sorted([(-int(lengths[d]), d) for d in light] + leftover)
     for negative, document in queue:
         rate = float(work[document]) / (0.5 * float(lengths[document]) ** 2)
         start, stop = 0, -negative
+        while narrow and -narrow[0][0] >= stop:
+            rank = heappop(narrow)[1]
+            heappush(ranks, (-spare[rank] / free[rank], rank))
         while start < stop:
-            rank = ranks[0][1]
+            while ranks and free[ranks[0][1]] < stop - start:
+                rank = heappop(ranks)[1]
+                heappush(narrow, (-free[rank], rank))
+            rank = heappop(ranks)[1] if ranks else heappop(narrow)[1]
             end = min(start + free[rank], stop)
             slices.add(first_document + document, start, end, first_rank + rank)
             free[rank] -= end - start
             spare[rank] -= rate * 0.5 * (end * end - start * start)
             start = end
             if free[rank]:
-                heapreplace(ranks, (-spare[rank] / free[rank], rank))
-            else:
-                heappop(ranks)
+                heappush(ranks, (-spare[rank] / free[rank], rank))

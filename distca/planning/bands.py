@@ -1,0 +1,136 @@
+"""Share a document's prefix between neighbours instead of gathering it on each of them.
+
+When consecutive slices of a long document are computed at home, each rank gathers the whole prefix: m slices behind
+q0 keys move m·q0 keys. The same m ranks can take the band of their queries together: each computes all of the band's
+queries against its own m-th part of the keys. Then the prefix travels once per band, and queries and outputs travel
+between neighbours. Every rank keeps its amount of work, so balance is untouched; only bytes fall, to (2m−1)/m² of
+what they were at the best m. Partial results merge at home by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.planning.shard_cut import Prices
+from distca.planning.tasks import TILE, TaskTable
+from distca.workload.layout import Layout
+
+_WIDEST = 12  # slices in a band; q0 / 2√F of them is best, which for a 512K document over 64 ranks is about 5
+
+
+def share_prefixes(layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices) -> TaskTable:
+    """Replace whole slices at home by bands wherever that saves bytes and keeps every server within its cap."""
+    whole = _whole_slices(layout, tasks)                         # task of each slice that is one task at home, or -1
+    spare = (cap - load).tolist()
+    dropped: list[int] = []
+    rows: list[tuple[int, int, int, int]] = []                   # slice of the queries, server, kv_start, kv_stop
+    for run in _runs(layout, whole):
+        for first, last in _best_bands(layout, run, prices):
+            band = run[first:last + 1]
+            shares = _key_shares(layout, band, prices, spare)
+            if shares is None:
+                continue
+            dropped += [int(whole[i]) for i in band]
+            for server_slice, kv_start, kv_stop in shares:
+                rows += [(i, int(layout.rank[server_slice]), kv_start, min(kv_stop, int(layout.stop[i])))
+                         for i in band]
+    if not rows:
+        return tasks
+    kept = np.ones(len(tasks), dtype=bool)
+    kept[dropped] = False
+    owner, server, kv_start, kv_stop = np.array(rows, dtype=np.int64).T
+    return TaskTable(
+        document=np.concatenate([tasks.document[kept], layout.document[owner]]),
+        q_start=np.concatenate([tasks.q_start[kept], layout.start[owner]]),
+        q_stop=np.concatenate([tasks.q_stop[kept], layout.stop[owner]]),
+        kv_start=np.concatenate([tasks.kv_start[kept], kv_start]),
+        kv_stop=np.concatenate([tasks.kv_stop[kept], kv_stop]),
+        home=np.concatenate([tasks.home[kept], layout.rank[owner]]),
+        server=np.concatenate([tasks.server[kept], server]),
+    )
+
+
+def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
+    """For every slice past its document's start, the task that computes all of it at home; -1 where there is none."""
+    span = int(layout.lengths.max()) + 1
+    candidate = np.flatnonzero((tasks.q_start > 0) & (tasks.home == tasks.server) & (tasks.kv_start == 0)
+                               & (tasks.kv_stop == tasks.q_stop))
+    late = np.flatnonzero(layout.start > 0)
+    late = late[np.argsort(layout.document[late] * span + layout.start[late])]
+    whole = np.full(layout.num_slices, -1)
+    if len(late) == 0 or len(candidate) == 0:
+        return whole
+    key = layout.document[late] * span + layout.start[late]
+    at = np.searchsorted(key, tasks.document[candidate] * span + tasks.q_start[candidate])
+    at = np.minimum(at, len(late) - 1)
+    owner = late[at]
+    match = ((layout.document[owner] == tasks.document[candidate]) & (layout.start[owner] == tasks.q_start[candidate])
+             & (layout.stop[owner] == tasks.q_stop[candidate]))
+    whole[owner[match]] = candidate[match]
+    return whole
+
+
+def _runs(layout: Layout, whole: np.ndarray) -> list[list[int]]:
+    """Consecutive whole slices of one document, as lists of slice indices in document order."""
+    slices = np.flatnonzero(whole >= 0)
+    slices = slices[np.lexsort((layout.start[slices], layout.document[slices]))]
+    if len(slices) < 2:
+        return []
+    joins = ((layout.document[slices[1:]] == layout.document[slices[:-1]])
+             & (layout.start[slices[1:]] == layout.stop[slices[:-1]]))
+    return [part.tolist() for part in np.split(slices, np.flatnonzero(~joins) + 1) if len(part) > 1]
+
+
+def _best_bands(layout: Layout, run: list[int], prices: Prices) -> list[tuple[int, int]]:
+    """The cheapest partition of a run into bands, by dynamic programming over where the last band begins."""
+    start, stop = layout.start[run].tolist(), layout.stop[run].tolist()
+    rank = layout.rank[run].tolist()
+    best = [0.0] + [float("inf")] * len(run)                     # bytes of the first n slices
+    begin = [0] * (len(run) + 1)
+    for n in range(1, len(run) + 1):
+        for first in range(n - 1, max(n - _WIDEST, 0) - 1, -1):
+            if rank[first] in rank[first + 1:n]:
+                break                                            # a rank serves one part of a band
+            num_bytes = best[first] + _band_bytes(start[first], stop[n - 1], start[n - 1], n - first, prices)
+            if num_bytes < best[n]:
+                best[n], begin[n] = num_bytes, first
+    bands, n = [], len(run)
+    while n > 0:
+        if n - begin[n] > 1:
+            bands.append((begin[n], n - 1))
+        n = begin[n]
+    return bands
+
+
+def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, prices: Prices) -> float:
+    if num_slices == 1:
+        return q_start * prices.kv_bytes
+    width = q_stop - q_start
+    return last_start * prices.kv_bytes + (num_slices - 1) * width * prices.q_bytes
+
+
+def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[float]
+                ) -> list[tuple[int, int, int]] | None:
+    """(slice whose rank serves, kv_start, kv_stop) so that every rank keeps its work; the last one has the diagonal."""
+    start, stop = int(layout.start[band[0]]), int(layout.stop[band[-1]])
+    width = stop - start
+    own = [prices.measure(int(layout.stop[i] - layout.start[i]), int(layout.stop[i])) for i in band]
+    per_key = prices.measure(width, start + 0.5 * (width - 1)) / start  # work of one key against the whole band
+    edges, exact = [0], 0.0
+    for work in own[:-1]:
+        exact += work / per_key
+        edges.append(min(round(exact / TILE) * TILE, start))
+    edges.append(stop)
+    shares, change = [], []
+    for i, work, kv_start, kv_stop in zip(band, own, edges[:-1], edges[1:], strict=True):
+        if kv_stop <= kv_start:
+            return None
+        kv_len = kv_stop - kv_start
+        now = prices.measure(width, kv_len if kv_stop == stop else kv_len + 0.5 * (width - 1))
+        change.append((int(layout.rank[i]), now - work))
+        shares.append((i, kv_start, kv_stop))
+    if any(extra > max(spare[rank], 0.0) for rank, extra in change):
+        return None
+    for rank, extra in change:
+        spare[rank] -= extra
+    return shares

@@ -1,0 +1,84 @@
+"""Draw a plan as one picture: who waited for whom before, who does what after, and what travels for it.
+
+Colours are from the Okabe–Ito palette, which colour-blind readers can tell apart. A few servers get bars side by
+side; many get outlines over rank, which stay legible at hundreds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from distca.report import PlanFigures, Side
+
+BEFORE_COLOR, AFTER_COLOR = "#E69F00", "#0072B2"
+TOLERANCE_COLOR = "#000000"
+MAX_BARS = 40
+
+_BAR_WIDTH = 0.4
+_BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def save_plot(figures: PlanFigures, path: str | Path) -> None:
+    """Write the picture; the format follows the file's suffix."""
+    draw(figures).savefig(path, dpi=120)
+
+
+def draw(figures: PlanFigures) -> Figure:
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_work(top, figures)
+    _draw_bytes(bottom, figures)
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.margins(x=0.01)
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12, min_n_ticks=1))
+    dedicated = figures.servers - figures.ranks
+    bottom.set_xlabel("rank" if not dedicated else f"rank (the last {dedicated} are dedicated servers)")
+    figure.suptitle(
+        f"{figures.ranks:,} ranks of {figures.tokens_per_rank:,} tokens, {figures.model}, "
+        f"{figures.placement} placement: slowest server {figures.before.work_max_over_mean:.2f}× → "
+        f"{figures.after.work_max_over_mean:.2f}× the mean", fontsize=12)
+    return figure
+
+
+def _draw_work(axes: Axes, figures: PlanFigures) -> None:
+    unit = figures.before.work.mean()
+    _series(axes, figures.before.work / unit, figures.after.work / unit, figures.servers)
+    mean = figures.after.work.mean() / unit
+    axes.axhline(mean, color=TOLERANCE_COLOR, linewidth=1.0, label="mean after")
+    axes.axhline(mean * (1 + figures.tolerance), color=TOLERANCE_COLOR, linewidth=1.0, linestyle="--",
+                 label=f"mean + {figures.tolerance:.0%} tolerance")
+    axes.set_ylabel("attention work, × mean before")
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    names = sorted(handles, key=lambda label: label.startswith("mean"))
+    axes.legend([handles[name] for name in names], names, loc="lower right", ncols=4, frameon=False,
+                bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
+
+
+def _draw_bytes(axes: Axes, figures: PlanFigures) -> None:
+    largest = max(figures.before.bytes_sent_max, figures.after.bytes_sent_max)
+    unit, name = next(((unit, name) for unit, name in _BYTE_UNITS if largest >= unit), _BYTE_UNITS[-1])
+    _series(axes, _sent(figures.before) / unit, _sent(figures.after) / unit, figures.servers)
+    axes.set_ylabel(f"{name} sent per layer")
+
+
+def _sent(side: Side) -> np.ndarray:
+    return side.bytes_sent.astype(np.float64)
+
+
+def _series(axes: Axes, before: np.ndarray, after: np.ndarray, servers: int) -> None:
+    """Both sides over rank; the ranks before may be fewer than the servers after."""
+    if servers <= MAX_BARS:
+        axes.bar(np.arange(len(before)) - _BAR_WIDTH / 2, before, _BAR_WIDTH, color=BEFORE_COLOR, label="before")
+        axes.bar(np.arange(len(after)) + _BAR_WIDTH / 2, after, _BAR_WIDTH, color=AFTER_COLOR, label="after")
+        return
+    for values, color, label in ((before, BEFORE_COLOR, "before"), (after, AFTER_COLOR, "after")):
+        axes.stairs(values, np.arange(len(values) + 1) - 0.5, fill=True, color=color, linewidth=0, label=label)
+    axes.stairs(before, np.arange(len(before) + 1) - 0.5, color=BEFORE_COLOR, linewidth=0.4)  # where it is lower
