@@ -86,6 +86,7 @@ class ClusterShape:
     name: str
     gpu: str
     gpus_per_node: int
+    peak_flops_per_second: float  # dense bf16, by the data sheet
     gemm_flops_per_second: float  # reached by bf16 matrix products, not the data sheet's peak
     attention_flops_per_second: float  # reached by causal attention forward
     memory_bytes: float
@@ -124,8 +125,8 @@ MODELS = {
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
-        ClusterShape("dgx-h200", "H200", 8, 754e12, 550e12, 141e9, 4.8e12, 450e9, 50e9, 2e-6, 6e-6),
-        ClusterShape("dgx-h100", "H100", 8, 754e12, 550e12, 80e9, 3.35e12, 450e9, 50e9, 2e-6, 6e-6),
+        ClusterShape("dgx-h200", "H200", 8, 989e12, 754e12, 550e12, 141e9, 4.8e12, 450e9, 50e9, 2e-6, 6e-6),
+        ClusterShape("dgx-h100", "H100", 8, 989e12, 754e12, 550e12, 80e9, 3.35e12, 450e9, 50e9, 2e-6, 6e-6),
     )
 }
 

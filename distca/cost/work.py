@@ -119,9 +119,7 @@ def backward_bytes(
     return q_tokens * q_bytes + kv_tokens * kv_bytes
 
 
-def hidden_shards_bound(
-    model: ModelShape, cluster: ClusterShape, tp: int = 1, *, linear_flops_per_second: float | None = None
-) -> float:
+def hidden_shards_bound(model: ModelShape, cluster: ClusterShape, tp: int = 1) -> float:
     """Shards into which a document may be cut while its communication still hides behind linear layers.
 
     Appendix A of the DistCA paper. Cut into s equal shards that all move, a token costs h_q bytes for its query and
@@ -129,13 +127,9 @@ def hidden_shards_bound(
     at most t * B: what the NIC carries while one layer's linear part computes that token. Hence
     s <= 2 (t B - h_q) / h_kv - 1; below 1, not even a whole document can move unseen.
 
-    t follows from `linear_flops_per_second`, by default what GEMMs reach on the cluster. The bound falls as GEMMs get
-    faster: for llama-34b at 50 GB/s it is 35.8 at the H200's measured 754 TFLOP/s and 25.2 at its 989 TFLOP/s peak.
-    The paper's figure of about 31 corresponds to t = 1.64 us, which is 845 TFLOP/s or 85 % of peak.
+    t counts the weights of a layer without grouped-query attention, 4 hidden² + 3 hidden * ffn, at the GPU's peak: that
+    gives the paper's 31 for llama-34b at 50 GB/s. `linear_flops` at the rate that GEMMs reach gives 36.
     """
-    rate = cluster.gemm_flops_per_second if linear_flops_per_second is None else linear_flops_per_second
-    if not rate > 0:
-        raise ValueError(f"linear_flops_per_second is {rate!r}; give a number above 0")
-    token_seconds = linear_flops(1, model, tp) / rate
-    hideable_bytes = token_seconds * cluster.inter_node_bandwidth
+    token_flops = 2 * (4 * model.hidden**2 + 3 * model.hidden * model.ffn) / tp
+    hideable_bytes = token_flops / cluster.peak_flops_per_second * cluster.inter_node_bandwidth
     return 2 * (hideable_bytes - model.q_token_bytes(tp)) / model.kv_token_bytes(tp) - 1

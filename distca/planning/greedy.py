@@ -17,11 +17,11 @@ from distca.cost.work import pairs_of_shard
 from distca.planning.bands import share_prefixes
 from distca.planning.plan import Plan, task_work
 from distca.planning.shard_cut import Measure, Piece, Prices, Shard, cheapest_shard
-from distca.planning.tasks import TaskTable, tasks_at_home
+from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
-_PIECES_TRIED = 4  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
+_PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
 _SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
 _HOLDERS_TRIED = 2  # latest servers that already hold a document's keys
 
@@ -116,18 +116,11 @@ class _Mover:
     def _move_one(self, rank: int, pieces: list[tuple[int, int, Piece]]) -> bool:
         """Move the shard with the most work per byte; False, with the reason kept, where none can move."""
         need = self.load[rank] - self.cap[rank]
-        best: tuple[Shard, int, int] | None = None               # shard, server, index into pieces
-        for at in range(len(pieces) - 1, max(len(pieces) - 1 - _PIECES_TRIED, -1), -1):
-            piece = pieces[at][2]
-            for server in self._candidates(piece.document, need):
-                room = self.cap[server] - self.load[server]
-                begin, end = self.held.get((piece.document, server), (0, 0))
-                keys_held = end if begin <= piece.key_start else 0
-                shard = cheapest_shard(piece, need, room, keys_held, self.prices)
-                if shard is not None and shard.beats(best[0] if best else None):
-                    best = shard, server, at
+        deepest = range(len(pieces) - 1, max(len(pieces) - 1 - _PIECES_TRIED, -1), -1)
+        best = (self._best(pieces, deepest, need, self._snug_server(need), _HOLDERS_TRIED)
+                or self._best(pieces, range(len(pieces)), need, self._snug_server(float("inf")), 0))
         if best is None:
-            self.limit = f"rank {rank} is {need / self.cap[rank]:.2%} over its share"
+            self.limit = self._why_stuck(rank, [piece for _, _, piece in pieces])
             return False
         shard, server, at = best
         _, index, piece = pieces.pop(at)
@@ -140,13 +133,35 @@ class _Mover:
         self._serve(server, piece.document, shard)
         return True
 
-    def _candidates(self, document: int, need: float) -> list[int]:
-        """The emptiest server, or the tightest that takes all of `need`; and servers that hold the document's keys."""
+    def _best(self, pieces: list[tuple[int, int, Piece]], tried: range, need: float, server: int | None,
+              num_holders: int) -> tuple[Shard, int, int] | None:
+        """(shard, server, index into pieces) over the pieces tried, for one server and those that hold their keys."""
+        best: tuple[Shard, int, int] | None = None
+        for at in tried:
+            piece = pieces[at][2]
+            holders = self.open.get(piece.document, [])[-num_holders:] if num_holders else []
+            for candidate in [*holders, *([server] if server is not None and server not in holders else [])]:
+                room = self.cap[candidate] - self.load[candidate]
+                begin, end = self.held.get((piece.document, candidate), (0, 0))
+                shard = cheapest_shard(piece, need, room, end if begin <= piece.key_start else 0, self.prices)
+                if shard is not None and shard.beats(best[0] if best else None):
+                    best = shard, candidate, at
+        return best
+
+    def _snug_server(self, need: float) -> int | None:
+        """The server with the least room that takes all of `need`, or else the one with the most room."""
         if not self.rooms:
-            return []
-        tight = min(bisect_left(self.rooms, (need * _SNUG, -1)), len(self.rooms) - 1)
-        fresh = self.rooms[tight][1]
-        return [fresh] + [s for s in self.open.get(document, ())[-_HOLDERS_TRIED:] if s != fresh]
+            return None
+        return self.rooms[min(bisect_left(self.rooms, (need * _SNUG, -1)), len(self.rooms) - 1)][1]
+
+    def _why_stuck(self, rank: int, pieces: list[Piece]) -> str:
+        over = self.load[rank] - self.cap[rank]
+        room = self.rooms[-1][0] if self.rooms else 0.0
+        first = min((piece._replace(stop=min(piece.start + TILE, piece.stop)) for piece in pieces),
+                    key=lambda piece: piece.work(self.prices.measure))
+        return (f"rank {rank} keeps {over:.4g} more work than its cap of {self.cap[rank]:.4g}: its smallest piece, "
+                f"queries [{first.start}, {first.stop}) of document {first.document}, carries "
+                f"{first.work(self.prices.measure):.4g} and the most room on any server is {room:.4g}")
 
     def _serve(self, server: int, document: int, shard: Shard) -> None:
         del self.rooms[bisect_left(self.rooms, (self.cap[server] - self.load[server], server))]

@@ -185,8 +185,8 @@ def _check_coverage(plan: Plan) -> None:
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
         raise ValueError(f"document {tasks.document[task[i]]}: queries [{q_start[i]}, {q_stop[i]}) see keys "
-                         f"[{kv_start[i]}, {kv_stop[i]}) where [{expected[i]}, {q_stop[i]}) should follow; every causal "
-                         "pair must be covered exactly once")
+                         f"[{kv_start[i]}, {kv_stop[i]}) where [{expected[i]}, {q_stop[i]}) should follow; every "
+                         "causal pair must be covered exactly once")
     covered = int((q_stop - q_start)[opens].sum())
     if covered != plan.layout.num_tokens:
         raise ValueError(f"the tasks cover {covered} of {plan.layout.num_tokens} queries; every query needs its keys")

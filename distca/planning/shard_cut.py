@@ -68,11 +68,11 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
         return _trapezoid_at(piece, piece.start, piece.stop, keys_held, prices)
     rate = whole / _pairs(piece.stop - piece.start, piece.stop - piece.key_start)  # pairs -> work, near this piece
     pairs = max(min(wanted, room) / rate, 1.0)
-    best: Shard | None = None
-    for shard in (_rectangle(piece, pairs, wanted, room, keys_held, prices),
-                  *_trapezoids(piece, pairs, wanted, room, rate, keys_held, prices)):
-        if shard is not None and shard.work <= room and shard.beats(best):
-            best = shard
+    best = _rectangle(piece, pairs, wanted, room, keys_held, prices)
+    if best is None:                                             # where a rectangle fits, no trapezoid is cheaper
+        for shard in _trapezoids(piece, pairs, wanted, room, rate, keys_held, prices):
+            if shard.beats(best):
+                best = shard
     return best
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from distca.workload.documents import Workload, check_lengths
-from distca.workload.layout import Layout, layout_from_slices
-from distca.workload.placement import Slices, place
+from distca.workload.layout import Layout
+from distca.workload.placement import place
 
 PLACEMENTS = ("given", "balanced")
 _AIM = 0.9  # part of the tolerance that placement uses; the scheduler rounds to whole tiles within the rest
@@ -45,9 +45,7 @@ def pack(
     if placement == "given":
         return _in_order(lengths, ranks, tokens_per_rank)
     work = causal_work(lengths) if document_work is None else document_work
-    slices = Slices([], [], [], [])
-    place(lengths, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank, slices)
-    return _finished(lengths, slices, ranks)
+    return place(lengths, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank)
 
 
 def pack_workload(
@@ -58,31 +56,9 @@ def pack_workload(
     speed: np.ndarray | None = None,
     document_work: np.ndarray | None = None,
 ) -> Layout:
-    """Lay a workload's sequences over their ranks.
-
-    `given` keeps every document inside its sequence's ranks and chooses only how the sequence lies over them, so that
-    most of its queries can stay home; `balanced` places all documents over all ranks.
-    """
-    lengths = np.concatenate(workload.sequences)
-    if placement != "given":
-        return pack(lengths, ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank, placement=placement,
-                    tolerance=tolerance, speed=speed, document_work=document_work)
-    work = causal_work(lengths) if document_work is None else document_work
-    capacity = share_of_work(work, workload.ranks, tolerance, speed)
-    slices = Slices([], [], [], [])
-    document, rank = 0, 0
-    for sequence in workload.sequences:
-        inside = slice(document, document + len(sequence))
-        num_ranks = int(sequence.sum()) // workload.tokens_per_rank
-        if num_ranks == 1:
-            for offset, length in enumerate(sequence.tolist()):
-                slices.add(document + offset, 0, length, rank)
-        else:
-            fair = np.maximum(capacity[rank:rank + num_ranks], work[inside].sum() / num_ranks)
-            place(sequence, work[inside], fair, workload.tokens_per_rank, slices, document, rank)
-        document += len(sequence)
-        rank += num_ranks
-    return _finished(lengths, slices, workload.ranks)
+    """Lay a workload's sequences over ranks: `given` each over its own, in order; `balanced` all over all."""
+    return pack(np.concatenate(workload.sequences), ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank,
+                placement=placement, tolerance=tolerance, speed=speed, document_work=document_work)
 
 
 def pack_ping_pong(
@@ -169,7 +145,3 @@ def _in_order(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> Layout:
     document_begin = (stops - lengths)[document]
     return Layout(lengths, document, begins - document_begin, edges - document_begin, begins // tokens_per_rank, ranks)
 
-
-def _finished(lengths: np.ndarray, slices: Slices, ranks: int) -> Layout:
-    document, start, stop, rank = (np.array(column, dtype=np.int64) for column in slices)
-    return layout_from_slices(lengths, document, start, stop, rank, ranks)

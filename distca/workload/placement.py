@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.workload.layout import Layout, layout_from_slices
+
 _GRID = 128  # slices begin on this grid of their document, so that shards of whole tiles fill them
 _DENSITY_STEPS = 6
 
@@ -33,13 +35,13 @@ class Slices(NamedTuple):
         self.rank.append(rank)
 
 
-def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int, slices: Slices,
-          first_document: int = 0, first_rank: int = 0) -> None:
+def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int) -> Layout:
     """Lay documents over len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity where it can.
 
-    `work` is each document's own attention work, `capacity` each rank's share with its tolerance. Documents must fill
-    the ranks exactly. Appends to `slices`, numbering documents and ranks from the firsts given.
+    `work` is each document's own attention work, `capacity` the most that each rank should get. Documents must fill the
+    ranks exactly.
     """
+    slices = Slices([], [], [], [])
     num_ranks = len(capacity)
     assert int(lengths.sum()) == num_ranks * tokens_per_rank
     light_density = _light_density(lengths, work, capacity, tokens_per_rank)
@@ -60,7 +62,7 @@ def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_pe
             continue
         room, rank = -budget[0][0], budget[0][1]
         if free[rank] < min(stop, _GRID) or room <= 0:
-            heappop(budget)                                      # full: what is left of its tokens is for light documents
+            heappop(budget)                                      # full: its other tokens are for light documents
             heappush(dense, (-excess, document, stop))
             continue
         start = 0
@@ -70,7 +72,7 @@ def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_pe
                 heappop(budget)
                 heappush(dense, (-excess, document, stop))
                 continue
-        slices.add(first_document + document, start, stop, first_rank + rank)
+        slices.add(document, start, stop, rank)
         free[rank] -= stop - start
         used = rate * 0.5 * (stop * stop - start * start)
         spare[rank] -= used
@@ -79,7 +81,9 @@ def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_pe
             rest = rate * 0.5 * start * start - light_density * start
             heappush(dense, (-rest, document, start))
 
-    _fill(lengths, work, light, leftover, free, spare, slices, first_document, first_rank)
+    _fill(lengths, work, light, leftover, free, spare, slices)
+    documents, starts, stops, ranks = (np.array(column, dtype=np.int64) for column in slices)
+    return layout_from_slices(lengths, documents, starts, stops, ranks, num_ranks)
 
 
 def _carve(stop: int, center: float, room: float, free: int) -> int:
@@ -123,7 +127,7 @@ def _split(lengths: np.ndarray, work: np.ndarray, light_density: float
 
 
 def _fill(lengths: np.ndarray, work: np.ndarray, light: list[int], leftover: list[tuple[int, int]], free: list[int],
-          spare: list[float], slices: Slices, first_document: int, first_rank: int) -> None:
+          spare: list[float], slices: Slices) -> None:
     """Fill every rank to its last token: longest document first, to the rank with the most spare work per token."""
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
@@ -141,7 +145,7 @@ def _fill(lengths: np.ndarray, work: np.ndarray, light: list[int], leftover: lis
                 heappush(narrow, (-free[rank], rank))
             rank = heappop(ranks)[1] if ranks else heappop(narrow)[1]
             end = min(start + free[rank], stop)
-            slices.add(first_document + document, start, end, first_rank + rank)
+            slices.add(document, start, end, rank)
             free[rank] -= end - start
             spare[rank] -= rate * 0.5 * (end * end - start * start)
             start = end
