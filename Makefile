@@ -7,8 +7,8 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/distca plan prolong --ranks 16 --tokens-per-rank 65536 --seed 2 --plot demo.png
-	$(BIN)/distca plan prolong --ranks 16 --tokens-per-rank 65536 --seed 2 --placement balanced
+	$(BIN)/distca plan prolong --ranks 16 --tokens-per-rank 65536 --seed 5 --plot demo.png
+	$(BIN)/distca plan prolong --ranks 16 --tokens-per-rank 65536 --seed 5 --placement balanced
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest

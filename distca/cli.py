@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import distca
 from distca.cost.latency_table import LatencyTable
 from distca.planning.greedy import balance
-from distca.planning.plan import Plan
+from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
 from distca.report import PlanFigures, Side
 from distca.report.render import print_plan
@@ -80,7 +80,7 @@ def _root(
 
 @app.command("plan")
 def plan_command(
-    source: Annotated[str, typer.Argument(help=(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=(
         f"A workload file, a lengths file, a sampler ({', '.join(SAMPLERS)}), or {STANDARD_LIBRARY} for the files of "
         "Python's own library. A bare sampler name is the sampler; write ./NAME for a file called so."))],
     model: Annotated[str, typer.Option(help="Named model, for the bytes of a token.")] = "llama3-8b",
@@ -90,10 +90,11 @@ def plan_command(
         help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
     dedicated: Annotated[int, typer.Option(help="Servers that own no tokens, besides the ranks.")] = 0,
     cost: Annotated[Path | None, typer.Option(help="Latency table; work is seconds instead of causal pairs.")] = None,
-    ranks: Annotated[int | None, typer.Option(help=f"Ranks that own tokens. [default: {DEFAULT_RANKS}]")] = None,
+    ranks: Annotated[int | None, typer.Option(
+        help=f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says.")] = None,
     tokens_per_rank: Annotated[int | None, typer.Option(
-        help=f"[default: {DEFAULT_TOKENS_PER_RANK}, or what a lengths file fills]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a sampler. [default: 0]")] = None,
+        help=f"{DEFAULT_TOKENS_PER_RANK} for a sampler, all that a lengths file fills.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a sampler; 0 unless given.")] = None,
     max_document: Annotated[int | None, typer.Option(help="Cut longer documents to this many tokens.")] = None,
     no_spanning: Annotated[bool, typer.Option(
         "--no-spanning", help="Cut documents at the ends of ranks; the parts do not attend to each other.")] = False,
@@ -114,13 +115,13 @@ def plan_command(
         if no_spanning:
             batch = without_spanning(batch)
         figures = figures_of(batch, pool, placement, step)
+    if save_plot:
+        save_plot(figures)
     if as_json:
         print(json.dumps(figures.as_json()))
     else:
         print_plan(figures, Console())
-    if save_plot:
-        save_plot(figures)
-        if not as_json:
+        if plot:
             print(f"Drawn in {plot}.")
     if figures.invalid is not None:
         raise typer.Exit(1)
@@ -158,8 +159,8 @@ def _refuse_source(source: str) -> None:
     names = (*SAMPLERS, STANDARD_LIBRARY)
     if Path(source).name != source or Path(source).suffix:
         raise ValueError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
-    raise ValueError(f"no file of that name is here, and as a sampler {unknown_name('SOURCE', source, names)}, or give "
-                     "the path of a workload or lengths file")
+    raise ValueError(f"{unknown_name('SOURCE', source, names)}, or give the path of a workload or lengths file; no "
+                     "file of this name is here")
 
 
 def _batch_of_workload(
@@ -228,8 +229,8 @@ def figures_of(batch: Batch, pool: Pool, placement: str, step: Callable[[str], N
         tp=pool.tp,
         placement=placement,
         tolerance=pool.tolerance,
-        before=_side(unplanned),
-        after=_side(plan),
+        before=_side(unplanned.summary()),
+        after=_side(summary),
         smallest_shard=summary.smallest_shard,
         backward_bytes_total=summary.backward_bytes_total,
         plan_seconds=plan_seconds,
@@ -256,8 +257,7 @@ def _failed_proof(plan: Plan) -> str | None:
     return None
 
 
-def _side(plan: Plan) -> Side:
-    summary = plan.summary()
+def _side(summary: PlanSummary) -> Side:
     return Side(
         work=summary.work,
         work_max_over_mean=summary.work_max_over_mean,
@@ -315,7 +315,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield step
     finally:
         timer.cancel()
-        with_bar.stop()
+        if with_bar.live.is_started:
+            with_bar.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from distca.planning.shard_cut import Prices
 from distca.planning.tasks import TILE, TaskTable
+from distca.planning.traffic import key_ranges, query_ranges
 from distca.workload.layout import Layout
 
 _WIDEST = 12  # slices in a band; q0 / 2√F of them is best, which for a 512K document over 64 ranks is about 5
@@ -38,7 +39,12 @@ def share_prefixes(layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.n
         return tasks
     kept = np.ones(len(tasks), dtype=bool)
     kept[dropped] = False
-    owner, server, kv_start, kv_stop = np.array(rows, dtype=np.int64).T
+    banded = _replaced(layout, tasks, kept, np.array(rows, dtype=np.int64))
+    return _cheaper_per_document(layout, tasks, banded, prices)
+
+
+def _replaced(layout: Layout, tasks: TaskTable, kept: np.ndarray, rows: np.ndarray) -> TaskTable:
+    owner, server, kv_start, kv_stop = rows.T
     return TaskTable(
         document=np.concatenate([tasks.document[kept], layout.document[owner]]),
         q_start=np.concatenate([tasks.q_start[kept], layout.start[owner]]),
@@ -48,6 +54,25 @@ def share_prefixes(layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.n
         home=np.concatenate([tasks.home[kept], layout.rank[owner]]),
         server=np.concatenate([tasks.server[kept], server]),
     )
+
+
+def _cheaper_per_document(layout: Layout, before: TaskTable, after: TaskTable, prices: Prices) -> TaskTable:
+    """Documents whose bands do not pay keep their tasks: a rank that owns or serves other parts may have the keys."""
+    worse = _document_bytes(layout, after, prices) > _document_bytes(layout, before, prices)
+    if not worse.any():
+        return after
+    old, new = worse[before.document], ~worse[after.document]
+    return TaskTable(*(np.concatenate([getattr(after, name)[new], getattr(before, name)[old]])
+                       for name in TaskTable.__slots__))
+
+
+def _document_bytes(layout: Layout, tasks: TaskTable, prices: Prices) -> np.ndarray:
+    keys, queries = key_ranges(layout, tasks), query_ranges(layout, tasks)
+    total = np.zeros(layout.num_documents)
+    for ranges, token_bytes in ((keys, prices.kv_bytes), (queries, prices.q_bytes)):
+        tokens = np.where(ranges.home != ranges.server, ranges.stop - ranges.start, 0)
+        total += token_bytes * np.bincount(ranges.document, weights=tokens, minlength=layout.num_documents)
+    return total
 
 
 def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
@@ -112,25 +137,31 @@ def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, pri
 def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[float]
                 ) -> list[tuple[int, int, int]] | None:
     """(slice whose rank serves, kv_start, kv_stop) so that every rank keeps its work; the last one has the diagonal."""
-    start, stop = int(layout.start[band[0]]), int(layout.stop[band[-1]])
-    width = stop - start
-    own = [prices.measure(int(layout.stop[i] - layout.start[i]), int(layout.stop[i])) for i in band]
-    per_key = prices.measure(width, start + 0.5 * (width - 1)) / start  # work of one key against the whole band
-    edges, exact = [0], 0.0
-    for work in own[:-1]:
-        exact += work / per_key
-        edges.append(min(round(exact / TILE) * TILE, start))
-    edges.append(stop)
+    begin, end = layout.start[band].tolist(), layout.stop[band].tolist()
+    width = end[-1] - begin[0]
+    edges, pairs = [0], 0.0
+    for first, last in zip(begin[:-1], end[:-1], strict=True):
+        pairs += 0.5 * (last - first) * (last + first + 1)
+        edges.append(min(round(pairs / width / TILE) * TILE, begin[0]))
+    edges.append(end[-1])
     shares, change = [], []
-    for i, work, kv_start, kv_stop in zip(band, own, edges[:-1], edges[1:], strict=True):
+    for i, kv_start, kv_stop in zip(band, edges[:-1], edges[1:], strict=True):
         if kv_stop <= kv_start:
             return None
-        kv_len = kv_stop - kv_start
-        now = prices.measure(width, kv_len if kv_stop == stop else kv_len + 0.5 * (width - 1))
-        change.append((int(layout.rank[i]), now - work))
+        own = prices.measure(int(layout.stop[i] - layout.start[i]), int(layout.stop[i]))
+        now = sum(_part_work(first, last, kv_start, kv_stop, prices) for first, last in zip(begin, end, strict=True))
+        change.append((int(layout.rank[i]), now - own))
         shares.append((i, kv_start, kv_stop))
     if any(extra > max(spare[rank], 0.0) for rank, extra in change):
         return None
     for rank, extra in change:
         spare[rank] -= extra
     return shares
+
+
+def _part_work(q_start: int, q_stop: int, kv_start: int, kv_stop: int, prices: Prices) -> float:
+    """A slice's queries against one part of the keys: a rectangle, or up to the diagonal in the last part."""
+    q_len = q_stop - q_start
+    if kv_stop <= q_start:
+        return prices.measure(q_len, kv_stop - kv_start + 0.5 * (q_len - 1))
+    return prices.measure(q_len, q_stop - kv_start)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from distca.cost.latency_table import LatencyTable
 from distca.cost.work import pairs_of_shard
 from distca.planning.bands import share_prefixes
-from distca.planning.plan import Plan, task_work
+from distca.planning.plan import Plan, max_over_mean, task_work
 from distca.planning.shard_cut import Measure, Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
+from distca.workload.packing import check_pool, check_tolerance
 
 _PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
 _SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
@@ -40,28 +42,20 @@ def balance(
     `speed` names the pool: one relative speed per server, the layout's ranks first, dedicated servers after them;
     0 means that the rank serves nothing. Every rank that calls this with the same arguments gets the same plan.
     """
-    pool = np.ones(layout.num_ranks) if speed is None else np.asarray(speed, dtype=np.float64)
-    _check(layout, pool, tolerance)
+    check_tolerance(tolerance)
+    pool = check_pool(speed, layout.num_ranks)
     home = tasks_at_home(layout)
     work = task_work(home, cost)
     load = np.bincount(home.server, weights=work, minlength=len(pool))
     cap = (1.0 + tolerance) * load.sum() * pool / pool.sum()
-    measure: Measure = pairs_of_shard if cost is None else cost.seconds
+    measure: Measure = pairs_of_shard if cost is None else lambda q_len, kv_len: cost.seconds(q_len, max(kv_len, q_len))
     prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), measure)
     mover = _Mover(layout, load, cap, prices)
     mover.run()
     tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), cap, prices)
-    return Plan(layout, tasks, pool, tolerance, model, tp, cost, mover.limit)
-
-
-def _check(layout: Layout, pool: np.ndarray, tolerance: float) -> None:
-    if not 0.0 <= tolerance <= 1.0:
-        raise ValueError(f"tolerance is {tolerance}; give a number from 0 to 1, such as 0.05")
-    if len(pool) < layout.num_ranks:
-        raise ValueError(f"speed has {len(pool)} servers but the layout has {layout.num_ranks} ranks; give one speed "
-                         "per rank, 0 for a rank that serves nothing")
-    if not (np.isfinite(pool).all() and (pool >= 0).all() and pool.sum() > 0):
-        raise ValueError(f"speed is {pool.tolist()}; give finite numbers of 0 or more, at least one above 0")
+    plan = Plan(layout, tasks, pool, tolerance, model, tp, cost)
+    within = mover.limit is None or max_over_mean(plan.work(), pool) <= 1.0 + tolerance
+    return plan if within else replace(plan, limit=mover.limit)
 
 
 def _keys_at_home(layout: Layout) -> list[tuple[int, int, int]]:
@@ -99,9 +93,8 @@ class _Mover:
         row = np.searchsorted(self.layout.rank, np.arange(self.layout.num_ranks + 1))
         for rank in self.order:
             pieces = self._pieces_of(range(row[rank], row[rank + 1]))
-            while self.load[rank] > self.cap[rank]:
-                if not self._move_one(rank, pieces):
-                    break
+            while pieces and self.load[rank] > self.cap[rank] and self._move_one(rank, pieces):
+                pass
             for _, index, piece in pieces:
                 self.home.setdefault(index, []).append(piece)
 
@@ -121,7 +114,9 @@ class _Mover:
                 or self._best(pieces, range(len(pieces)), need, self._snug_server(float("inf")), 0))
         if best is None:
             self.limit = self._why_stuck(rank, [piece for _, _, piece in pieces])
-            return False
+            if self.cap[rank] > 0:
+                return False
+            best = self._overfill(pieces)                        # a rank that serves nothing must be emptied
         shard, server, at = best
         _, index, piece = pieces.pop(at)
         measure = self.prices.measure
@@ -148,6 +143,14 @@ class _Mover:
                     best = shard, candidate, at
         return best
 
+    def _overfill(self, pieces: list[tuple[int, int, Piece]]) -> tuple[Shard, int, int]:
+        """A whole piece to the server that it takes the least far above its cap."""
+        piece = pieces[-1][2]
+        work = piece.work(self.prices.measure)
+        serving = [server for server, cap in enumerate(self.cap) if cap > 0]
+        server = min(serving, key=lambda s: (self.load[s] + work) / self.cap[s])
+        return Shard(piece.start, piece.stop, piece.key_start, piece.stop, work, 0.0), server, len(pieces) - 1
+
     def _snug_server(self, need: float) -> int | None:
         """The server with the least room that takes all of `need`, or else the one with the most room."""
         if not self.rooms:
@@ -164,7 +167,8 @@ class _Mover:
                 f"{first.work(self.prices.measure):.4g} and the most room on any server is {room:.4g}")
 
     def _serve(self, server: int, document: int, shard: Shard) -> None:
-        del self.rooms[bisect_left(self.rooms, (self.cap[server] - self.load[server], server))]
+        if self.load[server] < self.cap[server]:
+            del self.rooms[bisect_left(self.rooms, (self.cap[server] - self.load[server], server))]
         self.load[server] += shard.work
         room = self.cap[server] - self.load[server]
         begin, end = self.held.get((document, server), (shard.key_start, shard.key_stop))

@@ -24,7 +24,7 @@ class PlanSummary:
 
     num_tasks: int
     num_moved: int                # tasks whose server is not their home
-    smallest_shard: int           # queries of the smallest task that was cut out of a slice, its end aside
+    smallest_shard: int           # queries of the smallest task, shorter ends of documents and slices aside
     work: np.ndarray              # [servers] pairs, or seconds under a latency table
     work_max_over_mean: float     # largest work per speed, over its mean
     work_max_over_mean_at_home: float
@@ -207,6 +207,6 @@ def _on_tile(plan: Plan) -> np.ndarray:
 
 def _smallest_shard(plan: Plan) -> int:
     """Ends of documents and slices aside: they are as short as the data makes them."""
-    inside = plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)]
-    candidates = plan.tasks.q_len[inside] if inside.any() else plan.tasks.q_len
-    return int(candidates.min())
+    q_len = plan.tasks.q_len
+    counted = (q_len >= TILE) | (plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)])
+    return int((q_len[counted] if counted.any() else q_len).min())

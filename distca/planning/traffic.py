@@ -7,7 +7,7 @@ tables, so the bytes that planning counts are the bytes that the runtime sends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from distca.workload.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRanges:
-    """One row per run of keys [start, stop) of a document that `server` needs, from the one rank that owns them."""
+class TokenRanges:
+    """One row per run of tokens [start, stop) of a document that `server` needs, from the one slice that owns them."""
 
     document: np.ndarray  # [ranges]
     start: np.ndarray     # [ranges]
     stop: np.ndarray      # [ranges]
-    home: np.ndarray      # [ranges] rank that owns these keys
+    home: np.ndarray      # [ranges] rank that owns these tokens
     server: np.ndarray    # [ranges] rank that reads them
 
 
@@ -63,7 +63,7 @@ class Traffic:
         return np.bincount(rank, weights=tokens, minlength=self.num_ranks)
 
 
-def key_ranges(layout: Layout, tasks: TaskTable) -> KeyRanges:
+def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
     """The distinct keys every server reads, cut by the rank that owns them; keys at home on the server included."""
     span = int(layout.lengths.max()) + 1
     group = tasks.server * layout.num_documents + tasks.document
@@ -87,7 +87,7 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> KeyRanges:
     union = np.repeat(np.arange(len(count)), count)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     owner = by_document[first[union] + nth]
-    return KeyRanges(
+    return TokenRanges(
         document=document[union],
         start=np.maximum(lo[union], layout.start[owner]),
         stop=np.minimum(hi[union], layout.stop[owner]),
@@ -96,34 +96,23 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> KeyRanges:
     )
 
 
+def query_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
+    """The distinct queries every server computes, cut by the slices that own them: a server gets each query once."""
+    computing = tasks.kv_stop > tasks.kv_start
+    queries = TaskTable(*(getattr(tasks, name)[computing] for name in TaskTable.__slots__))
+    return key_ranges(layout, replace(queries, kv_start=queries.q_start, kv_stop=queries.q_stop))
+
+
 def traffic(layout: Layout, tasks: TaskTable, num_ranks: int) -> Traffic:
-    """Count what crosses ranks. Queries that several tasks of one server share travel once."""
-    keys = key_ranges(layout, tasks)
-    away = keys.home != keys.server
-    moved = _distinct_queries(tasks)
+    """Count what crosses ranks."""
+    keys, queries = key_ranges(layout, tasks), query_ranges(layout, tasks)
+    kv_away, q_away = keys.home != keys.server, queries.home != queries.server
     return Traffic(
-        q_home=moved.home,
-        q_server=moved.server,
-        q_tokens=moved.stop - moved.start,
-        kv_home=keys.home[away],
-        kv_server=keys.server[away],
-        kv_tokens=(keys.stop - keys.start)[away],
+        q_home=queries.home[q_away],
+        q_server=queries.server[q_away],
+        q_tokens=(queries.stop - queries.start)[q_away],
+        kv_home=keys.home[kv_away],
+        kv_server=keys.server[kv_away],
+        kv_tokens=(keys.stop - keys.start)[kv_away],
         num_ranks=num_ranks,
     )
-
-
-def _distinct_queries(tasks: TaskTable) -> KeyRanges:
-    """Runs of queries that leave home, each counted once per server even when tasks cut its keys."""
-    away = np.flatnonzero(tasks.home != tasks.server)
-    order = away[np.lexsort((tasks.q_start[away], tasks.document[away], tasks.server[away]))]
-    server, document, home = tasks.server[order], tasks.document[order], tasks.home[order]
-    start, stop = tasks.q_start[order], tasks.q_stop[order]
-    same = np.zeros(len(order), dtype=bool)
-    same[1:] = (server[1:] == server[:-1]) & (document[1:] == document[:-1])
-    span = int(stop.max(initial=0)) + 1
-    group = np.cumsum(~same)
-    reach = np.maximum.accumulate(group * span + stop) - group * span
-    begin = start.copy()
-    begin[1:] = np.where(same[1:], np.maximum(start[1:], reach[:-1]), start[1:])
-    begin = np.minimum(begin, stop)
-    return KeyRanges(document=document, start=begin, stop=stop, home=home, server=server)

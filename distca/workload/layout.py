@@ -102,8 +102,11 @@ class Layout:
         check_lengths(self.lengths)
         if np.any(np.diff(self.rank) < 0):
             raise ValueError("layout slices must be grouped by rank in ascending order; sort them by rank")
-        if len(self.rank) and not 0 <= self.rank.min() <= self.rank.max() < self.num_ranks:
-            raise ValueError(f"layout names rank {self.rank.max()} but has {self.num_ranks} ranks; raise num_ranks")
+        named = (("rank", self.rank, self.num_ranks), ("document", self.document, self.num_documents))
+        for name, column, count in named:
+            outside = column[(column < 0) | (column >= count)]
+            if len(outside):
+                raise ValueError(f"layout names {name} {outside[0]} but has {count} of them; use 0 to {count - 1}")
         order = self.by_document()
         document, start, stop = self.document[order], self.start[order], self.stop[order]
         first = np.ones(len(order), dtype=bool)

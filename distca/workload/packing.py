@@ -27,7 +27,7 @@ def pack(
     spanning: bool = True,
     placement: str = "given",
     tolerance: float = 0.05,
-    speed: np.ndarray | None = None,
+    speed: Sequence[float] | np.ndarray | None = None,
     document_work: np.ndarray | None = None,
 ) -> Layout:
     """Lay documents over ranks with equal tokens on each.
@@ -37,6 +37,7 @@ def pack(
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
+    check_tolerance(tolerance)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
     if not spanning:
@@ -44,7 +45,10 @@ def pack(
         document_work = None
     if placement == "given":
         return _in_order(lengths, ranks, tokens_per_rank)
-    work = causal_work(lengths) if document_work is None else document_work
+    work = causal_work(lengths) if document_work is None else np.asarray(document_work, dtype=np.float64)
+    if work.shape != lengths.shape:
+        raise ValueError(f"document_work has shape {work.shape} but there are {len(lengths)} documents; give one number "
+                         "per document")
     return place(lengths, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank)
 
 
@@ -53,7 +57,7 @@ def pack_workload(
     *,
     placement: str = "given",
     tolerance: float = 0.05,
-    speed: np.ndarray | None = None,
+    speed: Sequence[float] | np.ndarray | None = None,
     document_work: np.ndarray | None = None,
 ) -> Layout:
     """Lay a workload's sequences over ranks: `given` each over its own, in order; `balanced` all over all."""
@@ -109,10 +113,30 @@ def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
     return np.diff(edges, prepend=0)
 
 
-def share_of_work(work: np.ndarray, ranks: int, tolerance: float, speed: np.ndarray | None) -> np.ndarray:
+def share_of_work(
+    work: np.ndarray, ranks: int, tolerance: float, speed: Sequence[float] | np.ndarray | None
+) -> np.ndarray:
     """The most work placement gives each rank: its share of the pool and most of the tolerance."""
-    pool = np.ones(ranks) if speed is None else np.asarray(speed, dtype=np.float64)
+    pool = check_pool(speed, ranks)
     return (1.0 + _AIM * tolerance) * work.sum() * pool[:ranks] / pool.sum()
+
+
+def check_tolerance(tolerance: float) -> None:
+    if not (isinstance(tolerance, int | float | np.number) and 0.0 <= tolerance <= 1.0):
+        raise ValueError(f"tolerance is {tolerance!r}; give a number from 0 to 1, such as 0.05")
+
+
+def check_pool(speed: Sequence[float] | np.ndarray | None, ranks: int) -> np.ndarray:
+    """One relative speed per server: the ranks that own tokens first, dedicated servers after them."""
+    if speed is None:
+        return np.ones(ranks)
+    pool = np.asarray(speed, dtype=np.float64)
+    if pool.ndim != 1 or len(pool) < ranks:
+        raise ValueError(f"speed has shape {pool.shape} but there are {ranks} ranks; give one speed per rank, 0 for a "
+                         "rank that serves nothing, and one per dedicated server after them")
+    if not (np.isfinite(pool).all() and (pool >= 0).all() and pool.sum() > 0):
+        raise ValueError(f"speed is {pool.tolist()}; give finite numbers of 0 or more, at least one above 0")
+    return pool
 
 
 def causal_work(lengths: np.ndarray) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""From a plan to what one rank sends, receives and computes."""

@@ -1,0 +1,121 @@
+"""Build one rank's dispatch tables from a plan, without building anyone else's.
+
+Only documents that touch the rank matter: those it owns tokens of (their keys may be wanted anywhere) and those it
+serves. Home and server cut and order the same runs by the same rule, so the wire needs no headers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.dispatch.tables import LocalRuns, RankTables, Runs, Side
+from distca.planning.plan import Plan
+from distca.planning.tasks import TaskTable
+from distca.planning.traffic import TokenRanges, key_ranges, query_ranges
+from distca.workload.layout import Layout
+
+
+def build(plan: Plan, rank: int) -> RankTables:
+    """The tables of one rank; ranks from layout.num_ranks on are dedicated servers with an empty row."""
+    if not 0 <= rank < plan.num_servers:
+        raise ValueError(f"rank is {rank} but the plan has {plan.num_servers} servers; use 0 to {plan.num_servers - 1}")
+    layout = plan.layout
+    tasks = _touching(plan, rank)
+    offset = layout.row_offset()
+    row_tokens = int(layout.tokens_per_rank()[rank]) if rank < layout.num_ranks else 0
+    queries = query_ranges(layout, tasks)
+    keys = key_ranges(layout, tasks)
+    query_side, query_start = _side(layout, queries, offset, rank, row_tokens)
+    key_side, key_start = _side(layout, keys, offset, rank, row_tokens)
+
+    mine = np.flatnonzero(tasks.server == rank)
+    q_begin = query_start(tasks.document[mine], tasks.q_start[mine])
+    k_begin = key_start(tasks.document[mine], tasks.kv_start[mine])
+    return RankTables(
+        rank=rank,
+        num_ranks=plan.num_servers,
+        row_tokens=row_tokens,
+        queries=query_side,
+        keys=key_side,
+        q_begin=q_begin,
+        q_end=q_begin + tasks.q_len[mine],
+        k_begin=k_begin,
+        k_end=k_begin + tasks.kv_len[mine],
+        q_offset=tasks.q_start[mine] - tasks.kv_start[mine],
+        row_parts=_row_parts(query_side, row_tokens),
+    )
+
+
+def _touching(plan: Plan, rank: int) -> TaskTable:
+    """Tasks of the documents that this rank owns tokens of or serves."""
+    touched = np.zeros(plan.layout.num_documents, dtype=bool)
+    touched[plan.layout.document[plan.layout.rank == rank]] = True
+    touched[plan.tasks.document[plan.tasks.server == rank]] = True
+    index = np.flatnonzero(touched[plan.tasks.document])
+    return TaskTable(*(getattr(plan.tasks, name)[index] for name in TaskTable.__slots__))
+
+
+class _Finder:
+    """Where a document's position stands in a server's buffer."""
+
+    def __init__(self, span: int, document: np.ndarray, start: np.ndarray, buffer: np.ndarray) -> None:
+        key = document * span + start
+        order = np.argsort(key, kind="stable")
+        self.span, self.key, self.buffer = span, key[order], buffer[order]
+
+    def __call__(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
+        key = document * self.span + position
+        at = np.searchsorted(self.key, key, side="right") - 1
+        return self.buffer[at] + key - self.key[at]
+
+
+def _side(layout: Layout, ranges: TokenRanges, offset: np.ndarray, rank: int, row_tokens: int) -> tuple[Side, _Finder]:
+    span = int(layout.lengths.max()) + 1
+    row = _row_position(layout, offset, ranges)                  # [ranges] first token in its home's row
+    length = ranges.stop - ranges.start
+
+    away = np.flatnonzero((ranges.home == rank) & (ranges.server != rank))
+    away = away[np.lexsort((ranges.start[away], ranges.document[away], ranges.server[away]))]
+    send = Runs(ranges.server[away], row[away], length[away])
+
+    held = np.flatnonzero(ranges.server == rank)
+    at_home = ranges.home[held] == rank
+    first_row = np.full(layout.num_documents, row_tokens)        # documents at home keep the row's order, others follow
+    np.minimum.at(first_row, ranges.document[held[at_home]], row[held[at_home]])
+    held = held[np.lexsort((ranges.start[held], ranges.document[held], first_row[ranges.document[held]]))]
+    buffer = np.cumsum(length[held]) - length[held]              # [held] a document's ranges stand in order, once
+
+    near = ranges.home[held] == rank
+    far = np.flatnonzero(~near)
+    far = far[np.lexsort((ranges.start[held[far]], ranges.document[held[far]], ranges.home[held[far]]))]
+    receive = Runs(ranges.home[held[far]], buffer[far], length[held[far]])
+    local = _joined(row[held[near]], buffer[near], length[held[near]])
+    side = Side(send, receive, local, int(length[held].sum()))
+    return side, _Finder(span, ranges.document[held], ranges.start[held], buffer)
+
+
+def _row_position(layout: Layout, offset: np.ndarray, ranges: TokenRanges) -> np.ndarray:
+    span = int(layout.lengths.max()) + 1
+    order = layout.by_document()
+    begin = layout.document[order] * span + layout.start[order]
+    owner = order[np.searchsorted(begin, ranges.document * span + ranges.start, side="right") - 1]
+    return offset[owner] + ranges.start - layout.start[owner]
+
+
+def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRuns:
+    """Neighbouring runs become one copy."""
+    if len(row) == 0:
+        return LocalRuns(row, buffer, length)
+    opens = np.ones(len(row), dtype=bool)
+    opens[1:] = (row[1:] != row[:-1] + length[:-1]) | (buffer[1:] != buffer[:-1] + length[:-1])
+    first = np.flatnonzero(opens)
+    return LocalRuns(row[first], buffer[first], np.add.reduceat(length, first))
+
+
+def _row_parts(queries: Side, row_tokens: int) -> np.ndarray:
+    """How many servers compute a part of each of this rank's queries."""
+    change = np.zeros(row_tokens + 1, dtype=np.int64)
+    for start, length in ((queries.send.start, queries.send.length), (queries.local.row, queries.local.length)):
+        np.add.at(change, start, 1)
+        np.add.at(change, start + length, -1)
+    return np.cumsum(change)[:-1]

@@ -1,0 +1,97 @@
+"""Keep the layers in order, and planning free of torch."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import distca
+
+PACKAGE = Path(distca.__file__).parent
+ROOT = PACKAGE.parent
+
+_PLANNING = {"spec", "trace", "workload", "cost", "planning"}
+MAY_IMPORT = {
+    "spec": set(),
+    "trace": {"spec"},
+    "workload": {"spec", "trace"},
+    "cost": {"spec", "trace", "workload"},
+    "planning": {"spec", "trace", "workload", "cost"},
+    "baselines": _PLANNING,
+    "simulate": _PLANNING | {"baselines"},
+    "dispatch": _PLANNING,
+    "kernels": {"spec"},
+    "runtime": _PLANNING | {"dispatch", "kernels"},
+    "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
+    "train": _PLANNING | {"dispatch", "kernels", "runtime"},
+    "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
+    "report": {"spec", "trace"},
+}
+MAY_IMPORT_ALL = {"__init__", "__main__", "cli", "testing"}
+WITHOUT_TORCH = {"spec", "trace", "workload", "cost", "planning", "baselines", "simulate", "dispatch", "report", "cli"}
+
+
+def _modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def _layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def _imported_layers(source: str) -> set[str]:
+    """Layers of distca that a module names in any import, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {part[1] if len(part) > 1 else "__init__" for part in parts if part[0] == "distca"}
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_layers_import_only_what_is_left_of_them(path):
+    layer = _layer(path)
+    if layer in MAY_IMPORT_ALL:
+        return
+    assert layer in MAY_IMPORT, f"{layer} has no place among the layers yet"
+    assert _imported_layers(path.read_text(encoding="utf-8")) <= MAY_IMPORT[layer] | {layer}
+
+
+def test_the_check_sees_imports_of_every_form():
+    source = "import distca.planning.plan\ndef f():\n    from distca import cli\n    from distca.cost.work import x\n"
+    assert _imported_layers(source) == {"planning", "cli", "cost"}
+    assert _imported_layers("import distca\nimport numpy") == {"__init__"}
+
+
+def test_layers_have_no_cycle():
+    for layer, allowed in MAY_IMPORT.items():
+        for other in allowed:
+            assert layer not in MAY_IMPORT[other]
+
+
+def test_planning_and_report_import_without_torch():
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _modules()
+             if _layer(path) in WITHOUT_TORCH]
+    assert any("planning" in name for name in names)
+    code = (f"import sys\nsys.modules['torch'] = None\nfor name in {names!r}: __import__(name)\n"
+            "import distca\ndistca.pack, distca.plan\n"
+            "assert not [name for name in sys.modules if name.startswith('torch.')]\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_the_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert distca.__version__ == project["project"]["version"]
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="no attribute 'pakc'"):
+        _ = distca.pakc

@@ -1,0 +1,127 @@
+"""Equal tokens on every rank, no token lost, and errors that say what to change."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.testing import random_lengths
+from distca.workload.documents import Workload
+from distca.workload.packing import pack, pack_ping_pong, pack_workload
+
+seeds = st.integers(0, 2**32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 2000), st.sampled_from(["given", "balanced"]))
+def test_ranks_hold_equal_tokens_of_unchanged_documents(seed, ranks, tokens_per_rank, placement):
+    lengths = random_lengths(seed, ranks * tokens_per_rank)
+    layout = pack(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, placement=placement)
+    layout.validate()
+    assert layout.num_ranks == ranks
+    assert layout.lengths.tolist() == lengths.tolist()
+    assert layout.tokens_per_rank().tolist() == [tokens_per_rank] * ranks
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 500))
+def test_given_is_one_stream_in_order(seed, ranks, tokens_per_rank):
+    lengths = random_lengths(seed, ranks * tokens_per_rank)
+    layout = pack(lengths, ranks=ranks)
+    rows = [layout.tokens(rank) for rank in range(ranks)]
+    assert np.concatenate([row.document for row in rows]).tolist() == np.repeat(np.arange(len(lengths)), lengths).tolist()
+    assert np.concatenate([row.position for row in rows]).tolist() == [p for length in lengths for p in range(length)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 500), st.sampled_from(["given", "balanced"]))
+def test_without_spanning_no_document_leaves_its_rank(seed, ranks, tokens_per_rank, placement):
+    lengths = random_lengths(seed, ranks * tokens_per_rank, longest=tokens_per_rank)
+    layout = pack(lengths, ranks=ranks, spanning=False, placement=placement)
+    layout.validate()
+    assert layout.tokens_per_rank().tolist() == [tokens_per_rank] * ranks
+    if placement == "given":
+        assert (layout.ranks_per_document() == 1).all()
+    stops = set(np.cumsum(lengths).tolist())
+    rows = set(range(tokens_per_rank, layout.num_tokens + 1, tokens_per_rank))
+    assert set(np.cumsum(layout.lengths).tolist()) == stops | rows  # cut at row ends and nowhere else
+
+
+def test_a_workload_keeps_sequences_on_their_own_ranks():
+    workload = Workload("two", 5, 100, [[150, 50], [10, 90], [200]])
+    layout = pack_workload(workload)
+    layout.validate()
+    assert layout.tokens_per_rank().tolist() == [100] * 5
+    ranks = {document: set(layout.rank[layout.document == document].tolist()) for document in range(5)}
+    assert ranks == {0: {0, 1}, 1: {1}, 2: {2}, 3: {2}, 4: {3, 4}}
+    balanced = pack_workload(workload, placement="balanced")
+    balanced.validate()
+    assert balanced.tokens_per_rank().tolist() == [100] * 5
+
+
+@settings(max_examples=80, deadline=None)
+@given(seeds, st.integers(1, 8), st.integers(1, 600), st.sampled_from(["given", "balanced"]))
+def test_ping_and_pong_are_equal_and_cut_at_most_one_document(seed, ranks, half_row, placement):
+    lengths = random_lengths(seed, 2 * ranks * half_row)
+    nano_batches = pack_ping_pong(lengths, ranks=ranks, placement=placement)
+    parts = []
+    for layout in nano_batches:
+        layout.validate()
+        assert layout.tokens_per_rank().tolist() == [half_row] * ranks
+        parts += layout.lengths.tolist()
+    whole = lengths.tolist()
+    for length in list(parts):
+        if length in whole:                                      # strike out the documents that stayed whole
+            whole.remove(length)
+            parts.remove(length)
+    assert len(whole) <= 1
+    assert len(parts) <= 2
+    assert sum(parts) == sum(whole)
+
+
+def test_ping_and_pong_share_the_work():
+    lengths = [4000, 4000, 2000, 2000] + [100] * 40
+    ping, pong = pack_ping_pong(lengths, ranks=4)
+    work = [float((layout.lengths.astype(float) ** 2).sum()) for layout in (ping, pong)]
+    assert max(work) <= 1.01 * min(work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0; give at least 1"),
+        ({"ranks": -2}, "ranks is -2; give at least 1"),
+        ({"ranks": 3}, "400 tokens do not divide over 3 ranks; cut the last document by 1 tokens .* or change ranks"),
+        ({"ranks": 4, "tokens_per_rank": 99},
+         "documents hold 400 tokens but 4 ranks of 99 hold 396; change ranks or tokens_per_rank"),
+        ({"ranks": 4, "tokens_per_rank": 0}, "4 ranks of 0 hold 0; change"),
+        ({"ranks": 4, "placement": "best"}, "placement is 'best'; choose one of: given, balanced"),
+        ({"ranks": 4, "spanning": False},
+         "document 1 has 200 tokens but a rank holds 100; raise tokens_per_rank or let documents span"),
+        ({"ranks": 4, "placement": "balanced", "tolerance": -0.1}, "tolerance is -0.1; give"),
+        ({"ranks": 4, "placement": "balanced", "tolerance": float("nan")}, "tolerance is nan; give"),
+        ({"ranks": 4, "placement": "balanced", "speed": np.ones(3)}, "speed has 3 .* 4 ranks; give"),
+        ({"ranks": 4, "placement": "balanced", "speed": np.array([1, 1, 1, np.nan])}, "speed is .*nan.*; give"),
+        ({"ranks": 4, "placement": "balanced", "speed": np.array([1, 1, 1, -1.0])}, "speed is .*-1.0.*; give"),
+        ({"ranks": 4, "placement": "balanced", "speed": np.zeros(4)}, "speed is .*0.0.*; give"),
+    ])
+def test_bad_arguments_are_named_with_a_remedy(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pack([100, 200, 100], **arguments)
+
+
+@pytest.mark.parametrize(("lengths", "message"), [
+    ([], "lengths is empty; give at least one"),
+    ([10, 0], r"lengths\[1\] is 0; a document length is"),
+    ([10, -4], r"lengths\[1\] is -4; a document length is"),
+    ([10, 2.5], r"lengths\[1\] is 2.5; a document length is"),
+])
+@pytest.mark.parametrize("packer", [pack, pack_ping_pong])
+def test_bad_lengths_are_named(packer, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        packer(lengths, ranks=2)
+
+
+def test_ping_pong_refuses_odd_rows():
+    with pytest.raises(ValueError, match="tokens_per_rank is 101; ping and pong need an even number"):
+        pack_ping_pong([202], ranks=2)

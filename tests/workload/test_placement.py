@@ -1,0 +1,109 @@
+"""Balanced placement: equal tokens always, equal work where documents allow, and fewer bytes than planning alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.planning.greedy import balance
+from distca.planning.plan import max_over_mean, task_work
+from distca.planning.tasks import tasks_at_home
+from distca.spec import MODELS
+from distca.testing import random_lengths, random_speeds
+from distca.workload.documents import sample_lengths
+from distca.workload.packing import pack
+
+LLAMA = MODELS["llama3-8b"]
+TOKENS = 65_536
+
+
+def home_work(layout, num_servers):
+    tasks = tasks_at_home(layout)
+    return np.bincount(tasks.server, weights=task_work(tasks, None), minlength=num_servers)
+
+
+def bytes_of(layout, tolerance=0.05):
+    plan = balance(layout, LLAMA, tolerance=tolerance)
+    plan.validate()
+    summary = plan.summary()
+    assert summary.work_max_over_mean <= 1 + tolerance + 1e-9
+    return summary.bytes_total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 3000), st.floats(0, 1), st.integers(0, 3))
+def test_every_token_is_placed_and_rows_are_equal_on_any_pool(seed, ranks, tokens_per_rank, tolerance, dedicated):
+    lengths = random_lengths(seed, ranks * tokens_per_rank)
+    layout = pack(lengths, ranks=ranks, placement="balanced", tolerance=tolerance,
+                  speed=random_speeds(seed, ranks, dedicated))
+    layout.validate()
+    assert layout.tokens_per_rank().tolist() == [tokens_per_rank] * ranks
+    assert layout.lengths.tolist() == lengths.tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_sampled_documents_balance_at_home(ranks, seed):
+    lengths = sample_lengths("prolong", ranks * TOKENS, seed=seed)
+    given_layout = pack(lengths, ranks=ranks)
+    layout = pack(lengths, ranks=ranks, placement="balanced", tolerance=0.05)
+    layout.validate()
+    assert layout.tokens_per_rank().tolist() == [TOKENS] * ranks
+    assert max_over_mean(home_work(given_layout, ranks), np.ones(ranks)) > 2  # there is something to balance
+    assert max_over_mean(home_work(layout, ranks), np.ones(ranks)) <= 1.055   # grid of 128 tokens, fixed rows
+    assert bytes_of(layout) < 0.85 * bytes_of(given_layout)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_heavy_samples_come_near_and_the_scheduler_finishes(seed):
+    lengths = sample_lengths("prolong", 8 * TOKENS, seed=seed)
+    layout = pack(lengths, ranks=8, placement="balanced")
+    assert max_over_mean(home_work(layout, 8), np.ones(8)) <= 1.15
+    assert bytes_of(layout) < bytes_of(pack(lengths, ranks=8))
+
+
+def test_equal_documents_stay_whole():
+    layout = pack([TOKENS] * 8, ranks=8, placement="balanced")
+    assert (layout.ranks_per_document() == 1).all()
+    assert bytes_of(layout) == 0
+
+
+@pytest.mark.parametrize("lengths", [
+    [2 * TOKENS] * 4,
+    [4 * TOKENS] * 2,
+    [4 * TOKENS, 2 * TOKENS, 2 * TOKENS],
+    [7 * TOKENS] + [1024] * 64,
+    [4 * TOKENS] + [1024] * 256,
+    [8 * TOKENS],
+])
+def test_long_documents_alone_never_cost_more_than_left_in_order(lengths):
+    in_order, placed = pack(lengths, ranks=8), pack(lengths, ranks=8, placement="balanced")
+    assert placed.tokens_per_rank().tolist() == [TOKENS] * 8
+    assert (max_over_mean(home_work(placed, 8), np.ones(8))
+            < 0.8 * max_over_mean(home_work(in_order, 8), np.ones(8)))
+    assert bytes_of(placed) <= bytes_of(in_order)
+
+
+def test_one_long_document_and_short_ones_need_no_query_to_move():
+    lengths = [2 * TOKENS] + [512] * (6 * TOKENS // 512)
+    layout = pack(lengths, ranks=8, placement="balanced")
+    assert max_over_mean(home_work(layout, 8), np.ones(8)) <= 1.05
+    slices = np.bincount(layout.document)[0]
+    assert slices <= 9                                           # about one per rank's share of work
+    starts = np.sort(layout.start[layout.document == 0])
+    assert (starts % 128 == 0).all()
+
+
+def test_faster_ranks_get_more_work():
+    speed = np.array([2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5])
+    lengths = [2 * TOKENS] + [512] * (6 * TOKENS // 512)
+    layout = pack(lengths, ranks=8, placement="balanced", speed=speed)
+    assert max_over_mean(home_work(layout, 8), speed) <= 1.06
+    assert layout.tokens_per_rank().tolist() == [TOKENS] * 8
+
+
+def test_work_that_does_not_grow_with_length_squared_is_respected():
+    lengths = np.array([TOKENS] + [1024] * 192)
+    layout = pack(lengths, ranks=4, placement="balanced", document_work=np.append([1.0], np.full(192, 1.0)))
+    documents = np.array([len(np.unique(layout.document[layout.rank == rank])) for rank in range(4)])
+    assert documents.max() <= 1.1 * 193 / 4 + 1                  # each document is one unit of work
