@@ -42,7 +42,6 @@ def build(plan: Plan, rank: int) -> RankTables:
         k_begin=k_begin,
         k_end=k_begin + tasks.kv_len[mine],
         q_offset=tasks.q_start[mine] - tasks.kv_start[mine],
-        row_parts=_row_parts(query_side, row_tokens),
     )
 
 
@@ -51,8 +50,7 @@ def _touching(plan: Plan, rank: int) -> TaskTable:
     touched = np.zeros(plan.layout.num_documents, dtype=bool)
     touched[plan.layout.document[plan.layout.rank == rank]] = True
     touched[plan.tasks.document[plan.tasks.server == rank]] = True
-    index = np.flatnonzero(touched[plan.tasks.document])
-    return TaskTable(*(getattr(plan.tasks, name)[index] for name in TaskTable.__slots__))
+    return plan.tasks.take(touched[plan.tasks.document])
 
 
 class _Finder:
@@ -90,7 +88,7 @@ def _side(layout: Layout, ranges: TokenRanges, offset: np.ndarray, rank: int, ro
     far = far[np.lexsort((ranges.start[held[far]], ranges.document[held[far]], ranges.home[held[far]]))]
     receive = Runs(ranges.home[held[far]], buffer[far], length[held[far]])
     local = _joined(row[held[near]], buffer[near], length[held[near]])
-    side = Side(send, receive, local, int(length[held].sum()))
+    side = Side(send, receive, local, int(length[held].sum()), _parts(send, local, row_tokens))
     return side, _Finder(span, ranges.document[held], ranges.start[held], buffer)
 
 
@@ -112,10 +110,10 @@ def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRun
     return LocalRuns(row[first], buffer[first], np.add.reduceat(length, first))
 
 
-def _row_parts(queries: Side, row_tokens: int) -> np.ndarray:
-    """How many servers compute a part of each of this rank's queries."""
+def _parts(send: Runs, local: LocalRuns, row_tokens: int) -> np.ndarray:
+    """How many servers use each token of the row."""
     change = np.zeros(row_tokens + 1, dtype=np.int64)
-    for start, length in ((queries.send.start, queries.send.length), (queries.local.row, queries.local.length)):
+    for start, length in ((send.start, send.length), (local.row, local.length)):
         np.add.at(change, start, 1)
         np.add.at(change, start + length, -1)
     return np.cumsum(change)[:-1]

@@ -7,7 +7,7 @@ to compute in them. Every key of a document stands once in the server's buffer, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -51,6 +51,16 @@ class Side:
     receive: Runs       # runs of the buffer, from homes
     local: LocalRuns
     buffer_tokens: int  # size of the server's buffer
+    parts: np.ndarray   # [row tokens] servers that use each token; where more than one does, results are combined
+
+    def __post_init__(self) -> None:
+        _freeze(self)
+
+    @property
+    def is_row(self) -> bool:
+        """The server's buffer is the row itself: nothing comes from elsewhere and nothing is left out or reordered."""
+        return (len(self.receive.peer) == 0 and len(self.local.row) <= 1 and self.buffer_tokens == len(self.parts)
+                and int(self.local.length.sum()) == self.buffer_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +77,17 @@ class RankTables:
     k_begin: np.ndarray  # [tasks] in the key buffer
     k_end: np.ndarray    # [tasks]
     q_offset: np.ndarray  # [tasks] position of the first query minus position of the first key
-    row_parts: np.ndarray  # [row tokens] servers that compute a part of each query; more than one: merge
 
     def __post_init__(self) -> None:
         _freeze(self)
 
-    @property
-    def stays_home(self) -> bool:
-        """Nothing is sent or received, and the buffers are the row itself."""
-        return all(
-            len(side.send.peer) == 0 and len(side.receive.peer) == 0 and side.buffer_tokens == self.row_tokens
-            and len(side.local.row) <= 1 for side in (self.queries, self.keys))
+    def reversed(self) -> RankTables:
+        """The way back: what was received is sent, to where it came from."""
+        return replace(self, queries=_swapped(self.queries), keys=_swapped(self.keys))
 
-    def segments(
-        self, q_token_bytes: int, kv_token_bytes: int, *, reversed: bool = False
-    ) -> tuple[list[int], list[int]]:
-        """Bytes to send to and receive from every rank; reversed for the way back from servers to homes."""
-        sent = (self.queries.send.tokens_per_peer(self.num_ranks) * q_token_bytes
-                + self.keys.send.tokens_per_peer(self.num_ranks) * kv_token_bytes)
-        received = (self.queries.receive.tokens_per_peer(self.num_ranks) * q_token_bytes
-                    + self.keys.receive.tokens_per_peer(self.num_ranks) * kv_token_bytes)
-        return (received.tolist(), sent.tolist()) if reversed else (sent.tolist(), received.tolist())
+
+def _swapped(side: Side) -> Side:
+    return replace(side, send=side.receive, receive=side.send)
 
 
 def _freeze(table: object) -> None:

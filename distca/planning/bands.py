@@ -58,7 +58,10 @@ def _replaced(layout: Layout, tasks: TaskTable, kept: np.ndarray, rows: np.ndarr
 
 def _cheaper_per_document(layout: Layout, before: TaskTable, after: TaskTable, prices: Prices) -> TaskTable:
     """Documents whose bands do not pay keep their tasks: a rank that owns or serves other parts may have the keys."""
-    worse = _document_bytes(layout, after, prices) > _document_bytes(layout, before, prices)
+    banded = np.zeros(layout.num_documents, dtype=bool)
+    banded[after.document[after.kv_start > 0]] = True
+    costs = [_document_bytes(layout, table.take(banded[table.document]), prices) for table in (after, before)]
+    worse = costs[0] > costs[1]
     if not worse.any():
         return after
     old, new = worse[before.document], ~worse[after.document]

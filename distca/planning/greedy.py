@@ -118,12 +118,16 @@ class _Mover:
                 return False
             best = self._overfill(pieces)                        # a rank that serves nothing must be emptied
         shard, server, at = best
-        _, index, piece = pieces.pop(at)
-        measure = self.prices.measure
-        self.load[rank] -= piece.work(measure)
-        for rest in _rest(piece, shard):
-            self.load[rank] += rest.work(measure)
-            insort(pieces, (rest.stop - rest.key_start, index, rest))
+        _, index, piece = pieces[at]
+        rest = _rest(piece, shard)
+        relief = piece.work(self.prices.measure) - sum(part.work(self.prices.measure) for part in rest)
+        if relief <= 0:                                          # what stays would cost as much as the whole did
+            self.limit = self._why_stuck(rank, [piece for _, _, piece in pieces])
+            return False
+        pieces.pop(at)
+        self.load[rank] -= relief
+        for part in rest:
+            insort(pieces, (part.stop - part.key_start, index, part))
         self.moved.append((index, shard, server))
         self._serve(server, piece.document, shard)
         return True
@@ -167,8 +171,10 @@ class _Mover:
                 f"{first.work(self.prices.measure):.4g} and the most room on any server is {room:.4g}")
 
     def _serve(self, server: int, document: int, shard: Shard) -> None:
-        if self.load[server] < self.cap[server]:
-            del self.rooms[bisect_left(self.rooms, (self.cap[server] - self.load[server], server))]
+        entry = self.cap[server] - self.load[server], server
+        at = bisect_left(self.rooms, entry)
+        if self.rooms[at:at + 1] == [entry]:
+            del self.rooms[at]
         self.load[server] += shard.work
         room = self.cap[server] - self.load[server]
         begin, end = self.held.get((document, server), (shard.key_start, shard.key_stop))

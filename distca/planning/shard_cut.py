@@ -69,7 +69,7 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
     rate = whole / _pairs(piece.stop - piece.start, piece.stop - piece.key_start)  # pairs -> work, near this piece
     pairs = max(min(wanted, room) / rate, 1.0)
     best = _rectangle(piece, pairs, wanted, room, keys_held, prices)
-    if best is None:                                             # where a rectangle fits, no trapezoid is cheaper
+    if best is None or best.work < 0.9 * min(wanted, room):      # where a rectangle fits, no trapezoid is cheaper
         for shard in _trapezoids(piece, pairs, wanted, room, rate, keys_held, prices):
             if shard.beats(best):
                 best = shard
@@ -82,14 +82,14 @@ def _rectangle(
     """The piece's deepest queries against its earliest keys, as tiles; None where the piece is not deep enough."""
     ideal_keys = max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start)
     tiles = round(pairs / ideal_keys / TILE) or 1
-    start = max(_grid_up(piece.stop - tiles * TILE, piece), piece.start)
+    start = max(_grid_up(piece.stop - (tiles + 1) * TILE + 1, piece), piece.start)  # an odd tail joins its tile
     q_len = piece.stop - start
     deepest = (start - piece.key_start) // TILE
     exact = pairs / q_len / TILE                                 # keys, in tiles
     up, down = -int(-exact // 1), int(exact)
     for key_tiles in ((up, down) if wanted <= room else (down,)):
-        if 0 < key_tiles <= deepest:
-            kv_len = key_tiles * TILE
+        kv_len = min(key_tiles, deepest) * TILE
+        if kv_len > 0:
             work = prices.measure(q_len, kv_len + 0.5 * (q_len - 1))  # the aligned shard with as many pairs
             if work <= room:
                 key_stop = piece.key_start + kv_len

@@ -36,6 +36,10 @@ class TaskTable:
     def __len__(self) -> int:
         return len(self.document)
 
+    def take(self, index: np.ndarray) -> TaskTable:
+        """The tasks that `index` (numbers or a boolean mask) selects."""
+        return TaskTable(*(getattr(self, name)[index] for name in self.__slots__))
+
     @property
     def q_len(self) -> np.ndarray:
         return self.q_stop - self.q_start

@@ -98,8 +98,7 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
 
 def query_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
     """The distinct queries every server computes, cut by the slices that own them: a server gets each query once."""
-    computing = tasks.kv_stop > tasks.kv_start
-    queries = TaskTable(*(getattr(tasks, name)[computing] for name in TaskTable.__slots__))
+    queries = tasks.take(tasks.kv_stop > tasks.kv_start)
     return key_ranges(layout, replace(queries, kv_start=queries.q_start, kv_stop=queries.q_stop))
 
 

@@ -137,6 +137,6 @@ def layout_from_rows(rows: Sequence[Sequence[int]]) -> Layout:
     counts = np.array([len(row) for row in rows], dtype=np.int64)
     if counts.sum() == 0:
         raise ValueError(f"rows holds {len(rows)} ranks and no document; give at least one document length")
-    lengths = check_lengths(np.concatenate([np.asarray(row) for row in rows if len(row)]), field="rows")
+    lengths = check_lengths([length for row in rows for length in row], field="rows")
     rank = np.repeat(np.arange(len(rows)), counts)
     return Layout(lengths, np.arange(len(lengths)), np.zeros_like(lengths), lengths, rank, len(rows))

@@ -47,8 +47,8 @@ def pack(
         return _in_order(lengths, ranks, tokens_per_rank)
     work = causal_work(lengths) if document_work is None else np.asarray(document_work, dtype=np.float64)
     if work.shape != lengths.shape:
-        raise ValueError(f"document_work has shape {work.shape} but there are {len(lengths)} documents; give one number "
-                         "per document")
+        raise ValueError(f"document_work has shape {work.shape} but there are {len(lengths)} documents; give one "
+                         "number per document")
     return place(lengths, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank)
 
 

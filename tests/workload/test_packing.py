@@ -29,8 +29,10 @@ def test_given_is_one_stream_in_order(seed, ranks, tokens_per_rank):
     lengths = random_lengths(seed, ranks * tokens_per_rank)
     layout = pack(lengths, ranks=ranks)
     rows = [layout.tokens(rank) for rank in range(ranks)]
-    assert np.concatenate([row.document for row in rows]).tolist() == np.repeat(np.arange(len(lengths)), lengths).tolist()
-    assert np.concatenate([row.position for row in rows]).tolist() == [p for length in lengths for p in range(length)]
+    document = np.concatenate([row.document for row in rows])
+    position = np.concatenate([row.position for row in rows])
+    assert document.tolist() == np.repeat(np.arange(len(lengths)), lengths).tolist()
+    assert position.tolist() == [place for length in lengths for place in range(length)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,7 +102,7 @@ def test_ping_and_pong_share_the_work():
          "document 1 has 200 tokens but a rank holds 100; raise tokens_per_rank or let documents span"),
         ({"ranks": 4, "placement": "balanced", "tolerance": -0.1}, "tolerance is -0.1; give"),
         ({"ranks": 4, "placement": "balanced", "tolerance": float("nan")}, "tolerance is nan; give"),
-        ({"ranks": 4, "placement": "balanced", "speed": np.ones(3)}, "speed has 3 .* 4 ranks; give"),
+        ({"ranks": 4, "placement": "balanced", "speed": np.ones(3)}, "speed has .*3.* 4 ranks; give"),
         ({"ranks": 4, "placement": "balanced", "speed": np.array([1, 1, 1, np.nan])}, "speed is .*nan.*; give"),
         ({"ranks": 4, "placement": "balanced", "speed": np.array([1, 1, 1, -1.0])}, "speed is .*-1.0.*; give"),
         ({"ranks": 4, "placement": "balanced", "speed": np.zeros(4)}, "speed is .*0.0.*; give"),

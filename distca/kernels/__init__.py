@@ -1,0 +1,62 @@
+"""Attention kernels behind one interface, and the choice among them.
+
+`choose` takes "auto", which is the fastest kernel that fits the device and says so once, or a kernel's name, which
+either fits or is refused with the reason: nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from distca.kernels.cudnn import CudnnKernel
+from distca.kernels.dense import DenseKernel, dense_attention
+from distca.kernels.interface import Kernel, TaskRows, merge
+from distca.kernels.sdpa import SdpaKernel
+from distca.kernels.varlen import VarlenKernel
+
+__all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
+
+_FASTEST_FIRST: tuple[Kernel, ...] = (CudnnKernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
+_announced: set[str] = set()
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of this name, whether or not it fits this machine."""
+    for kernel in _FASTEST_FIRST:
+        if kernel.name == name:
+            return kernel
+    names = ", ".join(kernel.name for kernel in _FASTEST_FIRST)
+    raise ValueError(f"kernel={name!r} is unknown; give auto or one of {names}")
+
+
+def choose(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto"
+) -> Kernel:
+    """The kernel of this name, or with "auto" the fastest, that fits these tensors."""
+    device = torch.device(device)
+    if name != "auto":
+        kernel = kernel_named(name)
+        reason = kernel.supports(device, dtype, head_dim, window)
+        if reason is not None:
+            raise ValueError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
+        return kernel
+    refused: list[str] = []
+    for kernel in _FASTEST_FIRST:
+        reason = kernel.supports(device, dtype, head_dim, window)
+        if reason is None:
+            _announce(kernel, device, dtype, head_dim, window, refused)
+            return kernel
+        refused.append(f"{kernel.name}: {reason}")
+    raise ValueError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
+
+
+def _announce(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, refused: list[str]
+) -> None:
+    what = f"attention kernel {kernel.name} for {dtype}, head_dim {head_dim}, window {window} on {device.type}"
+    if what not in _announced:
+        _announced.add(what)
+        instead = f" (not {'; not '.join(refused)})" if refused else ""
+        logging.getLogger("distca").info("%s%s", what, instead)

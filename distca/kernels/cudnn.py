@@ -1,0 +1,360 @@
+"""cuDNN's packed attention through nvidia-cudnn-frontend: the fastest kernel on Hopper and later.
+
+A row begins anywhere in its buffers, since every tensor carries its own row offsets; so keys that rows share are read
+in place, and gradients of rows that share tokens go to places of their own and are added up. Forward takes causal rows
+aligned with the end of their keys in one call. Backward does not skip masked tiles under that alignment, but does
+under the top-left one: there a row runs as a full rectangle before the diagonal and a square on it, at up to twice the
+speed, and needs no merging because both use the row's final out and log-sum-exp. Building a graph costs up to a tenth
+of a second, so its sizes are rounded up to powers of two, and batches that differ share one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distca.kernels.interface import (
+    Spans,
+    TaskRows,
+    accumulation_dtype,
+    causal_and_full,
+    check_inputs,
+    concatenate,
+    disjoint,
+    launches,
+    rectangles_and_squares,
+    softmax_scale,
+    visible,
+)
+
+ROWS_AT_ONCE = 2**15
+COPIED_KEYS_AT_ONCE = 2**17  # bounds backward's memory where rows share keys
+GRAPHS_KEPT = 256
+MIN_LEN = 128
+OLDEST_BACKEND = 90600  # packed grouped-query backward
+
+
+Mask = IntEnum("Mask", "NONE TOP_LEFT BOTTOM_RIGHT")
+# A graph's tensors; an OFFSET holds the first element of every row in the tensor of that name.
+_Uid = IntEnum(
+    "_Uid", "Q K V OUT LSE DOUT DQ DK DV Q_LEN K_LEN OFFSET_Q OFFSET_K OFFSET_OUT OFFSET_LSE OFFSET_DQ OFFSET_DK"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one call. Reads start where the rows begin, writes at the rows' places: there too, or packed."""
+
+    rows: TaskRows
+    mask: Mask
+    in_place: bool
+    device: torch.device
+    q: Spans
+    k: Spans
+    _uploaded: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return bucket(len(self.rows))
+
+    def lengths(self, column: str) -> torch.Tensor:
+        """int32 [num_rows] of q_len or k_len; rows that only fill the bucket have none."""
+        if (column, 0) not in self._uploaded:
+            padded = np.zeros(self.num_rows, dtype=np.int32)
+            padded[: len(self.rows)] = getattr(self.rows, column)
+            self._uploaded[column, 0] = torch.from_numpy(padded).to(self.device)
+        return self._uploaded[column, 0]
+
+    def offsets(self, column: str, width: int) -> torch.Tensor:
+        """int64 [num_rows + 1] of q_begin, k_begin, q_place or k_place, at `width` elements a token."""
+        if (column, width) not in self._uploaded:
+            side, where = column.split("_")
+            begin, length = getattr(self.rows, f"{side}_begin"), getattr(self.rows, f"{side}_len")
+            if where == "place" and not self.in_place:
+                begin = np.cumsum(length) - length
+            padded = np.full(self.num_rows + 1, begin[-1] + length[-1])
+            padded[: len(begin)] = begin
+            self._uploaded[column, width] = torch.from_numpy(padded * width).to(self.device)
+        return self._uploaded[column, width]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    rows: TaskRows
+    forward: tuple[Batch, ...]
+    backward: tuple[Batch, ...]
+    forward_in_place: bool  # no query stands in two rows
+    backward_in_place: bool  # one call, in which no query and no key stands in two rows
+    num_queries: int  # in the visible rows
+    num_keys: int  # in the rows of backward
+
+
+@dataclass(frozen=True, slots=True)
+class CudnnKernel:
+    """cuDNN's packed scaled dot-product attention."""
+
+    name: str = "cudnn"
+
+    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"device is {device}; cuDNN needs an NVIDIA GPU (device cuda)"
+        major = torch.cuda.get_device_capability(device)[0]
+        if major not in (9, 10):
+            return f"{torch.cuda.get_device_name(device)} is compute capability {major}.x; packed cuDNN needs 9 or 10"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype is {dtype}; give bfloat16 or float16"
+        limit = 256 if major == 9 else 128
+        if head_dim % 16 or head_dim > limit:
+            return f"head_dim is {head_dim}; give a multiple of 16 up to {limit}"
+        if window is not None:
+            return f"window is {window}; use kernel='varlen' for windows"
+        if importlib.util.find_spec("cudnn") is None:
+            return "nvidia-cudnn-frontend is not installed; pip install nvidia-cudnn-frontend"
+        version = _cudnn().backend_version()
+        if version < OLDEST_BACKEND:
+            return f"cuDNN is version {version}; install {OLDEST_BACKEND} or newer"
+        return None
+
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+        if window is not None:
+            raise ValueError(f"kernel='cudnn' got window={window}, it takes None; use kernel='varlen'")
+        inside = visible(rows)
+        causal, full = causal_and_full(inside)
+        rectangles, squares = rectangles_and_squares(causal)
+        before = concatenate(rectangles, full)
+        tables = [(table, mask) for table, mask in ((squares, Mask.TOP_LEFT), (before, Mask.NONE)) if len(table)]
+        forward_in_place = disjoint(inside.q_begin, inside.q_end)
+        backward_in_place = forward_in_place and len(tables) == 1 and disjoint(tables[0][0].k_begin, tables[0][0].k_end)
+
+        def batch(rows: TaskRows, mask: Mask, in_place: bool) -> Batch:
+            q, k = Spans.of(rows.q_begin, rows.q_end), Spans.of(rows.k_begin, rows.k_end)
+            return Batch(rows, mask, in_place, device, q, k)
+
+        forward = [
+            batch(chunk, mask, forward_in_place)
+            for table, mask in ((causal, Mask.BOTTOM_RIGHT), (full, Mask.NONE))
+            for chunk in launches(table, ROWS_AT_ONCE)
+        ]
+        backward = [
+            batch(chunk, mask, backward_in_place)
+            for table, mask in tables
+            for chunk in launches(table, ROWS_AT_ONCE, COPIED_KEYS_AT_ONCE)
+        ]
+        num_queries, num_keys = inside.q_len.sum(), sum(table.k_len.sum() for table, _ in tables)
+        in_place = (forward_in_place, backward_in_place)
+        return _Prepared(rows, tuple(forward), tuple(backward), *in_place, int(num_queries), int(num_keys))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        if prepared.forward_in_place:
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
+            if prepared.num_queries < q.shape[0]:
+                out.zero_()
+                lse.fill_(-torch.inf)
+            for batch in prepared.forward:
+                run_forward(q, k, v, out, lse, batch, scale)
+            return out, lse
+        out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        for batch in prepared.forward:
+            out_rows, lse_rows = batch.q.empty(q), batch.q.empty(lse)
+            run_forward(q, k, v, out_rows, lse_rows, batch, scale)
+            batch.q.merge(out, lse, out_rows, lse_rows)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        prepared: _Prepared,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
+        dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
+        if prepared.backward_in_place:
+            covered = prepared.num_queries == q.shape[0] and prepared.num_keys == k.shape[0]
+            empty = torch.empty_like if covered else torch.zeros_like
+            dq, dk, dv = empty(q), empty(k), empty(v)
+            for batch in prepared.backward:
+                run_backward((dout, q, k, v, out, lse), (dq, dk, dv), batch, scale)
+            return dq, dk, dv
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for batch in prepared.backward:
+            dq_rows, dk_rows, dv_rows = batch.q.empty(q), batch.k.empty(k), batch.k.empty(v)
+            run_backward((dout, q, k, v, out, lse), (dq_rows, dk_rows, dv_rows), batch, scale)
+            batch.q.add(dq, dq_rows)
+            batch.k.add(dk, dk_rows)
+            batch.k.add(dv, dv_rows)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def bucket(count: int, least: int = 1) -> int:
+    """The next power of two."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def run_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, batch: Batch, scale: float
+) -> None:
+    """Fill the rows' places in out and lse."""
+    q_width, k_width = q[0].numel(), k[0].numel()
+    pack = dict(zip((_Uid.Q, _Uid.K, _Uid.V, _Uid.OUT, _Uid.LSE), (q, k, v, out, lse), strict=True))
+    pack |= {
+        _Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
+        _Uid.OFFSET_K: batch.offsets("k_begin", k_width),
+        _Uid.OFFSET_OUT: batch.offsets("q_place", q_width),
+        _Uid.OFFSET_LSE: batch.offsets("q_place", q.shape[1]),
+    }
+    _execute(pack, batch, scale, totals=None)
+
+
+def run_backward(
+    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: Batch, scale: float
+) -> None:
+    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse."""
+    q, k = saved[1], saved[2]
+    q_width, k_width = q[0].numel(), k[0].numel()
+    uids = (_Uid.DOUT, _Uid.Q, _Uid.K, _Uid.V, _Uid.OUT, _Uid.LSE, _Uid.DQ, _Uid.DK, _Uid.DV)
+    pack = dict(zip(uids, (*saved, *gradients), strict=True))
+    pack |= {
+        _Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
+        _Uid.OFFSET_K: batch.offsets("k_begin", k_width),
+        _Uid.OFFSET_LSE: batch.offsets("q_begin", q.shape[1]),
+        _Uid.OFFSET_DQ: batch.offsets("q_place", q_width),
+        _Uid.OFFSET_DK: batch.offsets("k_place", k_width),
+    }
+    q_tokens, k_tokens = max(q.shape[0], gradients[0].shape[0]), gradients[1].shape[0]
+    _execute(pack, batch, scale, totals=(bucket(q_tokens, MIN_LEN), bucket(k_tokens, MIN_LEN)))
+
+
+class _Shape(NamedTuple):
+    """All that a graph depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    q_dim: tuple[int, ...]  # rows, heads, longest queries, dim
+    k_dim: tuple[int, ...]  # rows, kv_heads, longest keys, dim
+    mask: Mask
+    scale: float
+    totals: tuple[int, int] | None  # backward's workspace holds so many queries and keys
+    deterministic: bool
+
+
+_graphs: dict[_Shape, tuple[Any, int]] = {}
+_building = threading.Lock()
+_of_this_thread = threading.local()  # autograd's backward runs in a thread of its own; handles must not be shared
+
+
+def _cudnn() -> Any:
+    return importlib.import_module("cudnn")
+
+
+def _handle(device: torch.device) -> Any:
+    """This thread's cuDNN handle on torch's current stream."""
+    handles: dict[torch.device, Any] = _of_this_thread.__dict__.setdefault("handles", {})
+    if device not in handles:
+        with torch.cuda.device(device):
+            handles[device] = _cudnn().create_handle()
+    _cudnn().set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
+    return handles[device]
+
+
+def _execute(pack: dict[_Uid, torch.Tensor], batch: Batch, scale: float, totals: tuple[int, int] | None) -> None:
+    q, k = pack[_Uid.Q], pack[_Uid.K]
+    q_dim = (batch.num_rows, q.shape[1], bucket(int(batch.rows.q_len.max()), MIN_LEN), q.shape[2])
+    k_dim = (batch.num_rows, k.shape[1], bucket(int(batch.rows.k_len.max()), MIN_LEN), k.shape[2])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    shape = _Shape(q.device, q.dtype, q_dim, k_dim, batch.mask, scale, totals, deterministic)
+    handle = _handle(q.device)
+    with _building:
+        if shape not in _graphs:
+            if len(_graphs) == GRAPHS_KEPT:
+                _graphs.pop(next(iter(_graphs)))
+            _graphs[shape] = _build(shape, handle)
+        graph, workspace_bytes = _graphs[shape]
+    workspace = torch.empty(max(1, workspace_bytes), dtype=torch.uint8, device=q.device)
+    pack = {**pack, _Uid.Q_LEN: batch.lengths("q_len"), _Uid.K_LEN: batch.lengths("k_len")}
+    graph.execute({int(uid): tensor for uid, tensor in pack.items()}, workspace, handle=handle)
+
+
+def _build(shape: _Shape, handle: Any) -> tuple[Any, int]:
+    """A built graph and the bytes of workspace it needs."""
+    cudnn = _cudnn()
+    kinds = cudnn.data_type
+    io = kinds.BFLOAT16 if shape.dtype == torch.bfloat16 else kinds.HALF
+    graph = cudnn.pygraph(
+        handle=handle, io_data_type=io, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT
+    )
+    q_dim, k_dim, lse_dim = shape.q_dim, shape.k_dim, (*shape.q_dim[:3], 1)
+
+    def stride(dim: tuple[int, ...]) -> list[int]:  # tokens first, then heads
+        _, heads, length, width = dim
+        return [length * heads * width, width, heads * width, 1]
+
+    def index(uid: _Uid, count: int, kind: Any) -> Any:
+        return graph.tensor(name=uid.name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind, uid=int(uid))
+
+    def offset(uid: _Uid) -> Any:
+        return index(uid, q_dim[0] + 1, kinds.INT64)
+
+    def given(uid: _Uid, dim: tuple[int, ...], begins: Any, kind: Any = io) -> Any:
+        tensor = graph.tensor(name=uid.name, dim=list(dim), stride=stride(dim), data_type=kind, uid=int(uid))
+        tensor.set_ragged_offset(begins)
+        return tensor
+
+    def wanted(tensor: Any, uid: _Uid, dim: tuple[int, ...], begins: Any, kind: Any = io) -> None:
+        tensor.set_uid(int(uid)).set_output(True).set_dim(list(dim)).set_stride(stride(dim)).set_data_type(kind)
+        tensor.set_ragged_offset(begins)
+
+    q_begins, k_begins, lse_begins = (offset(u) for u in (_Uid.OFFSET_Q, _Uid.OFFSET_K, _Uid.OFFSET_LSE))
+    options: dict[str, Any] = {
+        "q": given(_Uid.Q, q_dim, q_begins),
+        "k": given(_Uid.K, k_dim, k_begins),
+        "v": given(_Uid.V, k_dim, k_begins),
+        "attn_scale": shape.scale,
+        "use_padding_mask": True,
+        "seq_len_q": index(_Uid.Q_LEN, q_dim[0], kinds.INT32),
+        "seq_len_kv": index(_Uid.K_LEN, q_dim[0], kinds.INT32),
+    }
+    if shape.mask != Mask.NONE:
+        options["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, shape.mask.name)
+        options["diagonal_band_right_bound"] = 0
+    if shape.totals is None:
+        out, lse = graph.sdpa(generate_stats=True, **options)
+        wanted(out, _Uid.OUT, q_dim, offset(_Uid.OFFSET_OUT))
+        wanted(lse, _Uid.LSE, lse_dim, lse_begins, kinds.FLOAT)
+    else:
+        dq, dk, dv = graph.sdpa_backward(
+            o=given(_Uid.OUT, q_dim, q_begins),
+            dO=given(_Uid.DOUT, q_dim, q_begins),
+            stats=given(_Uid.LSE, lse_dim, lse_begins, kinds.FLOAT),
+            max_total_seq_len_q=shape.totals[0],
+            max_total_seq_len_kv=shape.totals[1],
+            use_deterministic_algorithm=shape.deterministic,
+            **options,
+        )
+        dk_begins = offset(_Uid.OFFSET_DK)
+        wanted(dq, _Uid.DQ, q_dim, offset(_Uid.OFFSET_DQ))
+        wanted(dk, _Uid.DK, k_dim, dk_begins)
+        wanted(dv, _Uid.DV, k_dim, dk_begins)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph, graph.get_workspace_size()

@@ -1,0 +1,124 @@
+"""The oracle: attention written down as its formula, with every score in memory.
+
+Slow and quadratic on purpose. `dense_attention` is what every other path in the project must equal; the `dense` kernel
+states the same for task rows, in any dtype on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distca.kernels.interface import TaskRows, accumulation_dtype, check_inputs, check_window, softmax_scale
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim]."""
+    if sum(lengths) != q.shape[0] or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"lengths add up to {sum(lengths)}, q has {q.shape[0]} tokens, k {k.shape[0]}; make them equal"
+        )
+    check_inputs(q, k, v, TaskRows.documents(lengths))
+    check_window(window)
+    group = q.shape[1] // k.shape[1]
+    outs, begin = [q[:0]], 0
+    for length in lengths:
+        document = slice(begin, begin + length)
+        keys, values = (x[document].repeat_interleave(group, dim=1) for x in (k, v))  # [tokens, heads, dim]
+        scores = torch.einsum("qhd,khd->hqk", q[document], keys) * softmax_scale(q, scale)
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
+        probabilities = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)  # [heads, q, k]
+        outs.append(torch.einsum("hqk,khd->qhd", probabilities, values))
+        begin += length
+    return torch.cat(outs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    rows: TaskRows
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseKernel:
+    """Task rows by the formula: the number of rows that show a key to a query weighs their score."""
+
+    name: str = "dense"
+
+    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+        return None if dtype.is_floating_point else f"dtype is {dtype}; give a floating-point dtype"
+
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+        check_window(window)
+        return _Prepared(rows, window)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        scores = _scores(q, k, prepared, softmax_scale(q, scale))  # [heads, q, k]
+        lse = scores.logsumexp(dim=-1)  # [heads, q]
+        probabilities = _probabilities(scores, lse)
+        out = torch.einsum("hqk,khd->qhd", probabilities, _per_head(v, q))
+        return out.to(q.dtype), lse.T.contiguous()
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        prepared: _Prepared,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        scale = softmax_scale(q, scale)
+        probabilities = _probabilities(_scores(q, k, prepared, scale), lse.T)
+        dout_wide = dout.to(probabilities.dtype)
+        delta = (dout_wide * out).sum(dim=-1).T  # [heads, q]
+        dprobabilities = torch.einsum("qhd,khd->hqk", dout_wide, _per_head(v, q))
+        dscores = probabilities * (dprobabilities - delta[..., None]) * scale
+        dq = torch.einsum("hqk,khd->qhd", dscores, _per_head(k, q))
+        dk = torch.einsum("hqk,qhd->khd", dscores, q.to(dscores.dtype))
+        dv = torch.einsum("hqk,qhd->khd", probabilities, dout_wide)
+        group = q.shape[1] // k.shape[1]
+        dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(dim=2) for x in (dk, dv))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return x.to(accumulation_dtype(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, prepared: _Prepared, scale: float) -> torch.Tensor:
+    """[heads, num_q, num_k], -inf where no row shows the key to the query."""
+    count = torch.zeros(q.shape[0], k.shape[0], dtype=accumulation_dtype(q.dtype), device=q.device)
+    rows = prepared.rows
+    for q_begin, q_end, k_begin, k_end, q_offset in zip(
+        rows.q_begin, rows.q_end, rows.k_begin, rows.k_end, rows.q_offset, strict=True
+    ):
+        q_position = torch.arange(q_end - q_begin, device=q.device)[:, None] + int(q_offset)
+        k_position = torch.arange(k_end - k_begin, device=q.device)[None, :]
+        seen = k_position <= q_position
+        if prepared.window is not None:
+            seen = seen & (k_position > q_position - prepared.window)
+        count[q_begin:q_end, k_begin:k_end] += seen
+    scores = torch.einsum("qhd,khd->hqk", q.to(count.dtype), _per_head(k, q)) * scale
+    return scores + count.log()
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])

@@ -1,0 +1,284 @@
+"""What every attention kernel agrees on: task rows in packed buffers, and one rule for who sees whom.
+
+A server holds queries and keys of many documents in flat buffers. One `TaskRows` row is one CA-task in them:
+queries q[q_begin:q_end] against keys k[k_begin:k_end]. Key j of the row stands at position j, query i at position
+q_offset + i, and a query sees the keys with
+
+    key position <= query position   and, with a window w,   key position > query position - w.
+
+So q_offset = k_len - q_len is the usual causal row whose queries align with the end of their keys, and
+q_offset >= k_len - 1 is a full rectangle, a partial key range off the diagonal. Key ranges of different rows may
+overlap (a shared prefix is stored once), and so may query ranges: a query that stands in several rows gets the
+attention over all their keys together, merged exactly through the log-sum-exp. A (query, key) pair named by two rows
+counts twice; a plan names each pair once.
+
+Backward takes the merged out and log-sum-exp. Every pair's probability is exp(score - lse) and its delta
+rowsum(dout * out), both of the whole softmax, so a row needs no state of its own, wherever its siblings ran, and the
+log-sum-exp needs no gradient: it only ever weighs partial outs, whose merged gradient this already is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRows:
+    """One row per CA-task: queries [q_begin, q_end) see keys [k_begin, k_end), the first query at q_offset."""
+
+    q_begin: np.ndarray  # [rows]
+    q_end: np.ndarray  # [rows]
+    k_begin: np.ndarray  # [rows]
+    k_end: np.ndarray  # [rows]
+    q_offset: np.ndarray  # [rows] position of the first query minus position of the first key
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            column = np.array(getattr(self, field.name), dtype=np.int64)
+            if column.ndim != 1:
+                raise ValueError(f"TaskRows.{field.name} has shape {column.shape}; give one number per row")
+            column.setflags(write=False)
+            object.__setattr__(self, field.name, column)
+        sizes = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"TaskRows columns have different lengths {sizes}; give one entry per row in each")
+        for begin, end in (("q_begin", "q_end"), ("k_begin", "k_end")):
+            wrong = np.flatnonzero((getattr(self, begin) < 0) | (getattr(self, end) < getattr(self, begin)))
+            if len(wrong):
+                i = int(wrong[0])
+                raise ValueError(
+                    f"TaskRows row {i} has {begin}={getattr(self, begin)[i]}, {end}={getattr(self, end)[i]}; "
+                    f"give 0 <= {begin} <= {end}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.q_begin)
+
+    @property
+    def q_len(self) -> np.ndarray:
+        return self.q_end - self.q_begin
+
+    @property
+    def k_len(self) -> np.ndarray:
+        return self.k_end - self.k_begin
+
+    def take(self, index: np.ndarray) -> TaskRows:
+        """The rows that `index` (numbers or a boolean mask) selects."""
+        return TaskRows(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    @classmethod
+    def aligned(cls, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> TaskRows:
+        """Causal rows whose queries align with the end of their keys."""
+        q_begin, q_end, k_begin, k_end = (np.asarray(c, dtype=np.int64) for c in (q_begin, q_end, k_begin, k_end))
+        return cls(q_begin, q_end, k_begin, k_end, (k_end - k_begin) - (q_end - q_begin))
+
+    @classmethod
+    def documents(cls, lengths: Any) -> TaskRows:
+        """Packed documents that attend causally inside themselves."""
+        end = np.cumsum(np.asarray(lengths, dtype=np.int64))
+        begin = end - np.asarray(lengths, dtype=np.int64)
+        return cls.aligned(begin, end, begin, end)
+
+
+class Kernel(Protocol):
+    """One way to compute attention rows. `prepare` once per plan, then every layer pays for arithmetic only."""
+
+    @property
+    def name(self) -> str: ...
+
+    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+        """None when this kernel fits, else why it does not and what to do."""
+        ...
+
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Any:
+        """An opaque object with everything that depends on the rows alone, on the device where it is needed."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Any, scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [num_q, heads, dim], k and v [num_k, kv_heads, dim] -> out like q, lse [num_q, heads].
+
+        lse is natural, float32 (float64 for float64). Queries that see no key: out 0, lse -inf.
+        """
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        prepared: Any,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv from the merged out and lse; zeros where no row reaches."""
+        ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums over rows, and every log-sum-exp, are kept in this."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the keys of a and b together, from the attention over each: out [..., dim], lse [...].
+
+    Exact also where a side saw no key (lse -inf, out 0). The sum is kept in lse's dtype, the result in out_a's.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # -inf - -inf would be nan; both weights are 0 there
+    weight_a, weight_b = torch.exp(lse_a - finite)[..., None], torch.exp(lse_b - finite)[..., None]
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows) -> None:
+    """Refuse tensors that do not belong together or rows that reach outside of them."""
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
+            "give q [tokens, heads, dim], k and v [tokens, kv_heads, dim] with one dim"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give a number of heads that kv_heads divides"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+    for end, column, tensor, name in (("q_end", rows.q_end, q, "q"), ("k_end", rows.k_end, k, "k")):
+        if len(column) and column.max() > tensor.shape[0]:
+            raise ValueError(
+                f"TaskRows row {int(column.argmax())} has {end}={column.max()} but {name} holds {tensor.shape[0]} "
+                "tokens; give the rows of these buffers"
+            )
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}; give a positive number of tokens, or None for full causal attention")
+
+
+def visible(rows: TaskRows, window: int | None = None) -> TaskRows:
+    """The same pairs without the queries that see no key and the keys that no query sees; empty rows are gone."""
+    check_window(window)
+    skipped = np.maximum(0, -rows.q_offset)
+    q_offset, q_begin, q_end = rows.q_offset + skipped, rows.q_begin + skipped, rows.q_end
+    first_key = np.zeros_like(q_offset)
+    if window is not None:
+        q_end = np.minimum(q_end, q_begin + rows.k_len + window - 1 - q_offset)
+        first_key = np.maximum(0, q_offset - window + 1)
+    last_key = np.minimum(rows.k_len, q_offset + q_end - q_begin)
+    keep = (q_begin < q_end) & (first_key < last_key)
+    k_begin, k_end = rows.k_begin + first_key, rows.k_begin + last_key
+    return TaskRows(*(column[keep] for column in (q_begin, q_end, k_begin, k_end, q_offset - first_key)))
+
+
+def causal_and_full(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
+    """Visible rows as causal rows aligned with the end of their keys, and as rows whose queries see every key.
+
+    A row whose queries run past its keys is cut in two; queries that were in one row before are in one row after.
+    """
+    diagonal = rows.q_offset < rows.k_len - 1
+    crossing = rows.take(diagonal)
+    q_cut = np.minimum(crossing.q_end, crossing.q_begin + crossing.k_len - crossing.q_offset)
+    past = q_cut < crossing.q_end
+    tail = replace(crossing, q_begin=q_cut, q_offset=crossing.k_len)
+    return replace(crossing, q_end=q_cut), concatenate(rows.take(~diagonal), tail.take(past))
+
+
+def rectangles_and_squares(causal: TaskRows) -> tuple[TaskRows, TaskRows]:
+    """Causal rows aligned at the end, as full rectangles before the diagonal and squares on it."""
+    before = causal.q_offset > 0
+    rectangles = replace(causal, k_end=causal.k_begin + causal.q_offset).take(before)
+    squares = replace(causal, k_begin=causal.k_begin + causal.q_offset, q_offset=np.zeros_like(causal.q_offset))
+    return rectangles, squares
+
+
+def disjoint(begin: np.ndarray, end: np.ndarray) -> bool:
+    """Whether no two of these ranges, none of them empty, share a token."""
+    order = np.argsort(begin, kind="stable")
+    return bool((end[order][:-1] <= begin[order][1:]).all())
+
+
+def launches(rows: TaskRows, most_rows: int, most_keys: int | None = None) -> Iterator[TaskRows]:
+    """Rows in the order of their queries, as many at once as one launch takes.
+
+    most_keys is for rows that share keys, whose gradients need places of their own: it bounds that memory.
+    """
+    ordered = rows.take(np.argsort(rows.q_begin, kind="stable"))
+    launch = np.arange(len(ordered)) // most_rows
+    if most_keys is not None and not disjoint(ordered.k_begin, ordered.k_end):
+        launch += np.cumsum(ordered.k_len) // most_keys
+    for number in np.unique(launch):
+        yield ordered.take(launch == number)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Ranges of a buffer that lie one after another in a packed one; ranges that were neighbours are joined."""
+
+    bounds: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, begin: np.ndarray, end: np.ndarray) -> Spans:
+        starts = np.ones(len(begin), dtype=bool)
+        starts[1:] = begin[1:] != end[:-1]
+        stops = np.roll(starts, -1)
+        return cls(tuple(zip(begin[starts].tolist(), end[stops].tolist(), strict=True)))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The packed buffer; a view when the ranges are one."""
+        pieces = [x[begin:end] for begin, end in self.bounds]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """A packed buffer to be filled."""
+        return like.new_empty(sum(end - begin for begin, end in self.bounds), *like.shape[1:])
+
+    def pairs(self, x: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each range of x beside its place in the packed buffer."""
+        at = 0
+        for begin, end in self.bounds:
+            yield x[begin:end], packed[at : at + end - begin]
+            at += end - begin
+
+    def put(self, x: torch.Tensor, packed: torch.Tensor) -> None:
+        for there, here in self.pairs(x, packed):
+            there.copy_(here)
+
+    def add(self, x: torch.Tensor, packed: torch.Tensor) -> None:
+        for there, here in self.pairs(x, packed):
+            there += here
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, packed_out: torch.Tensor, packed_lse: torch.Tensor) -> None:
+        """Merge partial attention into out and lse, range after range: ranges may overlap."""
+        for (out_there, out_here), (lse_there, lse_here) in zip(
+            self.pairs(out, packed_out), self.pairs(lse, packed_lse), strict=True
+        ):
+            merged_out, merged_lse = merge(out_there, lse_there, out_here, lse_here)
+            out_there.copy_(merged_out)
+            lse_there.copy_(merged_lse)
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """Fused kernels want the numbers of one head side by side; other strides are free."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def concatenate(*tables: TaskRows) -> TaskRows:
+    return TaskRows(*(np.concatenate([getattr(t, field.name) for t in tables]) for field in fields(TaskRows)))

@@ -1,0 +1,247 @@
+"""Attention that runs anywhere: torch's fused CPU attention, plain matrix products on other devices.
+
+torch's public scaled_dot_product_attention keeps its log-sum-exp to itself; the operator below it gives it, and its
+backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a row
+whose queries align with the end of their keys runs as a full rectangle before the diagonal and a square on it.
+Windows are cut into blocks of queries with a small mask each. Memory stays linear in the length of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from distca.kernels.interface import (
+    TaskRows,
+    accumulation_dtype,
+    causal_and_full,
+    check_inputs,
+    merge,
+    rectangles_and_squares,
+    softmax_scale,
+    unit_stride,
+    visible,
+)
+
+SCORES_AT_ONCE = 2**24  # off the CPU: scores of all heads that are in memory together
+WINDOW_BLOCK_MIN, WINDOW_BLOCK_MAX = 128, 1024  # queries of one masked block
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One call: queries against keys with no mask, a top-left causal mask, or the mask numbered `mask`."""
+
+    q: slice
+    k: slice
+    causal: bool
+    mask: int | None
+    fresh: bool  # no earlier part holds any of these queries
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    rows: TaskRows
+    parts: tuple[_Part, ...]
+    masks: tuple[torch.Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaKernel:
+    """Scaled dot-product attention with its log-sum-exp, row part by row part."""
+
+    name: str = "sdpa"
+
+    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"dtype is {dtype}; give float64, float32, bfloat16 or float16"
+        return None
+
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+        inside = visible(rows, window)
+        reach = np.inf if window is None else window
+        banded = inside.q_offset + inside.q_len > reach
+        causal, full = causal_and_full(inside.take(~banded))
+        rectangles, squares = rectangles_and_squares(causal)
+        tables = [(full, "full"), (rectangles, "full"), (squares, "causal")]
+        if window is not None:
+            tables.append((_query_blocks(inside.take(banded), window), "masked"))
+        masks: dict[tuple[int, int, int], int] = {}
+        parts = []
+        covered = np.zeros(int(rows.q_end.max(initial=0)), dtype=bool)
+        for table, kind in tables:
+            for q0, q1, k0, k1, offset in zip(
+                *(getattr(table, c).tolist() for c in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")), strict=True
+            ):
+                mask = masks.setdefault((q1 - q0, k1 - k0, offset), len(masks)) if kind == "masked" else None
+                fresh = not covered[q0:q1].any()
+                parts.append(_Part(slice(q0, q1), slice(k0, k1), kind == "causal", mask, fresh))
+                covered[q0:q1] = True
+        return _Prepared(rows, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
+        q, k, v = (unit_stride(x) for x in (q, k, v))
+        out = q.new_zeros(q.shape, dtype=q.dtype if all(part.fresh for part in prepared.parts) else wide)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        attend = _fused_forward if q.device.type == "cpu" else _plain_forward
+        masks = [_bias(mask, q.dtype) for mask in prepared.masks]
+        for part in prepared.parts:
+            mask = None if part.mask is None else masks[part.mask]
+            out_part, lse_part = attend(q[part.q], k[part.k], v[part.k], part.causal, mask, scale)
+            if not part.fresh:
+                out_part, lse_part = merge(out[part.q], lse[part.q], out_part, lse_part)
+            out[part.q], lse[part.q] = out_part, lse_part
+        return out.to(q.dtype), lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        prepared: _Prepared,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
+        dtype = q.dtype
+        dout, q, k, v, out = (
+            unit_stride(x.to(wide)) for x in (dout, q, k, v, out)
+        )  # the operator sums in its own dtype
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        attend = _fused_backward if q.device.type == "cpu" else _plain_backward
+        masks = [_bias(mask, wide) for mask in prepared.masks]
+        for part in prepared.parts:
+            mask = None if part.mask is None else masks[part.mask]
+            saved = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q]
+            dq_part, dk_part, dv_part = attend(*saved, part.causal, mask, scale)
+            dq[part.q] += dq_part
+            dk[part.k] += dk_part
+            dv[part.k] += dv_part
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _query_blocks(rows: TaskRows, window: int) -> TaskRows:
+    """Rows cut into blocks of queries, so that a block's keys are little more than its window."""
+    block = min(max(window // 2, WINDOW_BLOCK_MIN), WINDOW_BLOCK_MAX)
+    num_blocks = -(-rows.q_len // block)
+    whole = rows.take(np.repeat(np.arange(len(rows)), num_blocks))
+    index = np.arange(len(whole)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)  # within the row
+    q_begin = whole.q_begin + index * block
+    blocks = replace(
+        whole, q_begin=q_begin, q_end=np.minimum(whole.q_end, q_begin + block), q_offset=whole.q_offset + index * block
+    )
+    return visible(blocks, window)
+
+
+def _band(q_len: int, k_len: int, q_offset: int, window: int, device: torch.device) -> torch.Tensor:
+    seen = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
+    return seen.tril(q_offset).triu(q_offset - window + 1)
+
+
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, dim]
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    return x.squeeze(0).transpose(0, 1)  # [tokens, heads, dim]
+
+
+def _fused_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return _tokens_first(out), _tokens_first(lse)
+
+
+def _fused_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = (_heads_first(x) for x in (dout, q, k, v, out, lse))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return _tokens_first(dq), _tokens_first(dk), _tokens_first(dv)
+
+
+def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[tokens, heads, dim] -> [kv_heads, group, tokens, dim] in the dtype that sums are kept in."""
+    return x.to(accumulation_dtype(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, first: int, causal: bool, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Of the queries from number `first` on: [kv_heads, group, q, k]."""
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(first + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores if mask is None else scores + mask[first : first + q.shape[2]]
+
+
+def _queries_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
+    return max(16, SCORES_AT_ONCE // (q.shape[1] * max(1, k.shape[0])))
+
+
+def _plain_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    step, kv_heads = _queries_at_once(q, k), k.shape[1]
+    keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
+    outs, lses = [], []
+    for first in range(0, q.shape[0], step):
+        scores = _scores(_grouped(q[first : first + step], kv_heads), keys, first, causal, mask, scale)
+        lse = scores.logsumexp(dim=-1)
+        outs.append((torch.exp(scores - lse[..., None]) @ values).permute(2, 0, 1, 3).flatten(1, 2))
+        lses.append(lse.permute(2, 0, 1).flatten(1, 2))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _plain_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    step, kv_heads = _queries_at_once(q, k), k.shape[1]
+    keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
+    dk, dv = (torch.zeros_like(keys[:, 0]) for _ in range(2))  # [kv_heads, k, dim]
+    dqs = []
+    for first in range(0, q.shape[0], step):
+        block = slice(first, first + step)
+        queries, douts, outs = (_grouped(x[block], kv_heads) for x in (q, dout, out))
+        lses = _grouped(lse[block, :, None], kv_heads)
+        probabilities = torch.exp(_scores(queries, keys, first, causal, mask, scale) - lses)
+        delta = (douts * outs).sum(dim=-1, keepdim=True)
+        dscores = probabilities * (douts @ values.transpose(-1, -2) - delta) * scale
+        dqs.append((dscores @ keys).permute(2, 0, 1, 3).flatten(1, 2))
+        dk += torch.einsum("hgqk,hgqd->hkd", dscores, queries)
+        dv += torch.einsum("hgqk,hgqd->hkd", probabilities, douts)
+    return torch.cat(dqs), dk.transpose(0, 1), dv.transpose(0, 1)

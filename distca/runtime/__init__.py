@@ -1,0 +1,1 @@
+"""Plans executed: exchanges, kernels, autograd."""

@@ -1,0 +1,226 @@
+"""Core attention, disaggregated: every rank gets what attention at home would have given, computed where the plan says.
+
+One call has three steps, each of them an autograd node, so that two nano-batches can be interleaved:
+
+    start   homes pack q, k, v and send them to servers
+    serve   servers wait for them, run the kernel and send out and log-sum-exp back
+    finish  homes wait and merge
+
+Backward runs the same three in reverse: finish sends q, k, v, out, dout again (servers keep nothing, unless `keep`),
+serve computes gradients and sends them back, start waits and sums them. Whatever order forward interleaves two calls
+in, backward mirrors it for free. Nothing but tables lives outside autograd's saved tensors, so replay by activation
+checkpointing is an ordinary forward.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.kernels import Kernel, choose
+from distca.planning.plan import Plan
+from distca.runtime.call import Call
+from distca.runtime.prepared import Prepared, Shapes, digest, prepare
+from distca.runtime.roles import PLANS_REMEMBERED, Announcement, Announcer, Plans
+from distca.runtime.transport import C10dTransport, Transport
+
+STATES = ("resend", "keep")
+
+
+class CoreAttention:
+    """Attention over a process group. Call it with a rank's own q, k, v and the plan that all ranks share.
+
+    `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
+    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        kernel: str = "auto",
+        state: str = "resend",
+        transport: Transport | None = None,
+    ) -> None:
+        if state not in STATES:
+            raise ValueError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
+        self.transport: Transport = C10dTransport(group) if transport is None else transport
+        self.kernel_name, self.state = kernel, state
+        self._prepared: OrderedDict[tuple[Any, ...], tuple[Plan, Kernel, Prepared]] = OrderedDict()
+        self._calls = 0
+        self._told = Plans()                                     # plans that dedicated servers know
+        self._agreed: OrderedDict[int, Plan] = OrderedDict()     # plans that all ranks were seen to share, by id
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Plan,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q."""
+        pending = self.start(q, k, v, plan, scale=scale, window=window)
+        self.serve(pending)
+        return self.finish(pending)
+
+    def start(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Plan,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Pending:
+        """Send this rank's queries, keys and values on their way."""
+        _check_tensors(q, k, v, plan, self.transport)
+        shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+        announce = self._announcer(plan, shapes, scale, window)
+        announce("start_forward")
+        pending = Pending(self.call(plan, shapes, scale, window), announce, (q, k, v))
+        pending.token = _Start.apply(pending, q, k, v)
+        return pending
+
+    def serve(self, pending: Pending) -> None:
+        """Wait for the tasks this rank serves, compute them, send the results back."""
+        pending.token = _Serve.apply(pending, pending.token)
+
+    def finish(self, pending: Pending) -> torch.Tensor:
+        """Wait for this rank's own results."""
+        return _Finish.apply(pending, pending.token, *pending.inputs)
+
+    def call(self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None) -> Call:
+        kernel, prepared = self._prepare(plan, shapes, window)
+        return Call(self.transport, kernel, prepared, scale, self.state == "keep")
+
+    def _announcer(
+        self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None
+    ) -> Callable[[str], None]:
+        """The first trainer tells dedicated servers which step comes next; nobody else says anything."""
+        dedicated = range(plan.layout.num_ranks, plan.num_servers)
+        if dedicated and self.state == "keep":
+            raise ValueError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
+        if not dedicated or self.transport.rank != 0:
+            return _say_nothing
+        self._calls += 1
+        about = Announcement("", self._calls, id(plan), None, shapes, scale, window)
+        return Announcer(self.transport, dedicated, self._told, plan, about)
+
+    def _prepare(self, plan: Plan, shapes: Shapes, window: int | None) -> tuple[Kernel, Prepared]:
+        key = (id(plan), shapes, window)
+        if key not in self._prepared:
+            self._agree(plan, shapes.device)
+            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel_name)
+            self._prepared[key] = plan, kernel, prepare(plan, self.transport.rank, kernel, shapes, window)
+            while len(self._prepared) > PLANS_REMEMBERED:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
+        return self._prepared[key][1:]
+
+    def _agree(self, plan: Plan, device: torch.device) -> None:
+        """Compare digests once per plan: ranks that hold different plans must not compute."""
+        if id(plan) in self._agreed:
+            return
+        digests = self.transport.gather(digest(plan), device)
+        differing = [rank for rank, other in enumerate(digests) if other != digests[self.transport.rank]]
+        if differing:
+            raise ValueError(f"rank {self.transport.rank} has another plan than ranks {differing}; plan from the same "
+                             "lengths, tolerance and version on every rank")
+        self._agreed[id(plan)] = plan
+        while len(self._agreed) > PLANS_REMEMBERED:
+            self._agreed.popitem(last=False)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A call between its steps, as autograd sees it: the token orders the steps, the inputs wait for the last one."""
+
+    call: Call
+    announce: Callable[[str], None]
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    token: torch.Tensor | None = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.call, ctx.announce = pending.call, pending.announce
+        pending.call.start_forward(q, k, v)
+        return q.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.announce("start_backward")
+        return None, *ctx.call.start_backward()
+
+
+class _Serve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, token: torch.Tensor) -> torch.Tensor:
+        ctx.call, ctx.announce = pending.call, pending.announce
+        ctx.announce("serve_forward")
+        kept = ctx.call.serve_forward()
+        if ctx.call.keep:
+            ctx.save_for_backward(*kept)
+        return token.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.announce("serve_backward")
+        ctx.call.serve_backward(ctx.saved_tensors)
+        return None, grad
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pending: Pending, token: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call, ctx.announce = pending.call, pending.announce
+        ctx.announce("finish_forward")
+        out, lse = ctx.call.finish_forward()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.announce("finish_backward")
+        q, k, v, out, lse = ctx.saved_tensors
+        ctx.call.finish_backward(q, k, v, out, dout, lse)
+        return None, dout.new_zeros(()), None, None, None
+
+
+def _say_nothing(step: str) -> None:
+    """Without dedicated servers there is nobody to tell."""
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, transport: Transport) -> None:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; give q [tokens, "
+                         "heads, dim], k and v [tokens, kv_heads, dim] with the same tokens and dim")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give heads that kv_heads divides")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+    if plan.num_servers != transport.size:
+        raise ValueError(f"the plan is for {plan.num_servers} servers but the group has {transport.size} ranks; plan "
+                         "with one speed per rank of the group")
+    expected = int(plan.layout.tokens_per_rank()[transport.rank]) if transport.rank < plan.layout.num_ranks else 0
+    if q.shape[0] != expected:
+        raise ValueError(f"rank {transport.rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; "
+                         "pass this rank's own row of the layout")

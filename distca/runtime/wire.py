@@ -1,0 +1,172 @@
+"""Copies between a home's row, the wire and a server's buffer.
+
+A segment of the wire, one per peer, holds several fields one after another (queries, keys, values; or outputs and
+log-sum-exps): each field's runs in table order. Where everything lies is worked out once per plan; a layer then makes
+one batched copy each way. Results that several servers computed for the same token are merged or summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from distca.dispatch.tables import LocalRuns, Runs, Side
+from distca.kernels.interface import accumulation_dtype, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor's share of a segment: which runs of it travel, and how many bytes one token takes."""
+
+    runs: Runs
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where every run of every field lies on one side of the wire."""
+
+    splits: list[int]                        # bytes per peer
+    copies: list[list[tuple[int, int, int]]]  # per field: (first token, tokens, first byte on the wire)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.splits)
+
+
+def segments(fields: Sequence[Field], num_ranks: int) -> Segments:
+    per_peer = np.array([f.runs.tokens_per_peer(num_ranks) * f.token_bytes for f in fields])  # [field, peer]
+    splits = per_peer.sum(axis=0)
+    field_begin = np.cumsum(splits) - splits + np.cumsum(per_peer, axis=0) - per_peer
+    copies = []
+    for field, begin in zip(fields, field_begin, strict=True):
+        runs = field.runs
+        tokens = runs.tokens_per_peer(num_ranks)
+        before = np.cumsum(runs.length) - runs.length - (np.cumsum(tokens) - tokens)[runs.peer]  # within the peer
+        at = begin[runs.peer] + before * field.token_bytes
+        copies.append(list(zip(runs.start.tolist(), runs.length.tolist(), at.tolist(), strict=True)))
+    return Segments(splits.tolist(), copies)
+
+
+def pack(tensors: Sequence[torch.Tensor], segments: Segments, device: torch.device) -> torch.Tensor:
+    """Tokens onto the wire: uint8, one segment per peer."""
+    wire = torch.empty(segments.num_bytes, dtype=torch.uint8, device=device)
+    to, source = [], []
+    for tensor, copies in zip(tensors, segments.copies, strict=True):
+        for start, length, at in copies:
+            source.append(tensor[start:start + length])
+            to.append(on_wire(wire, at, length, tensor))
+    copy_all(to, source)
+    return wire
+
+
+def unpack(wire: torch.Tensor, tensors: Sequence[torch.Tensor], segments: Segments) -> None:
+    """Tokens from the wire into their places."""
+    to, source = [], []
+    for tensor, copies in zip(tensors, segments.copies, strict=True):
+        for start, length, at in copies:
+            to.append(tensor[start:start + length])
+            source.append(on_wire(wire, at, length, tensor))
+    copy_all(to, source)
+
+
+def on_wire(wire: torch.Tensor, at: int, length: int, like: torch.Tensor) -> torch.Tensor:
+    """`length` tokens of `like`'s kind that stand at byte `at`."""
+    trailing = like.shape[1:]
+    num_bytes = length * trailing.numel() * like.element_size()
+    return wire[at:at + num_bytes].view(like.dtype).view(length, *trailing)
+
+
+def copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, source)
+
+
+def copy_local(row: torch.Tensor, buffer: torch.Tensor, local: LocalRuns) -> None:
+    """What stays home goes from the row into the buffer without touching the wire."""
+    rows, buffers, lengths = local.row.tolist(), local.buffer.tolist(), local.length.tolist()
+    copy_all([buffer[b:b + n] for b, n in zip(buffers, lengths, strict=True)],
+             [row[r:r + n] for r, n in zip(rows, lengths, strict=True)])
+
+
+def run_views(wire: torch.Tensor, like: torch.Tensor, copies: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """A field's runs as they stand on the wire, in table order."""
+    return [on_wire(wire, at, length, like) for _, length, at in copies]
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """How one row's results come together: copied where one server had the token, combined where several did.
+
+    Sources are numbered: 0 is this rank's own server buffer, 1 + i the i-th run that comes back.
+    """
+
+    num_combined: int
+    compact: list[tuple[int, int, int]]         # (row, compact, tokens): where combined tokens stand in the row
+    copies: list[tuple[int, int, int, int]]     # (row, source, first token there, tokens)
+    combines: list[tuple[int, int, int, int]]   # (compact, source, first token there, tokens)
+
+
+def combination(side: Side) -> Combination:
+    """For results that come back along what `side` sent and kept."""
+    several = side.parts > 1
+    place: np.ndarray = np.cumsum(several) - several                         # compact position of every combined token
+    edges = np.flatnonzero(np.diff(several.astype(np.int8), prepend=0, append=0)).tolist()
+    compact = [(a, int(place[a]), b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    parts = [(row, 0, buffer, length) for row, buffer, length in zip(
+        side.local.row.tolist(), side.local.buffer.tolist(), side.local.length.tolist(), strict=True)]
+    parts += [(row, 1 + run, 0, length) for run, (row, length) in enumerate(zip(
+        side.send.start.tolist(), side.send.length.tolist(), strict=True))]
+    copies, combines = [], []
+    change = np.flatnonzero(np.diff(several.astype(np.int8))) + 1  # where tokens turn from one server's to several's
+    for row, source, first, length in parts:
+        inner = change[np.searchsorted(change, row, side="right"):np.searchsorted(change, row + length)].tolist()
+        for a, b in pairwise([row, *inner, row + length]):
+            if several[a]:
+                combines.append((int(place[a]), source, first + a - row, b - a))
+            else:
+                copies.append((a, source, first + a - row, b - a))
+    return Combination(int(several.sum()), compact, copies, combines)
+
+
+Combine = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], None]
+
+
+def bring_together(
+    rows: tuple[torch.Tensor, ...],
+    sources: tuple[list[torch.Tensor], ...],
+    how: Combination,
+    combine: Combine,
+    empty: tuple[float, ...],
+) -> None:
+    """Fill each of `rows` from its sources; `combine` folds a part into the running result of all fields at once."""
+    for row, parts in zip(rows, sources, strict=True):
+        copy_all([row[start:start + tokens] for start, _, _, tokens in how.copies],
+                 [parts[source][first:first + tokens] for _, source, first, tokens in how.copies])
+    if how.num_combined == 0:
+        return
+    running = tuple(
+        row.new_full((how.num_combined, *row.shape[1:]), value, dtype=accumulation_dtype(row.dtype))
+        for row, value in zip(rows, empty, strict=True))
+    for compact, source, first, tokens in how.combines:
+        combine(tuple(total[compact:compact + tokens] for total in running),
+                tuple(parts[source][first:first + tokens] for parts in sources))
+    for row, total in zip(rows, running, strict=True):
+        for start, compact, tokens in how.compact:
+            row[start:start + tokens] = total[compact:compact + tokens]
+
+
+def add(running: tuple[torch.Tensor, ...], part: tuple[torch.Tensor, ...]) -> None:
+    for total, piece in zip(running, part, strict=True):
+        total += piece
+
+
+def merge_attention(running: tuple[torch.Tensor, ...], part: tuple[torch.Tensor, ...]) -> None:
+    """Fold a partial (out, lse) into the running one."""
+    out, lse = merge(running[0], running[1], *part)
+    running[0].copy_(out)
+    running[1].copy_(lse)

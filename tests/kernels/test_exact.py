@@ -1,0 +1,358 @@
+"""Kernels against the oracle in float64: outputs, log-sum-exp and all gradients, on whatever rows there are.
+
+`dense` and `sdpa` run as they are. The GPU kernels' tables, packing and merging run here too, around stand-ins that do
+on the CPU, in float64, what the GPU operators document.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.kernels import Kernel, TaskRows, dense_attention, kernel_named, merge
+from distca.kernels import cudnn as cudnn_module
+from distca.kernels import sdpa as sdpa_module
+from distca.kernels import varlen as varlen_module
+
+CPU = torch.device("cpu")
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def qkv(num_q: int, num_k: int, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, dim), (num_q, heads, dim))
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]  # q, k, v, dout
+
+
+def by_the_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows, window: int | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query and one head at a time, from the list of keys that its rows show it; differentiable."""
+    group = q.shape[1] // k.shape[1]
+    outs, lses = [], []
+    for i in range(q.shape[0]):
+        keys = [
+            k_begin + j
+            for q_begin, q_end, k_begin, k_end, offset in zip(
+                *(getattr(rows, c).tolist() for c in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")), strict=True
+            )
+            if q_begin <= i < q_end
+            for j in range(k_end - k_begin)
+            if j <= offset + i - q_begin and (window is None or j > offset + i - q_begin - window)
+        ]
+        for h in range(q.shape[1]):
+            if not keys:
+                outs.append(q[i, h] * 0)
+                lses.append(torch.tensor(-math.inf, dtype=q.dtype))
+                continue
+            scores = k[keys, h // group] @ q[i, h] * scale
+            outs.append(scores.softmax(dim=0) @ v[keys, h // group])
+            lses.append(scores.logsumexp(dim=0))
+    return torch.stack(outs).view_as(q), torch.stack(lses).view(q.shape[:2])
+
+
+def assert_exact(
+    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, scale: float | None = None
+) -> None:
+    *inputs, dout = tensors
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    expected_out, expected_lse = by_the_rule(*leaves, rows, window, scale or inputs[0].shape[-1] ** -0.5)
+    expected = torch.autograd.grad(expected_out, leaves, dout, allow_unused=True, materialize_grads=True)
+    prepared = kernel.prepare(rows, CPU, window)
+    out, lse = kernel.forward(*inputs, prepared, scale)
+    torch.testing.assert_close(out, expected_out, **EXACT)
+    torch.testing.assert_close(lse, expected_lse, **EXACT)
+    actual = kernel.backward(dout, *inputs, out, lse, prepared, scale)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+def formula_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v), scores.logsumexp(dim=-1).T
+
+
+def formula_backward(
+    saved: tuple[torch.Tensor, ...], seen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout, q, k, v, out, lse = saved
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (torch.einsum("qhd,khd->hqk", q, keys) * scale).masked_fill(~seen, -torch.inf)
+    p = torch.exp(scores - lse.T[..., None])
+    ds = p * (torch.einsum("qhd,khd->hqk", dout, values) - (dout * out).sum(-1).T[..., None]) * scale
+    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, dout)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(dim=2) for x in (dk, dv))
+    return torch.einsum("hqk,khd->qhd", ds, keys), dk, dv
+
+
+def flash_band(q_len: int, k_len: int, call: varlen_module.Call) -> torch.Tensor:
+    """FlashAttention-2's mask, with the way it caps both window bounds by the longest keys of the launch."""
+    left, right = call.window_left, 0 if call.causal else -1
+    left = -1 if left >= call.max_k_len else left
+    if left < 0 and right < 0:
+        return torch.ones(q_len, k_len, dtype=torch.bool)
+    left, right = (call.max_k_len if bound < 0 else bound for bound in (left, right))
+    band = torch.ones(q_len, k_len, dtype=torch.bool)
+    return band.tril(k_len - q_len + right).triu(k_len - q_len - left)
+
+
+def flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: varlen_module.Call, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, dtype=q.dtype)
+    ends = call.q_ends.tolist()
+    for (q0, q1), k0, k_len in zip(pairwise(ends), call.k_begin.tolist(), call.k_len.tolist(), strict=False):
+        seen = flash_band(q1 - q0, k_len, call)
+        assert q1 - q0 <= call.max_q_len
+        assert k_len <= call.max_k_len
+        out[q0:q1], lse[q0:q1] = formula_forward(q[q0:q1], k[k0 : k0 + k_len], v[k0 : k0 + k_len], seen, scale)
+    return out, lse
+
+
+def flash_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: varlen_module.Call,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+    for (q0, q1), (k0, k1) in zip(pairwise(call.q_ends.tolist()), pairwise(call.k_ends.tolist()), strict=True):
+        seen = flash_band(q1 - q0, k1 - k0, call)
+        saved = (dout[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out[q0:q1], lse[q0:q1])
+        parts = formula_backward(saved, seen, scale)
+        gradients[0][q0:q1], gradients[1][k0:k1], gradients[2][k0:k1] = parts
+    return gradients
+
+
+def ragged(x: torch.Tensor, batch: cudnn_module.Batch, column: str, length: str) -> list[torch.Tensor]:
+    """The rows of x as cuDNN finds them: from their first elements and their lengths."""
+    flat, width = x.view(-1), x[0].numel()
+    begins = batch.offsets(column, width).tolist()
+    return [
+        flat[begin : begin + num_tokens * width].view(num_tokens, *x.shape[1:])
+        for begin, num_tokens in zip(begins, batch.lengths(length).tolist(), strict=False)
+    ]
+
+
+def cudnn_mask(q_len: int, k_len: int, mask: cudnn_module.Mask) -> torch.Tensor:
+    seen = torch.ones(q_len, k_len, dtype=torch.bool)
+    if mask == cudnn_module.Mask.NONE:
+        return seen
+    return seen.tril(k_len - q_len if mask == cudnn_module.Mask.BOTTOM_RIGHT else 0)
+
+
+def write_once(place: torch.Tensor, value: torch.Tensor, written: torch.Tensor) -> None:
+    assert not written.any(), "two rows of one call write to the same place"
+    written.fill_(True)
+    place.copy_(value)
+
+
+def cudnn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    batch: cudnn_module.Batch,
+    scale: float,
+) -> None:
+    written = ragged(torch.zeros_like(lse, dtype=torch.bool), batch, "q_place", "q_len")
+    rows = (ragged(x, batch, "q_begin", "q_len") for x in (q,))
+    keys = (ragged(x, batch, "k_begin", "k_len") for x in (k, v))
+    places = (ragged(x, batch, "q_place", "q_len") for x in (out, lse))
+    for q_row, k_row, v_row, out_row, lse_row, fresh in zip(*rows, *keys, *places, written, strict=True):
+        if len(q_row):
+            seen = cudnn_mask(len(q_row), len(k_row), batch.mask)
+            out_value, lse_value = formula_forward(q_row, k_row, v_row, seen, scale)
+            write_once(out_row, out_value, fresh)
+            lse_row.copy_(lse_value)
+
+
+def cudnn_backward(
+    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: cudnn_module.Batch, scale: float
+) -> None:
+    sides = ("q", "q", "k", "k", "q", "q")
+    reads = [ragged(x, batch, f"{side}_begin", f"{side}_len") for x, side in zip(saved, sides, strict=True)]
+    writes = [ragged(x, batch, f"{side}_place", f"{side}_len") for x, side in zip(gradients, "qkk", strict=True)]
+    flags = [torch.zeros_like(x, dtype=torch.bool) for x in gradients]
+    written = [ragged(x, batch, f"{side}_place", f"{side}_len") for x, side in zip(flags, "qkk", strict=True)]
+    for i in range(batch.num_rows):
+        row = tuple(column[i] for column in reads)
+        if len(row[0]):
+            parts = formula_backward(row, cudnn_mask(len(row[1]), len(row[2]), batch.mask), scale)
+            for place, value, fresh in zip((w[i] for w in writes), parts, (w[i] for w in written), strict=True):
+                write_once(place, value, fresh)
+
+
+@pytest.fixture(scope="module", params=["dense", "sdpa", "sdpa off the CPU", "varlen", "cudnn"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "sdpa off the CPU":  # a few queries at a time
+            patch.setattr(sdpa_module, "_fused_forward", sdpa_module._plain_forward)
+            patch.setattr(sdpa_module, "_fused_backward", sdpa_module._plain_backward)
+            patch.setattr(sdpa_module, "_queries_at_once", lambda q, k: 3)
+        if request.param == "varlen":
+            patch.setattr(varlen_module, "flash_forward", flash_forward)
+            patch.setattr(varlen_module, "flash_backward", flash_backward)
+            patch.setattr(varlen_module, "COPIED_KEYS_AT_ONCE", 20)
+            patch.setattr(varlen_module, "ROWS_AT_ONCE", 3)
+        if request.param == "cudnn":
+            patch.setattr(cudnn_module, "run_forward", cudnn_forward)
+            patch.setattr(cudnn_module, "run_backward", cudnn_backward)
+            patch.setattr(cudnn_module, "COPIED_KEYS_AT_ONCE", 20)
+            patch.setattr(cudnn_module, "ROWS_AT_ONCE", 3)
+        yield kernel_named(request.param.split()[0])
+
+
+def takes(kernel: Kernel, window: int | None) -> int | None:
+    return None if kernel.name == "cudnn" else window
+
+
+CASES = {
+    "no rows": [],
+    "empty row": [(3, 3, 2, 2, 0)],
+    "queries without keys": [(0, 4, 2, 2, 0)],
+    "keys without queries": [(2, 2, 0, 4, 0)],
+    "one token": [(5, 6, 7, 8, 0)],
+    "one query, many keys": [(5, 6, 0, 16, 15)],
+    "shared prefix": [(0, 4, 0, 9, 5), (4, 12, 0, 16, 8), (12, 13, 0, 3, 2)],
+    "more queries than keys": [(0, 10, 0, 4, -6)],
+    "queries before and past the keys": [(0, 12, 3, 8, -3)],
+    "rectangle": [(2, 9, 0, 6, 6)],
+    "same queries, partial keys": [(0, 8, 0, 5, 8), (0, 8, 5, 8, 3), (0, 8, 8, 16, 0)],
+    "queries overlap in part": [(0, 8, 0, 8, 0), (4, 12, 8, 12, 20)],
+    "a pair named twice": [(0, 6, 0, 6, 0), (2, 4, 1, 3, 9)],
+    "invisible keys": [(0, 3, 0, 16, 2)],
+    "nothing visible": [(0, 3, 0, 4, -9)],
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("case", CASES)
+def test_named_cases(kernel: Kernel, case: str, window: int | None) -> None:
+    rows = TaskRows(*np.array(CASES[case], dtype=np.int64).reshape(-1, 5).T)
+    assert_exact(kernel, qkv(14, 16), rows, takes(kernel, window))
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> TaskRows:
+    def span(size: int) -> tuple[int, int]:
+        begin = draw(st.integers(0, size))
+        return begin, draw(st.integers(begin, size))
+
+    spans = [(*span(14), *span(16), draw(st.integers(-16, 18))) for _ in range(draw(st.integers(1, 5)))]
+    return TaskRows(*np.array(spans, dtype=np.int64).T)
+
+
+@given(
+    rows=any_rows(),
+    window=st.none() | st.integers(1, 20),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    scale=st.none() | st.floats(0.05, 2.0),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_random_rows(
+    kernel: Kernel, rows: TaskRows, window: int | None, kv_heads: int, scale: float | None, seed: int
+) -> None:
+    tensors = qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed)
+    assert_exact(kernel, tensors, rows, takes(kernel, window), scale)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("lengths", "window"), [([1], None), ([300, 1, 65, 0, 7], None), ([700, 130], 200)])
+def test_documents_match_dense_attention(kernel: Kernel, lengths: list[int], window: int | None, group: int) -> None:
+    """Whole documents cut into shards of queries, shards of keys too, in one shuffled table."""
+    window = takes(kernel, window)
+    q, k, v, dout = qkv(sum(lengths), sum(lengths), heads=8, kv_heads=8 // group)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected_out = dense_attention(*leaves, lengths, window=window)
+    expected = torch.autograd.grad(expected_out, leaves, dout)
+    table, begin = [], 0
+    for length in lengths:
+        cuts = sorted({0, length // 3, length // 2, length})
+        for q_start, q_stop in pairwise(cuts):
+            for k_start, k_stop in pairwise(cuts):
+                if k_start < q_stop:
+                    table.append((begin + q_start, begin + q_stop, begin + k_start, begin + k_stop, q_start - k_start))
+        if length == 1:
+            table.append((begin, begin + 1, begin, begin + 1, 0))
+        begin += length
+    shuffled = np.random.default_rng(0).permutation(np.unique(np.array(table), axis=0))
+    prepared = kernel.prepare(TaskRows(*shuffled.T), CPU, window)
+    out, lse = kernel.forward(q, k, v, prepared)
+    torch.testing.assert_close(out, expected_out, **EXACT)
+    for a, e in zip(kernel.backward(dout, q, k, v, out, lse, prepared), expected, strict=True):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+def test_inputs_need_not_be_contiguous(kernel: Kernel) -> None:
+    rows = TaskRows.aligned([0, 4], [4, 14], [0, 0], [6, 16])
+    q, k, v, dout = qkv(14, 16)
+    strided = [q.permute(2, 0, 1).contiguous().permute(1, 2, 0), k.repeat(1, 1, 2)[..., :8], v.flip(0).flip(0)]
+    strided[2] = torch.cat([v, v], dim=1)[:, ::2][:, [0, 1]].transpose(0, 1).contiguous().transpose(0, 1)
+    strided.append(dout.transpose(0, 1).contiguous().transpose(0, 1))
+    assert not any(x.is_contiguous() for x in strided)
+    assert_exact(kernel, strided, rows)
+
+
+def test_rows_of_several_servers_merge_at_home(kernel: Kernel) -> None:
+    """Each server sees its own key range alone; backward runs there with the merged out and lse."""
+    q, k, v, dout = qkv(40, 40)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected_out = dense_attention(*leaves, [40])
+    expected = torch.autograd.grad(expected_out, leaves, dout)
+    servers = [kernel.prepare(TaskRows([0], [40], [k0], [k1], [-k0]), CPU) for k0, k1 in ((0, 9), (9, 30), (30, 40))]
+    out, lse = kernel.forward(q, k, v, servers[0])
+    for server in servers[1:]:
+        out, lse = merge(out, lse, *kernel.forward(q, k, v, server))
+    torch.testing.assert_close(out, expected_out, **EXACT)
+    parts = [kernel.backward(dout, q, k, v, out, lse, server) for server in servers]
+    for sides, e in zip(zip(*parts, strict=True), expected, strict=True):
+        torch.testing.assert_close(sum(sides), e, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["dense", "sdpa"])
+def test_low_precision_is_as_good_as_plain_torch(name: str, dtype: torch.dtype) -> None:
+    """Against float64, at most twice the error of the same maths in plain PyTorch of the same dtype."""
+    kernel = kernel_named(name)
+    lengths = [700, 324]
+    exact = qkv(1024, 1024, heads=4, kv_heads=2, dim=32)
+    q, k, v, dout = (x.to(dtype) for x in exact)
+
+    def run(inputs: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = dense_attention(*leaves, lengths)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    truth = run([x.double() for x in (q, k, v)], dout.double())
+    plain = run([q, k, v], dout)
+    rows = concatenated_shards()
+    prepared = kernel.prepare(rows, CPU)
+    out, lse = kernel.forward(q, k, v, prepared)
+    assert lse.dtype == torch.float32
+    actual = [out, *kernel.backward(dout, q, k, v, out, lse, prepared)]
+    for a, p, t in zip(actual, plain, truth, strict=True):
+        assert a.dtype == dtype
+        assert (a - t).abs().max() <= 2 * (p - t).abs().max()
+
+
+def concatenated_shards() -> TaskRows:
+    """Documents of 700 and 324 tokens; the first in query shards that share its keys, one of them in two key ranges."""
+    return TaskRows(
+        [0, 270, 270, 700], [270, 700, 700, 1024], [0, 0, 140, 700], [270, 140, 700, 1024], [0, 270, 130, 0]
+    )
