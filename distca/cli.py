@@ -23,10 +23,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import distca
 from distca.cost.latency_table import LatencyTable
+from distca.cost.shipped import shipped_names, shipped_table
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
 from distca.report import PlanFigures, Side
+from distca.report.profile import print_profile
 from distca.report.render import print_plan
 from distca.spec import ModelShape, model_named, unknown_name
 from distca.workload.documents import SAMPLERS, Workload, fill, read_source, sample_lengths, standard_library_lengths
@@ -89,7 +91,9 @@ def plan_command(
     placement: Annotated[str, typer.Option(
         help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
     dedicated: Annotated[int, typer.Option(help="Servers that own no tokens, besides the ranks.")] = 0,
-    cost: Annotated[Path | None, typer.Option(help="Latency table; work is seconds instead of causal pairs.")] = None,
+    cost: Annotated[str | None, typer.Option(help=(
+        "Latency table: a file that `distca profile` wrote, or the name of a shipped one; work is then seconds instead "
+        "of causal pairs."))] = None,
     ranks: Annotated[int | None, typer.Option(
         help=f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says.")] = None,
     tokens_per_rank: Annotated[int | None, typer.Option(
@@ -107,7 +111,7 @@ def plan_command(
         if value is not None and value < least:
             raise ValueError(f"{field} is {value}; give a whole number of at least {least}")
     save_plot = _plotter(plot) if plot else None
-    pool = Pool(model_named(model), tp, tolerance, dedicated, LatencyTable.load(cost) if cost else None)
+    pool = Pool(model_named(model), tp, tolerance, dedicated, _latency_table(cost) if cost else None)
     _warm_up(pool, placement)
     with _progress() as step:
         step("reading documents")
@@ -125,6 +129,46 @@ def plan_command(
             print(f"Drawn in {plot}.")
     if figures.invalid is not None:
         raise typer.Exit(1)
+
+
+@app.command("profile")
+def profile_command(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    model: Annotated[str, typer.Option(help="Named model, for heads and layer widths.")] = "llama3-8b",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: heads and layers are divided by it.")] = 1,
+    kernel: Annotated[str, typer.Option(help="Attention kernel; auto is what training would use.")] = "auto",
+    max_kv_len: Annotated[int | None, typer.Option(
+        help="Longest document to measure; 524288 on a GPU, 2048 on a CPU.")] = None,
+    ranks: Annotated[int | None, typer.Option(
+        help="Also start this many local processes and measure exchanges between them; under torchrun its own "
+             "processes are measured.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the latency table goes.")] = Path("latency_table.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Every second length, few samples.")] = False,
+) -> None:
+    """Measure this machine's attention, linear layers and network into a latency table."""
+    if not output.parent.is_dir():
+        raise ValueError(f"output is {str(output)!r} but the folder {str(output.parent)!r} does not exist; create it "
+                         "first")
+    try:
+        from distca import profiling
+    except ModuleNotFoundError as error:
+        raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install 'distca[train]'"
+                         ) from None
+    chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
+    network = profiling.network(chosen, ranks)
+    if network.measures_the_rest:
+        with _progress(profiling.num_steps(chosen)) as step:
+            table = profiling.profile(chosen, step, network.cost)
+        table.save(output)
+        print_profile(table, Console())
+        print(f"Written to {output}.")
+
+
+def _latency_table(name: str) -> LatencyTable:
+    """A file where there is one, else a table that came with the package."""
+    if not Path(name).exists() and name in shipped_names():
+        return shipped_table(name)
+    return LatencyTable.load(name)
 
 
 def read_batch(
@@ -298,11 +342,11 @@ def _plotter(path: Path) -> Callable[[PlanFigures], None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def _progress(num_steps: int = 5) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr that appears when the steps take longer than a second."""
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
     with_bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = with_bar.add_task("", total=5)
+    task = with_bar.add_task("", total=num_steps)
     timer = Timer(PROGRESS_AFTER_SECONDS, with_bar.start)
     timer.daemon = True
 

@@ -2,20 +2,30 @@
 
 Everything is drawn by seed. Layouts come in the kinds that loaders produce and one that none would: documents cut
 anywhere and scattered over ranks. Oracles count tokens and pairs one by one (or block by block) and share no code with
-planning.
+planning. Attention over a plan runs on fake ranks, threads of one process; torch is imported only for that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from distca.planning.tasks import TaskTable
+from distca.planning.plan import Plan
+from distca.planning.tasks import TaskTable, tasks_at_home
+from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import pack
 
+if TYPE_CHECKING:
+    import torch
+
+    from distca.runtime.core_attention import CoreAttention
+
+Result = TypeVar("Result")
 LayoutKind = Literal["in_order", "no_spanning", "balanced", "scattered"]
 LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
@@ -77,6 +87,35 @@ def random_speeds(seed: int, ranks: int, dedicated: int = 0) -> np.ndarray:
     return speed
 
 
+def misplaced_plan(layout: Layout, servers: int, model: ModelShape, shift: int = 1) -> Plan:
+    """Whole slices, each on a wrong server: `shift` ranks behind its home."""
+    home = tasks_at_home(layout)
+    tasks = replace(home, server=(home.home + shift) % servers)
+    return Plan(layout, tasks, np.ones(servers), 0.0, model)
+
+
+def scattered_plan(seed: int, layout: Layout, servers: int, model: ModelShape) -> Plan:
+    """Exact and senseless: queries and keys cut anywhere, every part on a server of its own, none at home by design."""
+    rng = np.random.default_rng(seed)
+    allowed = rng.permutation(servers)[: int(rng.integers(1, servers + 1))]
+    rows: list[tuple[int, int, int, int, int, int, int]] = []
+    for document, start, stop, home in zip(layout.document.tolist(), layout.start.tolist(), layout.stop.tolist(),
+                                           layout.rank.tolist(), strict=True):
+        for q_start, q_stop in pairwise(_cut(rng, start, stop)):
+            edges = [0, q_stop] if q_start == 0 or rng.random() < 0.3 else [*_cut(rng, 0, q_start), q_stop]
+            if len(edges) > 2 and rng.random() < 0.5:
+                del edges[-2]                                    # the diagonal takes the keys before it along
+            rows += [(document, q_start, q_stop, kv_start, kv_stop, home, int(rng.choice(allowed)))
+                     for kv_start, kv_stop in pairwise(edges)]
+    tasks = TaskTable(*np.array(rows, dtype=np.int64)[rng.permutation(len(rows))].T)
+    return Plan(layout, tasks, np.ones(servers), 0.0, model)
+
+
+def _cut(rng: np.random.Generator, start: int, stop: int) -> list[int]:
+    inner = rng.integers(start + 1, stop, size=int(rng.integers(0, 4))) if stop - start > 1 else np.empty(0, dtype=int)
+    return [start, *np.unique(inner).tolist(), stop]
+
+
 def dense_coverage(lengths: np.ndarray, tasks: TaskTable) -> list[np.ndarray]:
     """Per document, how often each (query, key) pair is computed: [length, length] counts, for short documents."""
     counts = [np.zeros((length, length), dtype=np.int64) for length in lengths.tolist()]
@@ -135,3 +174,81 @@ def tokens_moved(layout: Layout, tasks: TaskTable, num_servers: int) -> tuple[np
 def _task_rows(tasks: TaskTable) -> list[tuple[int, int, int, int, int]]:
     columns = (tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def random_qkv(
+    seed: int, num_tokens: int, heads: int = 4, kv_heads: int = 2, dim: int = 8, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v and dout of documents laid end to end, float64 unless told otherwise."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, dim))
+    q, k, v, dout = (torch.randn(num_tokens, *shape, generator=generator, dtype=dtype or torch.float64)
+                     for shape in shapes)
+    return q, k, v, dout
+
+
+def row_index(layout: Layout, rank: int) -> torch.Tensor:
+    """Where each token of a rank's row stands when all documents are laid end to end."""
+    import torch
+
+    tokens = layout.tokens(rank)
+    begin = np.cumsum(layout.lengths) - layout.lengths
+    return torch.from_numpy(begin[tokens.document] + tokens.position)
+
+
+def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """Every rank's row, put back into documents laid end to end."""
+    whole = rows[0].new_empty((layout.num_tokens, *rows[0].shape[1:]))
+    for rank, row in enumerate(rows):
+        whole[row_index(layout, rank)] = row
+    return whole
+
+
+def on_fake_ranks(plan: Plan, body: Callable[[CoreAttention], Result], **options: Any) -> list[Result]:
+    """Run `body` on a thread per rank of the layout, while the pool's dedicated servers serve until all are done."""
+    from distca.runtime.core_attention import CoreAttention
+    from distca.runtime.roles import serve_until_stopped, stop_servers
+    from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+
+    def one(transport: LoopbackTransport) -> Any:
+        attend = CoreAttention(transport=transport, **options)
+        if transport.rank >= plan.layout.num_ranks:
+            return serve_until_stopped(attend)
+        result = body(attend)
+        stop_servers(attend, plan)
+        return result
+
+    return LoopbackWorld(plan.num_servers, timeout_seconds=20.0).run(one)[: plan.layout.num_ranks]
+
+
+def attend_on_fake_ranks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, plan: Plan, *,
+    scale: float | None = None, window: int | None = None, **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """out, dq, dk, dv of documents laid end to end, computed where the plan says; options are CoreAttention's."""
+
+    def body(attend: CoreAttention) -> tuple[torch.Tensor, ...]:
+        index = row_index(plan.layout, attend.transport.rank)
+        row = [x.detach()[index].requires_grad_() for x in (q, k, v)]
+        out = attend(*row, plan, scale=scale, window=window)
+        out.backward(dout[index])
+        return out.detach(), *(x.grad for x in row if x.grad is not None)
+
+    rows = on_fake_ranks(plan, body, **options)
+    return tuple(from_rows(field, plan.layout) for field in zip(*rows, strict=True))
+
+
+def dense_on_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, lengths: np.ndarray,
+    scale: float | None = None, window: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """out, dq, dk, dv by the formula, in one piece."""
+    import torch
+
+    from distca.kernels import dense_attention
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = dense_attention(leaves[0], leaves[1], leaves[2], lengths.tolist(), scale, window)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)

@@ -28,7 +28,9 @@ from distca.kernels.interface import (
     check_inputs,
     concatenate,
     disjoint,
+    joined,
     launches,
+    query_disjoint,
     rectangles_and_squares,
     softmax_scale,
     visible,
@@ -44,7 +46,7 @@ OLDEST_BACKEND = 90600  # packed grouped-query backward
 Mask = IntEnum("Mask", "NONE TOP_LEFT BOTTOM_RIGHT")
 # A graph's tensors; an OFFSET holds the first element of every row in the tensor of that name.
 _Uid = IntEnum(
-    "_Uid", "Q K V OUT LSE DOUT DQ DK DV Q_LEN K_LEN OFFSET_Q OFFSET_K OFFSET_OUT OFFSET_LSE OFFSET_DQ OFFSET_DK"
+    "_Uid", "Q K V OUT LSE DOUT DQ DK DV Q_LEN K_LEN OFFSET_Q OFFSET_K OFFSET_OUT OFFSET_LSE OFFSET_DK"
 )
 
 
@@ -91,7 +93,7 @@ class _Prepared:
     forward: tuple[Batch, ...]
     backward: tuple[Batch, ...]
     forward_in_place: bool  # no query stands in two rows
-    backward_in_place: bool  # one call, in which no query and no key stands in two rows
+    keys_in_place: bool  # no key stands in two rows of backward
     num_queries: int  # in the visible rows
     num_keys: int  # in the rows of backward
 
@@ -125,13 +127,14 @@ class CudnnKernel:
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
         if window is not None:
             raise ValueError(f"kernel='cudnn' got window={window}, it takes None; use kernel='varlen'")
-        inside = visible(rows)
+        inside = joined(visible(rows))
         causal, full = causal_and_full(inside)
         rectangles, squares = rectangles_and_squares(causal)
         before = concatenate(rectangles, full)
         tables = [(table, mask) for table, mask in ((squares, Mask.TOP_LEFT), (before, Mask.NONE)) if len(table)]
         forward_in_place = disjoint(inside.q_begin, inside.q_end)
-        backward_in_place = forward_in_place and len(tables) == 1 and disjoint(tables[0][0].k_begin, tables[0][0].k_end)
+        every = concatenate(squares, before)
+        keys_in_place = disjoint(every.k_begin, every.k_end)
 
         def batch(rows: TaskRows, mask: Mask, in_place: bool) -> Batch:
             q, k = Spans.of(rows.q_begin, rows.q_end), Spans.of(rows.k_begin, rows.k_end)
@@ -143,13 +146,15 @@ class CudnnKernel:
             for chunk in launches(table, ROWS_AT_ONCE)
         ]
         backward = [
-            batch(chunk, mask, backward_in_place)
+            batch(chunk, mask, keys_in_place)
             for table, mask in tables
-            for chunk in launches(table, ROWS_AT_ONCE, COPIED_KEYS_AT_ONCE)
+            for apart in query_disjoint(table)
+            for chunk in launches(apart, ROWS_AT_ONCE, None if keys_in_place else COPIED_KEYS_AT_ONCE)
         ]
-        num_queries, num_keys = inside.q_len.sum(), sum(table.k_len.sum() for table, _ in tables)
-        in_place = (forward_in_place, backward_in_place)
-        return _Prepared(rows, tuple(forward), tuple(backward), *in_place, int(num_queries), int(num_keys))
+        return _Prepared(
+            rows, tuple(forward), tuple(backward), forward_in_place, keys_in_place, int(inside.q_len.sum()),
+            int(every.k_len.sum()),
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
@@ -186,20 +191,28 @@ class CudnnKernel:
         check_inputs(q, k, v, prepared.rows)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
-        if prepared.backward_in_place:
-            covered = prepared.num_queries == q.shape[0] and prepared.num_keys == k.shape[0]
-            empty = torch.empty_like if covered else torch.zeros_like
-            dq, dk, dv = empty(q), empty(k), empty(v)
-            for batch in prepared.backward:
-                run_backward((dout, q, k, v, out, lse), (dq, dk, dv), batch, scale)
-            return dq, dk, dv
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        saved = dout, q, k, v, out, lse
+        if prepared.keys_in_place:
+            covered = prepared.num_keys == k.shape[0]
+            dk, dv = (torch.empty_like(x) if covered else torch.zeros_like(x) for x in (k, v))
+        else:
+            dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+        dq: torch.Tensor | None = None
         for batch in prepared.backward:
-            dq_rows, dk_rows, dv_rows = batch.q.empty(q), batch.k.empty(k), batch.k.empty(v)
-            run_backward((dout, q, k, v, out, lse), (dq_rows, dk_rows, dv_rows), batch, scale)
-            batch.q.add(dq, dq_rows)
-            batch.k.add(dk, dk_rows)
-            batch.k.add(dv, dv_rows)
+            dq_rows = torch.empty_like(q)                        # cuDNN sums dq where q stands, so it is written there
+            if prepared.keys_in_place:
+                run_backward(saved, (dq_rows, dk, dv), batch, scale)
+            else:
+                dk_rows, dv_rows = batch.k.empty(k), batch.k.empty(v)
+                run_backward(saved, (dq_rows, dk_rows, dv_rows), batch, scale)
+                batch.k.add(dk, dk_rows)
+                batch.k.add(dv, dv_rows)
+            if dq is None and batch.q.bounds == ((0, q.shape[0]),):
+                dq = dq_rows if len(prepared.backward) <= 2 else dq_rows.to(wide)  # two addends round alike
+            else:
+                dq = torch.zeros_like(q, dtype=wide) if dq is None else dq
+                batch.q.add_same(dq, dq_rows)
+        dq = torch.zeros_like(q) if dq is None else dq
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -235,11 +248,10 @@ def run_backward(
         _Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
         _Uid.OFFSET_K: batch.offsets("k_begin", k_width),
         _Uid.OFFSET_LSE: batch.offsets("q_begin", q.shape[1]),
-        _Uid.OFFSET_DQ: batch.offsets("q_place", q_width),
         _Uid.OFFSET_DK: batch.offsets("k_place", k_width),
     }
-    q_tokens, k_tokens = max(q.shape[0], gradients[0].shape[0]), gradients[1].shape[0]
-    _execute(pack, batch, scale, totals=(bucket(q_tokens, MIN_LEN), bucket(k_tokens, MIN_LEN)))
+    totals = bucket(q.shape[0], MIN_LEN), bucket(gradients[1].shape[0], MIN_LEN)
+    _execute(pack, batch, scale, totals)
 
 
 class _Shape(NamedTuple):
@@ -349,7 +361,7 @@ def _build(shape: _Shape, handle: Any) -> tuple[Any, int]:
             **options,
         )
         dk_begins = offset(_Uid.OFFSET_DK)
-        wanted(dq, _Uid.DQ, q_dim, offset(_Uid.OFFSET_DQ))
+        wanted(dq, _Uid.DQ, q_dim, q_begins)
         wanted(dk, _Uid.DK, k_dim, dk_begins)
         wanted(dv, _Uid.DV, k_dim, dk_begins)
     graph.validate()

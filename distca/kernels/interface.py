@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from heapq import heappush, heapreplace
 from typing import Any, Protocol
 
 import numpy as np
@@ -188,6 +189,29 @@ def visible(rows: TaskRows, window: int | None = None) -> TaskRows:
     return TaskRows(*(column[keep] for column in (q_begin, q_end, k_begin, k_end, q_offset - first_key)))
 
 
+def joined(rows: TaskRows, window: int | None = None) -> TaskRows:
+    """The same pairs in fewer rows: neighbouring queries with the same keys, or that continue one causal row.
+
+    A band's slices against one part of the keys become one rectangle, and shards that were cut at a slice's end become
+    one shard again, so that keys they share are read and written once.
+    """
+    order = np.lexsort((rows.q_begin, rows.k_begin))
+    rows = rows.take(order)
+    if len(rows) < 2:
+        return rows
+    first, second = rows.take(np.arange(len(rows) - 1)), rows.take(np.arange(1, len(rows)))
+    follows = (second.q_begin == first.q_end) & (second.k_begin == first.k_begin)
+    full = (first.q_offset >= first.k_len - 1) & (second.q_offset >= second.k_len - 1) & (second.k_len == first.k_len)
+    if window is not None:
+        full &= second.q_offset == first.q_offset + first.q_len
+    causal = ((first.q_offset + first.q_len == first.k_len) & (second.q_offset == first.k_len)
+              & (second.q_offset + second.q_len == second.k_len))
+    opens = np.append(True, ~(follows & (full | causal)))
+    begin = np.flatnonzero(opens)
+    last = np.append(begin[1:] - 1, len(rows) - 1)
+    return replace(rows.take(begin), q_end=rows.q_end[last], k_end=rows.k_end[last])
+
+
 def causal_and_full(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
     """Visible rows as causal rows aligned with the end of their keys, and as rows whose queries see every key.
 
@@ -228,6 +252,22 @@ def launches(rows: TaskRows, most_rows: int, most_keys: int | None = None) -> It
         yield ordered.take(launch == number)
 
 
+def query_disjoint(rows: TaskRows) -> list[TaskRows]:
+    """Rows in as few groups as it takes for no query to stand twice in one."""
+    if disjoint(rows.q_begin, rows.q_end):
+        return [rows]
+    group = np.zeros(len(rows), dtype=np.int64)
+    ends: list[tuple[int, int]] = []                             # (last query's end, group), earliest first
+    for row in np.argsort(rows.q_begin, kind="stable").tolist():
+        if ends and ends[0][0] <= rows.q_begin[row]:
+            group[row] = ends[0][1]
+            heapreplace(ends, (int(rows.q_end[row]), int(group[row])))
+        else:
+            group[row] = len(ends)
+            heappush(ends, (int(rows.q_end[row]), int(group[row])))
+    return [rows.take(group == number) for number in range(len(ends))]
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
     """Ranges of a buffer that lie one after another in a packed one; ranges that were neighbours are joined."""
@@ -264,6 +304,11 @@ class Spans:
     def add(self, x: torch.Tensor, packed: torch.Tensor) -> None:
         for there, here in self.pairs(x, packed):
             there += here
+
+    def add_same(self, x: torch.Tensor, other: torch.Tensor) -> None:
+        """Add what stands in the same ranges of another buffer."""
+        for begin, end in self.bounds:
+            x[begin:end] += other[begin:end]
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, packed_out: torch.Tensor, packed_lse: torch.Tensor) -> None:
         """Merge partial attention into out and lse, range after range: ranges may overlap."""

@@ -18,6 +18,7 @@ from distca.kernels.interface import (
     accumulation_dtype,
     causal_and_full,
     check_inputs,
+    joined,
     merge,
     rectangles_and_squares,
     softmax_scale,
@@ -59,7 +60,7 @@ class SdpaKernel:
         return None
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
-        inside = visible(rows, window)
+        inside = joined(visible(rows, window), window)
         reach = np.inf if window is None else window
         banded = inside.q_offset + inside.q_len > reach
         causal, full = causal_and_full(inside.take(~banded))

@@ -21,6 +21,7 @@ from distca.kernels.interface import (
     causal_and_full,
     check_inputs,
     disjoint,
+    joined,
     launches,
     softmax_scale,
     unit_stride,
@@ -74,7 +75,7 @@ class VarlenKernel:
         return None
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
-        inside = visible(rows, window)
+        inside = joined(visible(rows, window), window)
         forward, backward = [], []
         for group, causal, left in _groups(inside, window):
             forward += [_call(chunk, causal, left, device) for chunk in launches(group, ROWS_AT_ONCE)]

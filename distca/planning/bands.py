@@ -158,7 +158,7 @@ def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[flo
     if any(extra > max(spare[rank], 0.0) for rank, extra in change):
         return None
     for rank, extra in change:
-        spare[rank] -= extra
+        spare[rank] -= max(extra, 0.0)                           # room that a band frees is not given away again
     return shares
 
 

@@ -69,11 +69,11 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
     rate = whole / _pairs(piece.stop - piece.start, piece.stop - piece.key_start)  # pairs -> work, near this piece
     pairs = max(min(wanted, room) / rate, 1.0)
     best = _rectangle(piece, pairs, wanted, room, keys_held, prices)
-    if best is None or best.work < 0.9 * min(wanted, room):      # where a rectangle fits, no trapezoid is cheaper
+    if best is None:                                             # where a rectangle fits, no trapezoid is cheaper
         for shard in _trapezoids(piece, pairs, wanted, room, rate, keys_held, prices):
             if shard.beats(best):
                 best = shard
-    return best
+    return best or _one_tile(piece, room, rate, keys_held, prices)
 
 
 def _rectangle(
@@ -88,14 +88,24 @@ def _rectangle(
     exact = pairs / q_len / TILE                                 # keys, in tiles
     up, down = -int(-exact // 1), int(exact)
     for key_tiles in ((up, down) if wanted <= room else (down,)):
-        kv_len = min(key_tiles, deepest) * TILE
-        if kv_len > 0:
-            work = prices.measure(q_len, kv_len + 0.5 * (q_len - 1))  # the aligned shard with as many pairs
-            if work <= room:
-                key_stop = piece.key_start + kv_len
-                num_bytes = q_len * prices.q_bytes + max(min(key_stop - keys_held, kv_len), 0) * prices.kv_bytes
-                return Shard(start, piece.stop, piece.key_start, key_stop, work, num_bytes)
+        if 0 < key_tiles <= deepest:
+            shard = _rectangle_at(piece, start, piece.stop, key_tiles * TILE, keys_held, prices)
+            if shard.work <= room:
+                return shard
     return None
+
+
+def _one_tile(piece: Piece, room: float, rate: float, keys_held: int, prices: Prices) -> Shard | None:
+    """The last whole tile of queries against what keys the room allows, or else the first tile up to the diagonal."""
+    start = max(_grid_up(piece.stop - 2 * TILE + 1, piece), piece.start)
+    stop = min(start + TILE, piece.stop)
+    key_tiles = min((start - piece.key_start) // TILE, int(room / rate / (stop - start) / TILE))
+    if key_tiles > 0:
+        shard = _rectangle_at(piece, start, stop, key_tiles * TILE, keys_held, prices)
+        if shard.work <= room:
+            return shard
+    shard = _trapezoid_at(piece, piece.start, min(piece.start + TILE, piece.stop), keys_held, prices)
+    return shard if shard.work <= room else None
 
 
 def _trapezoids(
@@ -139,6 +149,13 @@ def _snapped(
 
 def _begin(piece: Piece, end: int, q_len: int) -> int:
     return max(_grid_up(end - q_len, piece), piece.start)
+
+
+def _rectangle_at(piece: Piece, start: int, stop: int, kv_len: int, keys_held: int, prices: Prices) -> Shard:
+    q_len, key_stop = stop - start, piece.key_start + kv_len
+    num_bytes = q_len * prices.q_bytes + max(min(key_stop - keys_held, kv_len), 0) * prices.kv_bytes
+    work = prices.measure(q_len, kv_len + 0.5 * (q_len - 1))     # the aligned shard with as many pairs
+    return Shard(start, stop, piece.key_start, key_stop, work, num_bytes)
 
 
 def _trapezoid_at(piece: Piece, start: int, stop: int, keys_held: int, prices: Prices) -> Shard:

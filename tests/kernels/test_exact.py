@@ -186,9 +186,10 @@ def cudnn_backward(
 ) -> None:
     sides = ("q", "q", "k", "k", "q", "q")
     reads = [ragged(x, batch, f"{side}_begin", f"{side}_len") for x, side in zip(saved, sides, strict=True)]
-    writes = [ragged(x, batch, f"{side}_place", f"{side}_len") for x, side in zip(gradients, "qkk", strict=True)]
+    places = ("q_begin", "q_len"), ("k_place", "k_len"), ("k_place", "k_len")  # the operator sums dq where q stands
+    writes = [ragged(x, batch, *place) for x, place in zip(gradients, places, strict=True)]
     flags = [torch.zeros_like(x, dtype=torch.bool) for x in gradients]
-    written = [ragged(x, batch, f"{side}_place", f"{side}_len") for x, side in zip(flags, "qkk", strict=True)]
+    written = [ragged(x, batch, *place) for x, place in zip(flags, places, strict=True)]
     for i in range(batch.num_rows):
         row = tuple(column[i] for column in reads)
         if len(row[0]):

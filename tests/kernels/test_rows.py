@@ -11,6 +11,9 @@ from distca.kernels.interface import (
     causal_and_full,
     check_inputs,
     concatenate,
+    disjoint,
+    joined,
+    query_disjoint,
     rectangles_and_squares,
     visible,
 )
@@ -65,6 +68,34 @@ def test_decomposition_names_the_same_pairs(rows: TaskRows) -> None:
     np.testing.assert_array_equal(squares.q_len, squares.k_len)
     np.testing.assert_array_equal(squares.q_offset, np.zeros(len(squares)))
     np.testing.assert_array_equal(pairs(concatenate(rectangles, squares, full)), pairs(rows))
+
+
+@given(rows=any_rows(), window=st.none() | st.integers(1, 14))
+@settings(max_examples=300, deadline=None)
+def test_joined_rows_name_the_same_pairs(rows: TaskRows, window: int | None) -> None:
+    inside = visible(rows, window)
+    np.testing.assert_array_equal(pairs(joined(inside, window), window), pairs(rows, window))
+
+
+def test_shards_of_one_slice_and_bands_are_joined() -> None:
+    shards = TaskRows.aligned([0, 4, 7], [4, 7, 9], [2, 2, 2], [6, 9, 11])
+    whole = joined(shards)
+    assert (len(whole), whole.q_end[0], whole.k_end[0]) == (1, 9, 11)
+    np.testing.assert_array_equal(pairs(whole), pairs(shards))
+    band = TaskRows([0, 3], [3, 5], [1, 1], [4, 4], [6, 9])
+    assert len(joined(band)) == 1
+    apart = TaskRows([0, 4], [3, 5], [1, 1], [4, 4], [6, 10])
+    assert len(joined(apart)) == 2
+
+
+@given(rows=any_rows())
+@settings(max_examples=200, deadline=None)
+def test_query_disjoint_groups_hold_every_row_once(rows: TaskRows) -> None:
+    inside = visible(rows)
+    groups = query_disjoint(inside)
+    assert all(disjoint(group.q_begin, group.q_end) for group in groups)
+    assert sum(len(group) for group in groups) == len(inside)
+    np.testing.assert_array_equal(sum(pairs(group) for group in groups), pairs(inside))
 
 
 def test_documents_attend_inside_themselves() -> None:

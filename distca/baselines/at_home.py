@@ -1,0 +1,24 @@
+"""Attention at home: every query is computed on the rank that owns it, as training without a plan does.
+
+Equal tokens are unequal work, and this plan shows how unequal. Where the layout lets documents span ranks, the keys
+of a slice's prefix still travel to it; a layout without spanning moves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from distca.cost.latency_table import LatencyTable
+from distca.planning.plan import Plan, max_over_mean
+from distca.planning.tasks import tasks_at_home
+from distca.spec import ModelShape
+from distca.workload.layout import Layout
+
+
+def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: LatencyTable | None = None) -> Plan:
+    """The plan that moves no query, however unequal the work; its tolerance is 0 and its `limit` says why."""
+    plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
+    level = max_over_mean(plan.work(), plan.speed) <= 1.0
+    return plan if level else replace(plan, limit="attention stays where its queries live")

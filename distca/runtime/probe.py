@@ -1,0 +1,108 @@
+"""What an exchange costs on this group: a start-up latency and a bandwidth.
+
+Every rank sends the same number of bytes, in equal parts to all others, in several sizes; the slowest rank's median
+counts. Seconds = latency + sent bytes / bandwidth is fitted to relative error, so that small and large exchanges weigh
+alike. On CUDA the latency includes launching and waiting from the host.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from distca.runtime.transport import C10dTransport, Transport
+
+CPU_SIZES = tuple(4_096 * 8**power for power in range(5))      # to 16 MiB
+CUDA_SIZES = (*CPU_SIZES, 2**27, 2**29)
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeCost:
+    """Measured on `num_ranks` ranks that all send at once."""
+
+    backend: str
+    num_ranks: int
+    latency_seconds: float
+    bandwidth: float                # bytes per second that one rank sends
+    sent_bytes: tuple[int, ...]     # per rank
+    seconds: tuple[float, ...]
+
+
+def measure_exchange(transport: Transport, device: torch.device, backend: str) -> ExchangeCost:
+    """Every rank of the transport must call this at the same time."""
+    if transport.size < 2:
+        raise ValueError(f"the group has {transport.size} rank; give at least 2 to measure an exchange")
+    sent, seconds = [], []
+    for size in CUDA_SIZES if device.type == "cuda" else CPU_SIZES:
+        share = size // (transport.size - 1)
+        sent.append(share * (transport.size - 1))
+        seconds.append(_seconds(transport, device, share))
+    latency, bandwidth = fit(np.array(sent), np.array(seconds))
+    return ExchangeCost(backend, transport.size, latency, bandwidth, tuple(sent), tuple(seconds))
+
+
+def _seconds(transport: Transport, device: torch.device, share: int) -> float:
+    splits = [share] * transport.size
+    splits[transport.rank] = 0
+    send = torch.randint(0, 256, (sum(splits),), dtype=torch.uint8, device=device)
+    nanoseconds = []
+    for _ in range(REPEATS + 1):
+        _synchronize(device)
+        transport.gather(0, device)
+        begin = perf_counter_ns()
+        transport.exchange(send, splits, splits).wait()
+        _synchronize(device)
+        nanoseconds.append(max(transport.gather(perf_counter_ns() - begin, device)))
+    return median(nanoseconds[1:]) / 1e9
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fit(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """Latency and bandwidth with the least squared relative error; a latency below 0 is 0."""
+    columns = np.stack([1 / seconds, sent_bytes / seconds], axis=1)
+    (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)
+    if latency < 0 or per_byte <= 0:
+        latency, per_byte = 0.0, float(np.mean(seconds / sent_bytes))
+    return float(latency), 1 / float(per_byte)
+
+
+def measure_local(num_ranks: int, device: torch.device) -> ExchangeCost:
+    """Start `num_ranks` processes on this machine and let them measure: NCCL with a GPU each, or gloo on the CPU."""
+    if num_ranks < 2:
+        raise ValueError(f"ranks is {num_ranks}; give at least 2 to measure an exchange")
+    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        raise ValueError(f"ranks is {num_ranks} but this machine has {torch.cuda.device_count()} GPU(s); give at most "
+                         "one rank per GPU, or --device cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_local_rank, (num_ranks, device.type, folder), nprocs=num_ranks)
+        content = json.loads((Path(folder) / "cost.json").read_text(encoding="utf-8"))
+    return ExchangeCost(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+
+
+def _local_rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    on_gpu = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    cost = measure_exchange(C10dTransport(), device, backend)
+    if rank == 0:
+        (Path(folder) / "cost.json").write_text(json.dumps(asdict(cost)), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
