@@ -28,7 +28,7 @@ def build(plan: Plan, rank: int) -> RankTables:
     query_side, query_start = _side(layout, queries, offset, rank, row_tokens)
     key_side, key_start = _side(layout, keys, offset, rank, row_tokens)
 
-    mine = np.flatnonzero(tasks.server == rank)
+    mine = np.flatnonzero((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
     q_begin = query_start(tasks.document[mine], tasks.q_start[mine])
     k_begin = key_start(tasks.document[mine], tasks.kv_start[mine])
     return RankTables(

@@ -51,10 +51,11 @@ class CoreAttention:
             raise ValueError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
         self.transport: Transport = C10dTransport(group) if transport is None else transport
         self.kernel_name, self.state = kernel, state
-        self._prepared: OrderedDict[tuple[Any, ...], tuple[Plan, Kernel, Prepared]] = OrderedDict()
+        self._prepared: OrderedDict[tuple[Any, ...], tuple[Kernel, Prepared]] = OrderedDict()
+        self._digests: OrderedDict[int, tuple[Plan, int]] = OrderedDict()  # by id, which the plan kept here holds
         self._calls = 0
         self._told = Plans()                                     # plans that dedicated servers know
-        self._agreed: OrderedDict[int, Plan] = OrderedDict()     # plans that all ranks were seen to share, by id
+        self._agreed: OrderedDict[int, None] = OrderedDict()     # digests of plans that all ranks were seen to share
 
     @torch.compiler.disable
     def __call__(
@@ -72,6 +73,7 @@ class CoreAttention:
         self.serve(pending)
         return self.finish(pending)
 
+    @torch.compiler.disable
     def start(
         self,
         q: torch.Tensor,
@@ -87,17 +89,24 @@ class CoreAttention:
         shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
         announce = self._announcer(plan, shapes, scale, window)
         announce("start_forward")
-        pending = Pending(self.call(plan, shapes, scale, window), announce, (q, k, v))
+        pending = Pending(self.begin(plan, shapes, scale, window), announce, (q, k, v))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
+    @torch.compiler.disable
     def serve(self, pending: Pending) -> None:
         """Wait for the tasks this rank serves, compute them, send the results back."""
         pending.token = _Serve.apply(pending, pending.token)
 
+    @torch.compiler.disable
     def finish(self, pending: Pending) -> torch.Tensor:
         """Wait for this rank's own results."""
         return _Finish.apply(pending, pending.token, *pending.inputs)
+
+    def begin(self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None) -> Call:
+        """A call that is about to start forward; all ranks begin the same calls in the same order."""
+        self._agree(plan, shapes.device)
+        return self.call(plan, shapes, scale, window)
 
     def call(self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None) -> Call:
         kernel, prepared = self._prepare(plan, shapes, window)
@@ -113,32 +122,35 @@ class CoreAttention:
         if not dedicated or self.transport.rank != 0:
             return _say_nothing
         self._calls += 1
-        about = Announcement("", self._calls, id(plan), None, shapes, scale, window)
+        about = Announcement("", self._calls, self._digest(plan), None, shapes, scale, window)
         return Announcer(self.transport, dedicated, self._told, plan, about)
 
     def _prepare(self, plan: Plan, shapes: Shapes, window: int | None) -> tuple[Kernel, Prepared]:
-        key = (id(plan), shapes, window)
+        key = (self._digest(plan), shapes, window)
         if key not in self._prepared:
-            self._agree(plan, shapes.device)
             kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel_name)
-            self._prepared[key] = plan, kernel, prepare(plan, self.transport.rank, kernel, shapes, window)
-            while len(self._prepared) > PLANS_REMEMBERED:
-                self._prepared.popitem(last=False)
-        self._prepared.move_to_end(key)
-        return self._prepared[key][1:]
+            self._prepared[key] = kernel, prepare(plan, self.transport.rank, kernel, shapes, window)
+        return _latest(self._prepared, key)
+
+    def _digest(self, plan: Plan) -> int:
+        if id(plan) not in self._digests:
+            self._digests[id(plan)] = plan, digest(plan)
+        return _latest(self._digests, id(plan))[1]
 
     def _agree(self, plan: Plan, device: torch.device) -> None:
-        """Compare digests once per plan: ranks that hold different plans must not compute."""
-        if id(plan) in self._agreed:
-            return
-        digests = self.transport.gather(digest(plan), device)
-        differing = [rank for rank, other in enumerate(digests) if other != digests[self.transport.rank]]
-        if differing:
-            raise ValueError(f"rank {self.transport.rank} has another plan than ranks {differing}; plan from the same "
-                             "lengths, tolerance and version on every rank")
-        self._agreed[id(plan)] = plan
-        while len(self._agreed) > PLANS_REMEMBERED:
-            self._agreed.popitem(last=False)
+        """Compare digests when a plan is new: ranks that hold different plans must not compute.
+
+        Ranks make the same calls in the same order, so all find a plan new at the same call, and all compare.
+        """
+        mine = self._digest(plan)
+        if mine not in self._agreed:
+            digests = self.transport.gather(mine, device)
+            differing = [rank for rank, other in enumerate(digests) if other != mine]
+            if differing:
+                raise ValueError(f"rank {self.transport.rank} has another plan than ranks {differing}; plan from the "
+                                 "same lengths, tolerance and version on every rank")
+            self._agreed[mine] = None
+        _latest(self._agreed, mine)
 
 
 @dataclass(slots=True)
@@ -201,6 +213,14 @@ class _Finish(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ctx.call.finish_backward(q, k, v, out, dout, lse)
         return None, dout.new_zeros(()), None, None, None
+
+
+def _latest(remembered: OrderedDict[Any, Any], key: Any) -> Any:
+    """The entry, which becomes the last to be forgotten."""
+    remembered.move_to_end(key)
+    while len(remembered) > PLANS_REMEMBERED:
+        remembered.popitem(last=False)
+    return remembered[key]
 
 
 def _say_nothing(step: str) -> None:

@@ -8,11 +8,13 @@ alike. On CUDA the latency includes launching and waiting from the host.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +38,39 @@ class ExchangeCost:
     bandwidth: float                # bytes per second that one rank sends
     sent_bytes: tuple[int, ...]     # per rank
     seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPart:
+    """The network's share of a profile, and whether this process measures the rest of it."""
+
+    cost: dict[str, object] | None
+    measures_the_rest: bool
+
+
+def measure_network(device: torch.device, local_ranks: int | None = None) -> NetworkPart:
+    """Exchanges over the group that is initialized or that torchrun started, or between `local_ranks` processes here.
+
+    Every rank of a group must call this; its first rank measures the rest.
+    """
+    ours = dist.is_torchelastic_launched() and not dist.is_initialized()
+    if ours:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # where torchrun says which GPU is ours
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.is_initialized():
+        if local_ranks is not None:
+            raise ValueError(f"ranks is {local_ranks} but a process group is running; leave --ranks out under torchrun")
+        transport = C10dTransport()
+        here = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        cost = asdict(measure_exchange(transport, here, dist.get_backend())) if transport.size > 1 else None
+        if ours:
+            dist.barrier()
+            dist.destroy_process_group()
+        return NetworkPart(cost, transport.rank == 0)
+    if local_ranks is None:
+        return NetworkPart(None, True)
+    return NetworkPart(asdict(measure_local(local_ranks, device)), True)
 
 
 def measure_exchange(transport: Transport, device: torch.device, backend: str) -> ExchangeCost:
@@ -89,8 +124,8 @@ def measure_local(num_ranks: int, device: torch.device) -> ExchangeCost:
                          "one rank per GPU, or --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_local_rank, (num_ranks, device.type, folder), nprocs=num_ranks)
-        content = json.loads((Path(folder) / "cost.json").read_text(encoding="utf-8"))
-    return ExchangeCost(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+        content: dict[str, Any] = json.loads((Path(folder) / "cost.json").read_text(encoding="utf-8"))
+    return ExchangeCost(**{**content, "sent_bytes": tuple(content["sent_bytes"]), "seconds": tuple(content["seconds"])})
 
 
 def _local_rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:

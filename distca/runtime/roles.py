@@ -79,7 +79,8 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
             plans.add(heard.plan_key, heard.plan)
         shapes = heard.shapes._replace(device=torch.device(device))
         if heard.step in _FIRST_STEPS:
-            calls[heard.call] = attention.call(plans[heard.plan_key], shapes, heard.scale, heard.window)
+            begin = attention.begin if heard.step == "start_forward" else attention.call
+            calls[heard.call] = begin(plans[heard.plan_key], shapes, heard.scale, heard.window)
             served += heard.step == "start_forward"
         _take(heard.step, calls[heard.call], shapes)
         if heard.step in _LAST_STEPS:

@@ -7,9 +7,10 @@ that dies or hangs ends in an error that says so, never in a silent wait.
 
 from __future__ import annotations
 
+import pickle
 import threading
+from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -93,7 +94,10 @@ class C10dTransport:
 
 
     def tell(self, message: Any, rank: int) -> None:
-        dist.send_object_list([message], group=self.control, group_dst=rank)
+        try:
+            dist.send_object_list([message], group=self.control, group_dst=rank)
+        except RuntimeError as error:
+            raise _lost(self, error) from error
 
     def hear(self) -> Any:
         box = [None]
@@ -134,7 +138,7 @@ class LoopbackWorld:
         self.posted: dict[tuple[int, int], Any] = {}             # (sequence, rank) -> what that rank brought
         self.readers: dict[int, int] = {}                        # sequence -> ranks that have read all of it
         self.failed: BaseException | None = None
-        self.told: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(size)]
+        self.told: list[deque[bytes]] = [deque() for _ in range(size)]  # messages to each rank, pickled
 
     def run(self, body: Callable[[LoopbackTransport], Result]) -> list[Result]:
         """Run `body` once per rank, side by side; the first failure ends every rank and is raised."""
@@ -209,14 +213,18 @@ class LoopbackTransport:
 
 
     def tell(self, message: Any, rank: int) -> None:
-        self.world.told[rank].put(message)
+        with self.world.changed:
+            self.world.told[rank].append(pickle.dumps(message))
+            self.world.changed.notify_all()
 
     def hear(self) -> Any:
-        try:
-            return self.world.told[self.rank].get(timeout=self.world.timeout_seconds)
-        except Empty:
-            raise TransportError(f"rank {self.rank} of {self.size}: nothing to serve was announced within "
-                                 f"{self.world.timeout_seconds} s") from None
+        world, told = self.world, self.world.told[self.rank]
+        with world.changed:
+            world.changed.wait_for(lambda: told or world.failed is not None, timeout=world.timeout_seconds)
+            if told:
+                return pickle.loads(told.popleft())
+        reason = f"another rank failed: {world.failed}" if world.failed else f"none within {world.timeout_seconds} s"
+        raise TransportError(f"rank {self.rank} of {self.size}: nothing to serve was announced ({reason})")
 
 
 class _LoopbackHandle:

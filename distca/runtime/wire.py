@@ -17,6 +17,8 @@ import torch
 from distca.dispatch.tables import LocalRuns, Runs, Side
 from distca.kernels.interface import accumulation_dtype, merge
 
+ALIGNMENT = 16  # bytes; every field of a segment begins on it, whatever its element size
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -40,6 +42,7 @@ class Segments:
 
 def segments(fields: Sequence[Field], num_ranks: int) -> Segments:
     per_peer = np.array([f.runs.tokens_per_peer(num_ranks) * f.token_bytes for f in fields])  # [field, peer]
+    per_peer += -per_peer % ALIGNMENT
     splits = per_peer.sum(axis=0)
     field_begin = np.cumsum(splits) - splits + np.cumsum(per_peer, axis=0) - per_peer
     copies = []

@@ -1,0 +1,243 @@
+"""Whatever the plan, every rank gets what attention in one piece would have given: outputs and gradients, to 1e-10."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.baselines.at_home import at_home
+from distca.baselines.per_document_cp import per_document_cp
+from distca.dispatch.build import build
+from distca.planning.greedy import balance
+from distca.spec import ModelShape
+from distca.testing import (
+    LAYOUT_KINDS,
+    attend_on_fake_ranks,
+    covers_exactly_once,
+    dense_on_one,
+    from_rows,
+    misplaced_plan,
+    on_fake_ranks,
+    random_layout,
+    random_qkv,
+    random_speeds,
+    row_index,
+    scattered_layout,
+    scattered_plan,
+)
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+SEEDS = st.integers(0, 100_000)
+HEADS = st.sampled_from([(4, 1), (4, 2), (4, 4), (3, 1)])        # query and KV heads
+
+
+def agree(actual, expected):
+    assert len(actual) == len(expected) == 4
+    for name, got, want in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check(plan, seed=0, heads=(4, 2), scale=None, window=None, **options):
+    tensors = random_qkv(seed, plan.layout.num_tokens, *heads)
+    agree(attend_on_fake_ranks(*tensors, plan, scale=scale, window=window, **options),
+          dense_on_one(*tensors, plan.layout.lengths, scale, window))
+
+
+@st.composite
+def pools(draw, least=1, most=50):
+    """A layout with the number of servers of its pool."""
+    seed, ranks = draw(SEEDS), draw(st.integers(1, 4))
+    layout = random_layout(seed, draw(st.sampled_from(LAYOUT_KINDS)), ranks, draw(st.integers(least, most)))
+    return seed, layout, ranks + draw(st.integers(0, 2))
+
+
+@settings(deadline=None, max_examples=120)
+@given(pools(), HEADS, st.sampled_from(["dense", "sdpa"]), st.sampled_from(["resend", "keep"]),
+       st.sampled_from([None, 0.05, 1.0]), st.sampled_from([None, 1, 3, 20, 1000]))
+def test_parts_of_queries_and_keys_on_any_servers(pool, heads, kernel, state, scale, window):
+    seed, layout, servers = pool
+    plan = scattered_plan(seed, layout, servers, MODEL)
+    if servers > layout.num_ranks:
+        state = "resend"                                         # dedicated servers keep nothing
+    check(plan, seed, heads, scale, window, kernel=kernel, state=state)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pools(least=40, most=300), st.sampled_from([0.0, 0.02, 0.3]), st.sampled_from(["resend", "keep"]))
+def test_balanced_plans_over_any_pool(pool, tolerance, state):
+    seed, layout, servers = pool
+    speed = random_speeds(seed, layout.num_ranks, servers - layout.num_ranks)
+    plan = balance(layout, MODEL, tolerance=tolerance, speed=speed)
+    plan.validate()
+    check(plan, seed, (2, 1), kernel="sdpa", state="resend" if servers > layout.num_ranks else state)
+
+
+@settings(deadline=None, max_examples=30)
+@given(pools(), st.integers(1, 4), st.sampled_from(["resend", "keep"]))
+def test_every_task_on_a_wrong_server(pool, shift, state):
+    seed, layout, servers = pool
+    check(misplaced_plan(layout, servers, MODEL, shift), seed,
+          state="resend" if servers > layout.num_ranks else state)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=2), st.integers(1, 4))
+def test_baselines(rows, cp):
+    layout = layout_from_rows(rows)
+    check(per_document_cp(layout, MODEL, cp=cp))
+    check(at_home(layout, MODEL), kernel="sdpa")
+
+
+@pytest.mark.parametrize("state", ["resend", "keep"])
+@pytest.mark.parametrize("lengths", [[1], [1] * 12, [128, 128], [7, 300, 65]])
+def test_several_servers_share_one_query(lengths, state):
+    """The hardest case on purpose, and not by luck: queries whose parts come from three servers or more."""
+    layout = scattered_layout(1, np.array(lengths), ranks=4)
+    plan = next(plan for seed in range(100)
+                if most_parts(plan := scattered_plan(seed, layout, 4, MODEL)) >= min(3, max(lengths))
+                and (plan.tasks.home != plan.tasks.server).any())
+    assert covers_exactly_once(layout.lengths, plan.tasks)
+    check(plan, state=state, kernel="sdpa")
+    check(plan, state=state, kernel="dense", window=5)
+
+
+def most_parts(plan):
+    return max(int(build(plan, rank).queries.parts.max(initial=0)) for rank in range(plan.num_servers))
+
+
+@pytest.mark.parametrize("placement", ["given", "balanced"])
+def test_planned_work_really_moves(placement):
+    layout = pack([1500, 100, 1, 340, 59], ranks=4, placement=placement)
+    plan = balance(layout, MODEL, tolerance=0.01)
+    assert plan.summary().bytes_total > 0
+    check(plan, heads=(2, 1), kernel="sdpa")
+
+
+def test_one_rank_alone():
+    check(balance(layout_from_rows([[5, 1, 60]]), MODEL))
+
+
+def test_ranks_without_tokens():
+    check(misplaced_plan(layout_from_rows([[], [20, 3], [], [9]]), 4, MODEL))
+    check(scattered_plan(3, layout_from_rows([[], [20, 3], [], [9]]), 6, MODEL))
+
+
+def as_given(tensors):
+    return list(tensors)
+
+
+def fused(tensors):
+    """Views of one fused projection, [tokens, heads + 2 kv_heads, dim]."""
+    q, k, v = tensors
+    return list(torch.cat(tensors, dim=1).split([q.shape[1], k.shape[1], v.shape[1]], dim=1))
+
+
+def heads_first(tensors):
+    """[heads, tokens, dim] in memory, as attention layers often hold them."""
+    return [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+
+
+def dim_strided(tensors):
+    """Not even the last dimension is dense."""
+    return [torch.stack([x, -x], dim=-1)[..., 0] for x in tensors]
+
+
+@pytest.mark.parametrize("kernel", ["dense", "sdpa"])
+@pytest.mark.parametrize("state", ["resend", "keep"])
+@pytest.mark.parametrize("form", [as_given, fused, heads_first, dim_strided])
+@pytest.mark.parametrize("make", [scattered_plan, None], ids=["scattered", "at_home"])
+def test_inputs_need_not_be_contiguous(form, state, kernel, make):
+    layout = scattered_layout(5, np.array([40, 1, 33, 16]), ranks=3)
+    plan = at_home(layout, MODEL) if make is None else make(5, layout, 3, MODEL)
+    q, k, v, dout = random_qkv(0, layout.num_tokens)
+
+    def body(attend):
+        index = row_index(layout, attend.transport.rank)
+        leaves = [x[index].requires_grad_() for x in (q, k, v)]
+        inputs = form(leaves)
+        assert form is as_given or len(index) == 0 or not any(x.is_contiguous() for x in inputs)
+        out = attend(*inputs, plan)
+        (heads_first([out])[0] * dout[index]).sum().backward()
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    rows = on_fake_ranks(plan, body, state=state, kernel=kernel)
+    agree([from_rows(field, layout) for field in zip(*rows, strict=True)], dense_on_one(q, k, v, dout, layout.lengths))
+
+
+@pytest.mark.parametrize("kernel", ["dense", "sdpa"])
+def test_a_gradient_that_is_one_number_repeated(kernel):
+    """out.sum() hands backward an expanded tensor without memory of its own."""
+    layout = layout_from_rows([[20], [9, 4]])
+    plan = scattered_plan(2, layout, 2, MODEL)
+    q, k, v, dout = random_qkv(0, layout.num_tokens)
+
+    def body(attend):
+        leaves = [x[row_index(layout, attend.transport.rank)].requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, plan)
+        out.sum().backward()
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    rows = on_fake_ranks(plan, body, kernel=kernel)
+    agree([from_rows(field, layout) for field in zip(*rows, strict=True)],
+          dense_on_one(q, k, v, torch.ones_like(dout), layout.lengths))
+
+
+def test_inputs_that_need_no_gradient_get_none():
+    layout = layout_from_rows([[20], [9, 4]])
+    plan = misplaced_plan(layout, 2, MODEL)
+    q, k, v, dout = random_qkv(0, layout.num_tokens)
+    expected = dense_on_one(q, k, v, dout, layout.lengths)
+
+    def body(attend):
+        index = row_index(layout, attend.transport.rank)
+        row = [x[index] for x in (q, k, v)]
+        with torch.no_grad():
+            silent = attend(*row, plan)
+        row[0].requires_grad_()
+        out = attend(*row, plan)
+        out.backward(dout[index])
+        assert not silent.requires_grad and torch.equal(silent, out)
+        assert row[1].grad is None and row[2].grad is None
+        return out.detach(), row[0].grad
+
+    rows = on_fake_ranks(plan, body)
+    for got, want in zip(zip(*rows, strict=True), expected[:2], strict=True):
+        torch.testing.assert_close(from_rows(got, layout), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 5), (3, 3), (2, 8)])
+def test_half_precision_with_odd_sizes(dtype, heads, dim):
+    """Fields of 2 and of 4 bytes share the wire, whatever odd numbers of tokens, heads and dims they come in."""
+    layout = layout_from_rows([[9], [7], [5, 3]])
+    plan = scattered_plan(4, layout, 3, MODEL)
+    tensors = random_qkv(0, layout.num_tokens, heads, heads, dim, dtype)
+    wide = dense_on_one(*(x.double() for x in tensors), layout.lengths)
+    plain = dense_on_one(*tensors, layout.lengths)
+    for kernel in ("dense", "sdpa"):
+        actual = attend_on_fake_ranks(*tensors, plan, kernel=kernel)
+        for got, want, same_dtype in zip(actual, wide, plain, strict=True):
+            assert got.dtype == dtype
+            allowed = 2 * (same_dtype - want).abs().max() + 2 * torch.finfo(dtype).eps * want.abs().max()
+            assert (got - want).abs().max() <= allowed
+
+
+def test_one_plan_with_changing_windows_scales_and_dtypes():
+    layout = layout_from_rows([[30], [12, 5]])
+    plan = scattered_plan(7, layout, 2, MODEL)
+    tensors = random_qkv(0, layout.num_tokens)
+    cases = [(None, None), (0.3, None), (None, 4), (None, None), (0.1, 9)]
+
+    def body(attend):
+        index = row_index(layout, attend.transport.rank)
+        outs = [attend(*(x[index] for x in tensors[:3]), plan, scale=scale, window=window) for scale, window in cases]
+        return *outs, attend(*(x[index].float() for x in tensors[:3]), plan)
+
+    *outs, single = (from_rows(field, layout) for field in zip(*on_fake_ranks(plan, body), strict=True))
+    for out, (scale, window) in zip(outs, cases, strict=True):
+        expected = dense_on_one(*tensors, layout.lengths, scale, window)[0]
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(single.double(), dense_on_one(*tensors, layout.lengths)[0], rtol=1e-5, atol=1e-5)
