@@ -130,7 +130,7 @@ class CudnnKernel:
         inside = joined(visible(rows))
         causal, full = causal_and_full(inside)
         rectangles, squares = rectangles_and_squares(causal)
-        before = concatenate(rectangles, full)
+        before = joined(concatenate(rectangles, full))
         tables = [(table, mask) for table, mask in ((squares, Mask.TOP_LEFT), (before, Mask.NONE)) if len(table)]
         forward_in_place = disjoint(inside.q_begin, inside.q_end)
         every = concatenate(squares, before)

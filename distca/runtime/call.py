@@ -12,18 +12,24 @@ import torch
 from distca.kernels import Kernel
 from distca.runtime.prepared import Prepared, Trip
 from distca.runtime.transport import Handle, Transport
-from distca.runtime.wire import add, bring_together, copy_local, merge_attention, pack, run_views, unpack
+from distca.runtime.wire import Stamp, add, bring_together, copy_local, merge_attention, pack, run_views, unpack
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+def another_plan(rank: int, others: list[int]) -> ValueError:
+    return ValueError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance and "
+                      "version on every rank, and make the same calls in the same order")
 
 
 class Call:
     """The six steps of one call on one rank, which is a home, a server, or both."""
 
     def __init__(
-        self, transport: Transport, kernel: Kernel, prepared: Prepared, scale: float | None, keep: bool
+        self, transport: Transport, kernel: Kernel, prepared: Prepared, scale: float | None, keep: bool, check: bool
     ) -> None:
         self.transport, self.kernel, self.prepared, self.scale, self.keep = transport, kernel, prepared, scale, keep
+        self.check = check           # look at the stamps that arrive
         self._row: Tensors = ()      # this rank's own tensors of the step under way
         self._buffers: Tensors = ()  # this server's results, for what stays home
         self._handle: Handle | None = None
@@ -31,11 +37,11 @@ class Call:
     def start_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Home: send q, k and v to the servers."""
         self._row = q, k, v
-        self._send(self._row, self.prepared.inputs)
+        self._send(self._row, self.prepared.inputs, self.prepared.sent_stamp)
 
     def serve_forward(self) -> Tensors:
         """Server: compute the tasks, send out and log-sum-exp back; returns its q, k and v for those who keep them."""
-        q, k, v = self._to_server("qkk", self.prepared.inputs)
+        q, k, v = self._to_server("qkk", self.prepared.inputs, self.prepared.expected_stamp if self.check else None)
         self._buffers = self.kernel.forward(q, k, v, self.prepared.rows, self.scale)
         self._send(self._buffers, self.prepared.outputs)
         return q, k, v
@@ -75,18 +81,23 @@ class Call:
         bring_together((dk, dv), (dks, dvs), self.prepared.keys, add, (0.0, 0.0))
         return dq, dk, dv
 
-    def _send(self, tensors: Tensors, trip: Trip) -> None:
+    def _send(self, tensors: Tensors, trip: Trip, stamp: Stamp | None = None) -> None:
         if self.prepared.travels:
             wire = pack(tensors, trip.leaving, tensors[0].device)
+            if stamp is not None:
+                stamp.put(wire)
             self._handle = self.transport.exchange(wire, trip.leaving.splits, trip.arriving.splits)
 
     def _arrived(self) -> torch.Tensor | None:
         handle, self._handle = self._handle, None
         return None if handle is None else handle.wait()
 
-    def _to_server(self, sides: str, trip: Trip) -> Tensors:
+    def _to_server(self, sides: str, trip: Trip, stamp: Stamp | None = None) -> Tensors:
         """The server's buffers of the row's tensors: what arrived and what stays home, in task order."""
         wire, row, self._row = self._arrived(), self._row, ()
+        strangers = stamp.strangers(wire) if stamp is not None and wire is not None else []
+        if strangers:
+            raise another_plan(self.transport.rank, strangers)
         tables = self.prepared.tables
         buffers = []
         for name, tensor in zip(sides, row, strict=True):

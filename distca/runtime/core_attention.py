@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from distca.kernels import Kernel, choose
 from distca.planning.plan import Plan
-from distca.runtime.call import Call
+from distca.runtime.call import Call, another_plan
 from distca.runtime.prepared import Prepared, Shapes, digest, prepare
 from distca.runtime.roles import PLANS_REMEMBERED, Announcement, Announcer, Plans
 from distca.runtime.transport import C10dTransport, Transport
@@ -53,6 +53,7 @@ class CoreAttention:
         self.kernel_name, self.state = kernel, state
         self._prepared: OrderedDict[tuple[Any, ...], tuple[Kernel, Prepared]] = OrderedDict()
         self._digests: OrderedDict[int, tuple[Plan, int]] = OrderedDict()  # by id, which the plan kept here holds
+        self._latest_plan: int | None = None                     # on a GPU, stamps are looked at when the plan changes
         self._calls = 0
         self._told = Plans()                                     # plans that dedicated servers know
         self._agreed: OrderedDict[int, None] = OrderedDict()     # digests of plans that all ranks were seen to share
@@ -110,7 +111,9 @@ class CoreAttention:
 
     def call(self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None) -> Call:
         kernel, prepared = self._prepare(plan, shapes, window)
-        return Call(self.transport, kernel, prepared, scale, self.state == "keep")
+        number = self._digest(plan)
+        check, self._latest_plan = shapes.device.type == "cpu" or number != self._latest_plan, number
+        return Call(self.transport, kernel, prepared, scale, self.state == "keep", check)
 
     def _announcer(
         self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None
@@ -147,8 +150,7 @@ class CoreAttention:
             digests = self.transport.gather(mine, device)
             differing = [rank for rank, other in enumerate(digests) if other != mine]
             if differing:
-                raise ValueError(f"rank {self.transport.rank} has another plan than ranks {differing}; plan from the "
-                                 "same lengths, tolerance and version on every rank")
+                raise another_plan(self.transport.rank, differing)
             self._agreed[mine] = None
         _latest(self._agreed, mine)
 
@@ -190,8 +192,9 @@ class _Serve(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept = ctx.saved_tensors                                 # may replay a forward, so before the announcement
         ctx.announce("serve_backward")
-        ctx.call.serve_backward(ctx.saved_tensors)
+        ctx.call.serve_backward(kept)
         return None, grad
 
 
@@ -209,8 +212,8 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors                    # may replay a forward, so before the announcement
         ctx.announce("finish_backward")
-        q, k, v, out, lse = ctx.saved_tensors
         ctx.call.finish_backward(q, k, v, out, dout, lse)
         return None, dout.new_zeros(()), None, None, None
 

@@ -14,7 +14,7 @@ from distca.dispatch.tables import RankTables
 from distca.kernels import Kernel, TaskRows
 from distca.kernels.interface import accumulation_dtype
 from distca.planning.plan import Plan
-from distca.runtime.wire import Combination, Field, Segments, combination, segments
+from distca.runtime.wire import Combination, Field, Segments, Stamp, combination, segments
 
 
 class Shapes(NamedTuple):
@@ -66,6 +66,8 @@ class Prepared:
     gradients: Trip             # dq, dk, dv: servers -> homes
     queries: Combination
     keys: Combination
+    sent_stamp: Stamp           # on the segments of `inputs`
+    expected_stamp: Stamp
 
 
 def prepare(plan: Plan, rank: int, kernel: Kernel, shapes: Shapes, window: int | None) -> Prepared:
@@ -73,25 +75,30 @@ def prepare(plan: Plan, rank: int, kernel: Kernel, shapes: Shapes, window: int |
     rows = TaskRows(tables.q_begin, tables.q_end, tables.k_begin, tables.k_end, tables.q_offset)
     q, kv, lse = shapes.q_bytes, shapes.kv_bytes, shapes.lse_bytes
     moved = plan.traffic()
+    inputs = _trip(tables, [("q", q), ("k", kv), ("k", kv)], stamped=True)
+    number = digest(plan)
     return Prepared(
         tables=tables,
         rows=kernel.prepare(rows, shapes.device, window),
         travels=bool(moved.q_tokens.sum() or moved.kv_tokens.sum()),
-        inputs=_trip(tables, [("q", q), ("k", kv), ("k", kv)]),
+        inputs=inputs,
         outputs=_trip(tables.reversed(), [("q", q), ("q", lse)]),
         backward_inputs=_trip(tables, [("q", q), ("k", kv), ("k", kv), ("q", q), ("q", q), ("q", lse)]),
         backward_inputs_kept=_trip(tables, [("q", q), ("q", q), ("q", lse)]),
         gradients=_trip(tables.reversed(), [("q", q), ("k", kv), ("k", kv)]),
         queries=combination(tables.queries),
         keys=combination(tables.keys),
+        sent_stamp=Stamp.of(number, inputs.leaving, shapes.device),
+        expected_stamp=Stamp.of(number, inputs.arriving, shapes.device),
     )
 
 
-def _trip(tables: RankTables, fields: list[tuple[str, int]]) -> Trip:
+def _trip(tables: RankTables, fields: list[tuple[str, int]], *, stamped: bool = False) -> Trip:
     sides = {"q": tables.queries, "k": tables.keys}
     return Trip(
-        leaving=segments([Field(sides[name].send, size) for name, size in fields], tables.num_ranks),
-        arriving=segments([Field(sides[name].receive, size) for name, size in fields], tables.num_ranks),
+        leaving=segments([Field(sides[name].send, size) for name, size in fields], tables.num_ranks, stamped=stamped),
+        arriving=segments([Field(sides[name].receive, size) for name, size in fields], tables.num_ranks,
+                          stamped=stamped),
     )
 
 

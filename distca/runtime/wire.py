@@ -18,6 +18,7 @@ from distca.dispatch.tables import LocalRuns, Runs, Side
 from distca.kernels.interface import accumulation_dtype, merge
 
 ALIGNMENT = 16  # bytes; every field of a segment begins on it, whatever its element size
+STAMP_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +35,31 @@ class Segments:
 
     splits: list[int]                        # bytes per peer
     copies: list[list[tuple[int, int, int]]]  # per field: (first token, tokens, first byte on the wire)
+    stamps: dict[int, int]                   # peer -> first byte of its segment, kept free for a stamp; may be none
 
     @property
     def num_bytes(self) -> int:
         return sum(self.splits)
 
 
-def segments(fields: Sequence[Field], num_ranks: int) -> Segments:
+def segments(fields: Sequence[Field], num_ranks: int, *, stamped: bool = False) -> Segments:
+    """Lay out one side of the wire; with `stamped`, every segment that is not empty begins with room for a stamp."""
     per_peer = np.array([f.runs.tokens_per_peer(num_ranks) * f.token_bytes for f in fields])  # [field, peer]
     per_peer += -per_peer % ALIGNMENT
     splits = per_peer.sum(axis=0)
-    field_begin = np.cumsum(splits) - splits + np.cumsum(per_peer, axis=0) - per_peer
+    room = np.where(splits > 0, STAMP_BYTES, 0) if stamped else np.zeros_like(splits)
+    splits = splits + room
+    begin = np.cumsum(splits) - splits                           # [peer]
+    field_begin = begin + room + np.cumsum(per_peer, axis=0) - per_peer
+    stamps = {int(peer): int(begin[peer]) for peer in np.flatnonzero(room)}
     copies = []
-    for field, begin in zip(fields, field_begin, strict=True):
+    for field, here in zip(fields, field_begin, strict=True):
         runs = field.runs
         tokens = runs.tokens_per_peer(num_ranks)
         before = np.cumsum(runs.length) - runs.length - (np.cumsum(tokens) - tokens)[runs.peer]  # within the peer
-        at = begin[runs.peer] + before * field.token_bytes
+        at = here[runs.peer] + before * field.token_bytes
         copies.append(list(zip(runs.start.tolist(), runs.length.tolist(), at.tolist(), strict=True)))
-    return Segments(splits.tolist(), copies)
+    return Segments(splits.tolist(), copies, stamps)
 
 
 def pack(tensors: Sequence[torch.Tensor], segments: Segments, device: torch.device) -> torch.Tensor:
@@ -65,6 +72,29 @@ def pack(tensors: Sequence[torch.Tensor], segments: Segments, device: torch.devi
             to.append(on_wire(wire, at, length, tensor))
     copy_all(to, source)
     return wire
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A plan's digest on every segment, so that a rank notices when another follows a different plan."""
+
+    peers: list[int]
+    index: torch.Tensor  # [peers, 8] bytes of the wire that hold it
+    value: torch.Tensor  # [8] uint8
+
+    @classmethod
+    def of(cls, digest: int, segments: Segments, device: torch.device) -> Stamp:
+        at = torch.tensor(list(segments.stamps.values()), dtype=torch.int64).view(-1, 1) + torch.arange(8)
+        value = torch.frombuffer(bytearray(digest.to_bytes(8, "little", signed=True)), dtype=torch.uint8)
+        return cls(list(segments.stamps), at.to(device), value.to(device))
+
+    def put(self, wire: torch.Tensor) -> None:
+        wire[self.index] = self.value
+
+    def strangers(self, wire: torch.Tensor) -> list[int]:
+        """Peers whose segments carry another stamp; waits for the wire."""
+        wrong = (wire[self.index] != self.value).any(dim=1).tolist()
+        return [peer for peer, is_wrong in zip(self.peers, wrong, strict=True) if is_wrong]
 
 
 def unpack(wire: torch.Tensor, tensors: Sequence[torch.Tensor], segments: Segments) -> None:
