@@ -28,7 +28,6 @@ from distca.planning.greedy import balance
 from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
 from distca.report import PlanFigures, Side
-from distca.report.profile import print_profile
 from distca.report.render import print_plan
 from distca.spec import ModelShape, model_named, unknown_name
 from distca.workload.documents import SAMPLERS, Workload, fill, read_source, sample_lengths, standard_library_lengths
@@ -151,17 +150,17 @@ def profile_command(
                          "first")
     try:
         from distca import profiling
+        from distca.runtime.probe import measure_network
     except ModuleNotFoundError as error:
         raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install 'distca[train]'"
                          ) from None
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
-    network = profiling.network(chosen, ranks)
+    network = measure_network(chosen.device, ranks)
     if network.measures_the_rest:
         with _progress(profiling.num_steps(chosen)) as step:
             table = profiling.profile(chosen, step, network.cost)
         table.save(output)
-        print_profile(table, Console())
-        print(f"Written to {output}.")
+        print(*profiling.describe(table), f"Written to {output}.", sep="\n")
 
 
 def _latency_table(name: str) -> LatencyTable:

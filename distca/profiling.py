@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 import distca
 from distca.cost.latency_table import LatencyTable, peak_rate
-from distca.cost.work import linear_flops, pairs_of_shard
+from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
 from distca.kernels import Kernel, TaskRows, choose
 from distca.spec import ModelShape, model_named
 
@@ -193,6 +194,29 @@ def _seconds_of_shards(
     return forward / count, backward / count
 
 
+def describe(table: LatencyTable) -> list[str]:
+    """A profile in a few lines, for people."""
+    about: Any = table.metadata
+    model, tp = model_named(about["model"]), about["tp"]
+    lines = [f"{table.name}: {about['kernel']} in {about['dtype']}", "attention   queries x keys   forward   backward"]
+    last = len(table.kv_len) - 1
+    for i in sorted({0, len(table.q_len) // 2, len(table.q_len) - 1}):
+        pairs = int(pairs_of_shard(int(table.q_len[i]), int(table.kv_len[last])))
+        forward = attention_flops(pairs, model, tp) / table.forward_seconds[i, last]
+        assert table.backward_seconds is not None
+        backward = attention_backward_flops(pairs, model, tp) / table.backward_seconds[i, last]
+        shape = f"{table.q_len[i]} x {table.kv_len[last]}"
+        lines.append(f"{shape:>26}   {forward / 1e12:7.4g}   {backward / 1e12:8.4g} TFLOP/s")
+    linear, cost = about["linear"], about["network"]
+    lines.append(f"linear layers {linear['forward_flops_per_second'] / 1e12:.4g} forward, "
+                 f"{linear['backward_flops_per_second'] / 1e12:.4g} backward TFLOP/s; copies "
+                 f"{about['copy_bytes_per_second'] / 1e9:.4g} GB/s")
+    lines.append("network not measured" if cost is None else
+                 f"network {cost['bandwidth'] / 1e9:.4g} GB/s and {cost['latency_seconds'] * 1e6:.4g} µs over "
+                 f"{cost['num_ranks']} ranks ({cost['backend']})")
+    return lines
+
+
 def linear_layers(chosen: Settings) -> dict[str, float]:
     """The matrix products of one layer: Q, K, V and output projections, gate, up and down."""
     model, tokens = chosen.model, chosen.limits.linear_tokens
@@ -302,12 +326,6 @@ def versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    return next(_cpu_names(), "CPU")
-
-
-def _cpu_names() -> Iterator[str]:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            yield from (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except OSError:
-        return
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -2,14 +2,23 @@
 
 Everything is drawn by seed. Layouts come in the kinds that loaders produce and one that none would: documents cut
 anywhere and scattered over ranks. Oracles count tokens and pairs one by one (or block by block) and share no code with
-planning. Attention over a plan runs on fake ranks, threads of one process; torch is imported only for that.
+planning. Attention over a plan runs on fake ranks, threads of one process, or on real ones, processes that talk over
+gloo; torch is imported only for that.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
+import runpy
+import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from inspect import getfile
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -252,3 +261,77 @@ def dense_on_one(
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = dense_attention(leaves[0], leaves[1], leaves[2], lengths.tolist(), scale, window)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a process ended: with what its body returned, with an error, or without a word."""
+
+    value: Any                # None where the body raised or never came back
+    error: str | None         # "TypeOfError: message"
+    exit_code: int | None     # None: it was still running and was ended
+    seconds: float            # from the moment the group stood
+
+
+def run_processes(
+    size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 20.0, deadline_seconds: float = 60.0,
+    lost: int | None = None,
+) -> list[Outcome]:
+    """Run `body(transport, *args)` in real processes that form a gloo group; none of them outlives this call.
+
+    `body` is a function of a module that can be loaded from its file. `timeout_seconds` is the group's. The rank that
+    is `lost` is not waited for.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "distca.runtime.core_attention"])
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(size):
+            end, child_end = context.Pipe(duplex=False)
+            about = (rank, size, f"{folder}/store", timeout_seconds, getfile(body), body.__name__, pickle.dumps(args))
+            processes.append(context.Process(target=_one_process, args=(child_end, *about), daemon=True))
+            processes[-1].start()
+            child_end.close()
+            ends.append(end)
+        deadline = time.monotonic() + deadline_seconds
+        try:
+            for rank, process in enumerate(processes):
+                if rank != lost:
+                    process.join(max(deadline - time.monotonic(), 0.0))
+            return [_outcome(process, end) for process, end in zip(processes, ends, strict=True)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _outcome(process: Any, end: Connection) -> Outcome:
+    try:
+        value, error, seconds = pickle.loads(end.recv_bytes()) if end.poll() else (None, None, 0.0)
+    except EOFError:
+        value, error, seconds = None, None, 0.0
+    return Outcome(value, error, process.exitcode, seconds)
+
+
+def _one_process(
+    end: Connection, rank: int, size: int, store: str, timeout_seconds: float, file: str, name: str, args: bytes
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from distca.runtime.transport import C10dTransport
+
+    torch.set_num_threads(1)
+    body = runpy.run_path(file)[name]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+                            timeout=timedelta(seconds=timeout_seconds))
+    dist.barrier()
+    begin, value, error = time.monotonic(), None, None
+    try:
+        value = body(C10dTransport(), *pickle.loads(args))
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    end.send_bytes(pickle.dumps((value, error, time.monotonic() - begin)))
+    if error is None:
+        dist.barrier()
+    dist.destroy_process_group()

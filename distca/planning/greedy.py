@@ -25,6 +25,7 @@ from distca.workload.packing import check_pool, check_tolerance
 
 _PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
 _SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
+_WORTH_A_LOOK = 0.05  # a holder of keys with less room than this part of a surplus is not tried
 _HOLDERS_TRIED = 2  # latest servers that already hold a document's keys
 
 
@@ -142,9 +143,13 @@ class _Mover:
             for candidate in [*holders, *([server] if server is not None and server not in holders else [])]:
                 room = self.cap[candidate] - self.load[candidate]
                 begin, end = self.held.get((piece.document, candidate), (0, 0))
+                if candidate != server and room < _WORTH_A_LOOK * need:
+                    continue
                 shard = cheapest_shard(piece, need, room, end if begin <= piece.key_start else 0, self.prices)
                 if shard is not None and shard.beats(best[0] if best else None):
                     best = shard, candidate, at
+            if best is not None and best[0].key_stop < best[0].stop:
+                break                                            # a rectangle: no other piece can do better
         return best
 
     def _overfill(self, pieces: list[tuple[int, int, Piece]]) -> tuple[Shard, int, int]:

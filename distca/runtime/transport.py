@@ -85,12 +85,12 @@ class C10dTransport:
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         mine = torch.tensor([value], dtype=torch.int64, device=device)
-        everyone = torch.empty(self.size, dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            dist.all_gather_into_tensor(everyone, mine, group=self.group)
+            dist.all_gather(everyone, mine, group=self.group)
         except RuntimeError as error:
             raise _lost(self, error) from error
-        return everyone.tolist()
+        return torch.cat(everyone).tolist()
 
 
     def tell(self, message: Any, rank: int) -> None:

@@ -67,7 +67,7 @@ def test_rejects_a_task_dropped_doubled_or_shifted(plan, data):
         for name in names:
             rows[at][name] += shift
     changed = with_rows(plan, rows)
-    assert not covers_exactly_once(plan.layout.lengths, changed.tasks)
+    assume(not covers_exactly_once(plan.layout.lengths, changed.tasks))  # a query added before its first key sees none
     rejected(changed)
 
 

@@ -1,0 +1,175 @@
+"""Exchanges inside one node through symmetric memory: each rank writes straight into its peers' receive buffers.
+
+A rank must know where its segment begins in each peer's buffer, and no rank can tell by itself whether the others have
+seen its splits before. So every exchange begins with a few numbers over gloo, from host to host: offsets, sizes and the
+room that is needed. That costs a fraction of a millisecond, never waits for a GPU, lets all ranks enlarge their buffers
+together, and finds a rank that is gone or that follows another plan before anything is launched.
+
+The bytes then move on a side stream, in the order of the calls, which is the same on every rank:
+
+    put      copy each segment into its place in the peer's slot
+    barrier  one device-side barrier of all ranks: every segment has landed
+    take     copy the slot into an ordinary tensor, which belongs to the caller
+
+Two slots, used in turn, are enough for any number of exchanges in flight. A rank puts exchange n only after its barrier
+n - 1. A peer reaches barrier n - 1 only after it has taken exchange n - 2, since its side stream runs in order. So slot
+n mod 2 of every peer has been taken before anyone puts into it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from distca.runtime.transport import C10dTransport, Handle, TransportError
+
+SLOTS = 2
+MIN_CAPACITY = 2**24
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+class SymmetricTransport:
+    """A group of ranks on the GPUs of one node. Every rank of the group must construct it at the same time.
+
+    A rank that dies between exchanges is found by the others' hosts within the group's timeout. One that dies inside
+    of one leaves the others' device-side barrier unanswered: after `timeout_seconds` it ends their CUDA context.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        *,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("symmetric memory needs GPUs and torch finds none; use C10dTransport with gloo")
+        self.device = _cuda_device(device)
+        self._group = _with_gloo(group)
+        self._control = C10dTransport(self._group)
+        self._timeout_ms = max(1, int(timeout_seconds * 1000))
+        self._stream = torch.cuda.Stream(self.device)
+        self._capacity, self._turn = 0, 0
+        self._own: torch.Tensor | None = None
+        self._memory: Any = None              # torch's handle of all ranks' slots
+        self._peers: list[torch.Tensor] = []  # uint8 [SLOTS, capacity] of every rank
+        self._check_node()
+
+    @property
+    def rank(self) -> int:
+        return self._control.rank
+
+    @property
+    def size(self) -> int:
+        return self._control.size
+
+    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
+        if send.device != self.device:
+            raise ValueError(f"send is on {send.device} but this transport is for {self.device}; move it there")
+        offsets, needed = self._meet(send_splits, recv_splits)
+        if not self._peers or needed > self._capacity:
+            self._grow(needed)
+        slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            send.record_stream(self._stream)
+            segments = send.split(send_splits)
+            for step in range(self.size):  # every rank begins with another peer
+                peer = (self.rank + step) % self.size
+                at, length = offsets[peer], send_splits[peer]
+                if length:
+                    self._peers[peer][slot, at:at + length].copy_(segments[peer], non_blocking=True)
+            self._memory.barrier(channel=0, timeout_ms=self._timeout_ms)
+            received = self._peers[self.rank][slot, :sum(recv_splits)].clone()
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return _SymmetricHandle(received, done)
+
+    def gather(self, value: int, device: torch.device) -> list[int]:
+        return self._control.gather(value, torch.device("cpu"))
+
+    def tell(self, message: Any, rank: int) -> None:
+        self._control.tell(message, rank)
+
+    def hear(self) -> Any:
+        return self._control.hear()
+
+    def _meet(self, send_splits: list[int], recv_splits: list[int]) -> tuple[list[int], int]:
+        """Where this rank's segments begin in each peer's slot, and the bytes of the fullest slot."""
+        begins = [sum(recv_splits[:peer]) for peer in range(self.size)]
+        total = sum(recv_splits)
+        told = torch.tensor([[begins[peer], recv_splits[peer], send_splits[peer], total] for peer in range(self.size)])
+        share = [told[0].numel() * told.element_size()] * self.size
+        wire = self._control.exchange(told.view(torch.uint8).flatten(), share, share).wait()
+        heard = wire.view(torch.int64).view(self.size, -1).tolist()
+        for peer, (_, wanted, sent, _) in enumerate(heard):
+            if (wanted, sent) != (send_splits[peer], recv_splits[peer]):
+                raise TransportError(
+                    f"rank {self.rank}: sends {send_splits[peer]} bytes to rank {peer} and expects "
+                    f"{recv_splits[peer]}, but that rank expects {wanted} and sends {sent}; the ranks do not follow "
+                    "the same plan")
+        return [begin for begin, *_ in heard], max(total for *_, total in heard)
+
+    def _grow(self, needed: int) -> None:
+        """All ranks at once: when no rank's side stream uses the old slots any more, replace them by larger ones."""
+        self._stream.synchronize()
+        self.gather(0, self.device)
+        self._peers, self._memory, self._own = [], None, None
+        self._capacity, self._turn = max(MIN_CAPACITY, 1 << (needed - 1).bit_length()), 0
+        with torch.cuda.device(self.device):
+            self._own = symmetric_memory.empty(SLOTS * self._capacity, dtype=torch.uint8, device=self.device)
+            self._memory = symmetric_memory.rendezvous(self._own, self._group)
+        self._peers = [self._memory.get_buffer(peer, (SLOTS, self._capacity), torch.uint8) for peer in range(self.size)]
+
+    def _check_node(self) -> None:
+        """Refuse what would fail later and less clearly: several nodes, or ranks that share a GPU by accident."""
+        node = self.gather(_number(platform.node()), self.device)
+        if len(set(node)) > 1:
+            away = [rank for rank, other in enumerate(node) if other != node[self.rank]]
+            raise ValueError(f"ranks {away} are on another node than rank {self.rank}; use C10dTransport between nodes")
+        gpu = self.gather(_number(str(torch.cuda.get_device_properties(self.device).uuid)), self.device)
+        sharing = [rank for rank, other in enumerate(gpu) if other == gpu[self.rank]]
+        if len(sharing) > 1 and os.environ.get(SHARING) != "1":
+            raise ValueError(f"ranks {sharing} share one GPU; give each rank its own, or set {SHARING}=1 to allow it")
+
+
+class _SymmetricHandle:
+    def __init__(self, received: torch.Tensor, done: torch.cuda.Event) -> None:
+        self.received, self.done = received, done
+
+    def wait(self) -> torch.Tensor:
+        """Makes the current stream wait, not the host."""
+        stream = torch.cuda.current_stream(self.received.device)
+        stream.wait_event(self.done)
+        self.received.record_stream(stream)
+        return self.received
+
+
+def _cuda_device(device: torch.device | str | None) -> torch.device:
+    named = torch.device("cuda" if device is None else device)
+    if named.type != "cuda":
+        raise ValueError(f"device is {named}; symmetric memory needs a GPU (device cuda)")
+    return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
+
+
+def _with_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself where it carries CPU tensors, else a gloo group of the same ranks."""
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first, or "
+                         "start the script with torchrun")
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    if "cpu:gloo" in dist.get_backend_config(whole):
+        return whole
+    ranks = dist.get_process_group_ranks(whole)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

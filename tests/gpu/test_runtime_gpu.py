@@ -1,0 +1,163 @@
+"""Four ranks that share one GPU, over gloo and over symmetric memory: bytes arrive, and attention is as good as plain.
+
+"As good": against float64, at most twice the error of the same maths in plain PyTorch bf16.
+"""
+
+import os
+
+import pytest
+import torch
+
+from distca.planning.greedy import balance
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.transport import TransportError
+from distca.spec import ModelShape
+from distca.testing import dense_on_one, random_qkv, row_index, run_processes, scattered_plan
+from distca.workload.packing import pack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch.cuda.is_available() is False"),
+]
+
+RANKS = 4
+TRANSPORTS = ["gloo", "symmetric"]
+MODEL = ModelShape("small", 1, 512, 8, 2, 128, 1024, 64)
+LENGTHS = [2900, 1, 127, 700, 1300, 513, 651]                    # 6192 = 4 x 1548, cut anywhere by the ranks
+NEGLIGIBLE = 1e-4
+
+
+def on_this_gpu(transport, kind):
+    torch.cuda.set_device(0)
+    if kind == "gloo":
+        return transport
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    from distca.runtime.symmetric import SymmetricTransport
+
+    return SymmetricTransport(transport.group, timeout_seconds=60.0)
+
+
+def values(outcomes):
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None and outcome.exit_code == 0, f"rank {rank}: {outcome}"
+    return [outcome.value for outcome in outcomes]
+
+
+def errors_of_attention(transport, kind, kernel):
+    """Largest error of out, dq, dk, dv in this rank's row, and of plain bf16 anywhere; two calls are interleaved."""
+    transport = on_this_gpu(transport, kind)
+    attend = CoreAttention(kernel=kernel, transport=transport)
+    layout = pack(LENGTHS, ranks=RANKS)
+    plans = balance(layout, MODEL, tolerance=0.05), scattered_plan(1, layout, RANKS, MODEL)
+    assert all((plan.tasks.home != plan.tasks.server).any() for plan in plans)
+    index = row_index(layout, transport.rank).cuda()
+    batches = [[x.to(torch.bfloat16).cuda() for x in random_qkv(seed, layout.num_tokens, 8, 2, 128, torch.float32)]
+               for seed in (0, 1)]
+    rows = [[x[index].requires_grad_() for x in batch[:3]] for batch in batches]
+    pending = [attend.start(*row, plan) for row, plan in zip(rows, plans, strict=True)]
+    for call in pending:
+        attend.serve(call)
+    outs = [attend.finish(call) for call in pending]
+    torch.autograd.backward(outs, [batch[3][index] for batch in batches])
+    report = []
+    for batch, row, out in zip(batches, rows, outs, strict=True):
+        truth = dense_on_one(*(x.double() for x in batch), layout.lengths)
+        plain = dense_on_one(*batch, layout.lengths)
+        for got, same_dtype, exact in zip((out.detach(), *(x.grad for x in row)), plain, truth, strict=True):
+            report.append(((got - exact[index]).abs().max().item(), (same_dtype - exact).abs().max().item()))
+    return report
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "auto"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_attention_is_as_good_as_plain(kind, kernel):
+    for rank, report in enumerate(values(run_processes(RANKS, errors_of_attention, kind, kernel,
+                                                       timeout_seconds=90.0, deadline_seconds=240.0))):
+        assert len(report) == 8
+        for name, (error, plain) in zip(("out", "dq", "dk", "dv") * 2, report, strict=True):
+            assert error <= 2 * plain + NEGLIGIBLE, f"rank {rank}: {name} is off by {error}, plain bf16 by {plain}"
+
+
+def pattern(source, target, number, length):
+    """Bytes that tell who sent them, to whom and when."""
+    return (torch.arange(length, device="cuda") * 7 + 31 * source + 57 * target + 101 * number).to(torch.uint8)
+
+
+def sizes(number, most):
+    """[source, target] bytes of exchange `number`: uneven, some of them 0, one rank that sends nothing."""
+    generator = torch.Generator().manual_seed(number)
+    size = torch.randint(0, most, (RANKS, RANKS), generator=generator) * torch.randint(0, 2, (RANKS, RANKS),
+                                                                                      generator=generator)
+    size[number % RANKS] = 0
+    return size.tolist()
+
+
+def start_one(transport, number, most):
+    rank, size = transport.rank, sizes(number, most)
+    sent = [size[rank][peer] for peer in range(RANKS)]
+    expected = [size[peer][rank] for peer in range(RANKS)]
+    send = torch.cat([pattern(rank, peer, number, length) for peer, length in enumerate(sent)])
+    handle = transport.exchange(send, sent, expected)
+    return handle, [(peer, length) for peer, length in enumerate(expected)], number
+
+
+def arrives(transport, started):
+    handle, expected, number = started
+    whole = torch.cat([pattern(peer, transport.rank, number, length) for peer, length in expected])
+    return torch.equal(handle.wait(), whole)
+
+
+def carries(transport, kind):
+    transport = on_this_gpu(transport, kind)
+    nothing = transport.exchange(torch.empty(0, dtype=torch.uint8, device="cuda"), [0] * RANKS, [0] * RANKS)
+    empty = nothing.wait().numel() == 0
+    one_by_one = [arrives(transport, start_one(transport, number, 5000)) for number in range(4)]
+    flight = [start_one(transport, number, 100_000) for number in range(10, 16)]
+    last_first = [arrives(transport, started) for started in reversed(flight)]
+    before = start_one(transport, 20, 1000)
+    growing = [start_one(transport, 21 + step, most) for step, most in enumerate((2**20, 2**23, 2**24))]
+    grown = [arrives(transport, started) for started in (*growing, before)]
+    busy = []
+    for number in range(30, 90):
+        torch.cuda._sleep(200_000 * ((number * 5 + transport.rank * 3) % 7))  # ranks reach exchanges at other times
+        busy.append(start_one(transport, number, 20_000))
+    landed = [arrives(transport, started) for started in busy]
+    gathered = transport.gather(10 + transport.rank, torch.device("cuda"))
+    return all((*one_by_one, empty, *last_first, *grown, *landed)) and gathered == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_what_is_sent_arrives(kind):
+    assert values(run_processes(RANKS, carries, kind, timeout_seconds=90.0, deadline_seconds=240.0)) == [True] * RANKS
+
+
+def disagrees(transport):
+    transport = on_this_gpu(transport, "symmetric")
+    splits = [16, 16] if transport.rank == 0 else [32, 16]       # rank 0 expects 16 from rank 1
+    try:
+        transport.exchange(torch.zeros(sum(splits), dtype=torch.uint8, device="cuda"), splits, [16, 16]).wait()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+def test_splits_that_do_not_match_are_named():
+    for message in values(run_processes(2, disagrees, timeout_seconds=60.0, deadline_seconds=180.0)):
+        assert "32" in message and "same plan" in message
+
+
+def shares_by_accident(transport):
+    from distca.runtime.symmetric import SymmetricTransport
+
+    os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
+    try:
+        SymmetricTransport(transport.group)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_sharing_a_gpu_must_be_meant():
+    for message in values(run_processes(2, shares_by_accident, timeout_seconds=60.0, deadline_seconds=180.0)):
+        assert "ranks [0, 1]" in message and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in message

@@ -1,0 +1,134 @@
+"""A rank that dies or hangs: the others stop with an error that says so, in time, and leave no process behind."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.roles import serve_until_stopped
+from distca.spec import ModelShape
+from distca.testing import misplaced_plan, random_qkv, row_index, run_processes
+from distca.workload.layout import layout_from_rows
+
+pytestmark = pytest.mark.multiprocess
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+VICTIM = 1
+TIMEOUT_SECONDS = 2.0
+STEPS = ["before", "start", "serve", "finish", "backward"]       # how far the victim comes
+
+
+def vanish(how):
+    if how == "dies":
+        os._exit(17)
+    time.sleep(3600)
+
+
+def train(transport, plan, how, last_step):
+    """One attention call, forward and backward, in which the victim vanishes after its last step."""
+    attend = CoreAttention(transport=transport)
+    mine = transport.rank == VICTIM
+    attend_once(attend, plan)                                    # all is well once: plans agreed, tables built
+    if mine and last_step == "before":
+        vanish(how)
+    leaves = [x[row_index(plan.layout, transport.rank)].requires_grad_()
+              for x in random_qkv(0, plan.layout.num_tokens)[:3]]
+    pending = attend.start(*leaves, plan)
+    if mine and last_step == "start":
+        vanish(how)
+    attend.serve(pending)
+    if mine and last_step == "serve":
+        vanish(how)
+    out = attend.finish(pending)
+    if mine and last_step == "finish":
+        vanish(how)
+    out.sum().backward()
+    if mine and last_step == "backward":
+        vanish(how)
+    attend_once(attend, plan)
+
+
+def attend_once(attend, plan):
+    row = [x[row_index(plan.layout, attend.transport.rank)].requires_grad_()
+           for x in random_qkv(0, plan.layout.num_tokens)[:3]]
+    attend(*row, plan).sum().backward()
+
+
+def vanish_with_megabytes_under_way(transport):
+    """The victim has promised more than it stays to deliver."""
+    size = 16 * 2**20
+    handle = transport.exchange(torch.zeros(size * transport.size, dtype=torch.uint8), [size] * transport.size,
+                                [size] * transport.size)
+    if transport.rank == VICTIM:
+        os._exit(17)
+    handle.wait()
+
+
+def train_with_a_pool(transport, plan, victim, how):
+    attend = CoreAttention(transport=transport)
+    if transport.rank >= plan.layout.num_ranks:
+        if transport.rank == victim:
+            transport.hear()                                     # told of one step, then gone
+            vanish(how)
+        return serve_until_stopped(attend)
+    attend_once(attend, plan) if transport.rank != victim else vanish(how)
+    return None
+
+
+def check(outcomes, victim, how, within_seconds):
+    assert outcomes[victim].exit_code == (17 if how == "dies" else None), "the victim did vanish"
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error is not None and outcome.error.startswith("TransportError: "), outcome
+            assert f"rank {rank} of {len(outcomes)}" in outcome.error
+            assert "did not complete" in outcome.error and "restart" in outcome.error
+            assert outcome.seconds < within_seconds
+            assert outcome.exit_code == 0, "it could end in good order"
+
+
+@pytest.mark.parametrize("last_step", STEPS)
+def test_a_rank_that_dies_ends_the_others_at_once(last_step):
+    plan = misplaced_plan(layout_from_rows([[30], [40], [20, 5]]), 3, MODEL)
+    outcomes = run_processes(3, train, plan, "dies", last_step, timeout_seconds=20, deadline_seconds=10)
+    check(outcomes, VICTIM, "dies", within_seconds=5)
+
+
+def test_a_rank_that_dies_with_megabytes_under_way():
+    outcomes = run_processes(3, vanish_with_megabytes_under_way, timeout_seconds=20, deadline_seconds=10)
+    check(outcomes, VICTIM, "dies", within_seconds=5)
+
+
+@pytest.mark.parametrize("last_step", ["start", "finish"])
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step):
+    plan = misplaced_plan(layout_from_rows([[30], [40], [20, 5]]), 3, MODEL)
+    outcomes = run_processes(3, train, plan, "hangs", last_step, timeout_seconds=TIMEOUT_SECONDS,
+                             deadline_seconds=10, lost=VICTIM)
+    check(outcomes, VICTIM, "hangs", within_seconds=TIMEOUT_SECONDS + 3)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["the_first_trainer", "a_trainer", "a_server"])
+def test_a_pool_stops_as_well(victim, how):
+    """Trainers notice a server that vanishes; servers notice trainers that do, also while they wait to be told."""
+    plan = misplaced_plan(layout_from_rows([[30], [20, 5]]), 4, MODEL, shift=2)
+    outcomes = run_processes(4, train_with_a_pool, plan, victim, how, timeout_seconds=TIMEOUT_SECONDS,
+                             deadline_seconds=10, lost=victim if how == "hangs" else None)
+    check(outcomes, victim, how, within_seconds=TIMEOUT_SECONDS + 3)
+
+
+def note_and_hang(transport, folder):
+    (Path(folder) / str(os.getpid())).touch()
+    transport.gather(0, torch.device("cpu"))
+    if transport.rank == VICTIM:
+        vanish("hangs")
+
+
+def test_no_process_is_left_behind(tmp_path):
+    run_processes(2, note_and_hang, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS, deadline_seconds=10, lost=VICTIM)
+    processes = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(processes) == 2
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)

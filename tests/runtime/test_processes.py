@@ -1,0 +1,118 @@
+"""Real ranks: processes that talk over gloo give the dense answer, forward and backward, to 1e-10."""
+
+import pytest
+import torch
+
+from distca.baselines.at_home import at_home
+from distca.baselines.per_document_cp import per_document_cp
+from distca.planning.greedy import balance
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.roles import serve_until_stopped, stop_servers
+from distca.spec import ModelShape
+from distca.testing import (
+    dense_on_one,
+    misplaced_plan,
+    random_qkv,
+    row_index,
+    run_processes,
+    scattered_plan,
+)
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+
+pytestmark = pytest.mark.multiprocess
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+LENGTHS = [400, 40, 1, 55, 16]
+
+
+def farthest(plan, rank, *row):
+    """The largest difference of this rank's out, dq, dk and dv from the dense ones."""
+    expected = dense_on_one(*random_qkv(0, plan.layout.num_tokens), plan.layout.lengths)
+    index = row_index(plan.layout, rank)
+    return max(float((got - want[index]).abs().max()) if len(index) else 0.0
+               for got, want in zip(row, expected, strict=True))
+
+
+def attend_and_compare(attend, plan):
+    tensors = random_qkv(0, plan.layout.num_tokens)
+    index = row_index(plan.layout, attend.transport.rank)
+    leaves = [x[index].requires_grad_() for x in tensors[:3]]
+    out = attend(*leaves, plan)
+    out.backward(tensors[3][index])
+    return farthest(plan, attend.transport.rank, out.detach(), *(leaf.grad for leaf in leaves))
+
+
+def in_place(transport, plans, state):
+    """Every rank trains and serves, over the default group."""
+    attend = CoreAttention(state=state)
+    assert (attend.transport.rank, attend.transport.size) == (transport.rank, transport.size)
+    return [attend_and_compare(attend, plan) for plan in (*plans, plans[0])]
+
+
+def dedicated(transport, plans):
+    """Ranks beyond the layout serve until they are told to stop."""
+    attend = CoreAttention(transport=transport)
+    if transport.rank >= plans[0].layout.num_ranks:
+        return serve_until_stopped(attend)
+    errors = [attend_and_compare(attend, plan) for plan in plans for _ in range(2)]
+    stop_servers(attend, plans[0])
+    return errors
+
+
+def interleaved(transport, plan):
+    """Two nano-batches, both in flight at once."""
+    attend = CoreAttention(transport=transport)
+    tensors = random_qkv(0, plan.layout.num_tokens)
+    index = row_index(plan.layout, transport.rank)
+    rows = [[x[index].requires_grad_() for x in tensors[:3]] for _ in range(2)]
+    pending = [attend.start(*row, plan) for row in rows]
+    for one in pending:
+        attend.serve(one)
+    outs = [attend.finish(one) for one in pending]
+    torch.autograd.backward(outs, [tensors[3][index]] * 2)
+    return [farthest(plan, transport.rank, out.detach(), *(leaf.grad for leaf in row))
+            for out, row in zip(outs, rows, strict=True)]
+
+
+def values(outcomes):
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def all_plans(ranks):
+    layouts = [pack(LENGTHS, ranks=ranks), pack(LENGTHS, ranks=ranks, placement="balanced")]
+    planned = [balance(layout, MODEL, tolerance=0.02) for layout in layouts]
+    assert all(plan.summary().bytes_total > 0 for plan in planned)
+    baselines = [per_document_cp(layout_from_rows([LENGTHS]), MODEL, cp=ranks), at_home(layouts[0], MODEL),
+                 at_home(layout_from_rows([[30]] * ranks), MODEL)]
+    wrong = [misplaced_plan(layouts[0], ranks, MODEL), scattered_plan(1, layouts[1], ranks, MODEL),
+             scattered_plan(2, layout_from_rows([[20, 1]] + [[]] * (ranks - 1)), ranks, MODEL)]
+    return planned + baselines + wrong
+
+
+@pytest.mark.parametrize("state", ["resend", "keep"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_place_servers_are_exact(ranks, state):
+    plans = all_plans(ranks)
+    for errors in values(run_processes(ranks, in_place, plans, state)):
+        assert len(errors) == 1 + len(plans) and max(errors) < 1e-10
+
+
+@pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (1, 2)])
+def test_a_dedicated_pool_is_exact(trainers, servers):
+    layout = pack(LENGTHS, ranks=trainers)
+    plans = [balance(layout, MODEL, tolerance=0.05, speed=[0.5] * trainers + [1.0] * servers),
+             balance(layout, MODEL, speed=[0.0] * trainers + [1.0] * servers),
+             scattered_plan(4, layout, trainers + servers, MODEL)]
+    assert all((plan.tasks.server >= trainers).any() for plan in plans)
+    answers = values(run_processes(trainers + servers, dedicated, plans))
+    for errors in answers[:trainers]:
+        assert len(errors) == 6 and max(errors) < 1e-10
+    assert answers[trainers:] == [6] * servers                   # calls served
+
+
+def test_nano_batches_in_flight_are_exact():
+    plan = scattered_plan(5, pack(LENGTHS, ranks=2), 2, MODEL)
+    for errors in values(run_processes(2, interleaved, plan)):
+        assert len(errors) == 2 and max(errors) < 1e-10

@@ -1,0 +1,200 @@
+"""Activation checkpointing and torch.compile around attention: the same answers, and nothing left behind."""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from distca.dispatch.build import build
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.transport import LoopbackWorld
+from distca.spec import ModelShape
+from distca.testing import (
+    dense_on_one,
+    from_rows,
+    on_fake_ranks,
+    random_qkv,
+    row_index,
+    scattered_layout,
+    scattered_plan,
+)
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+RANKS = 3
+LAYOUT = scattered_layout(4, np.array([30, 7, 1, 22]), RANKS)
+PLAN = scattered_plan(6, LAYOUT, RANKS, MODEL)
+TENSORS = random_qkv(1, LAYOUT.num_tokens)
+STATES = pytest.mark.parametrize("state", ["resend", "keep"])
+
+
+def check(rows):
+    for field, want in zip(zip(*rows, strict=True), dense_on_one(*TENSORS, LAYOUT.lengths), strict=True):
+        torch.testing.assert_close(from_rows(field, LAYOUT), want, rtol=1e-10, atol=1e-10)
+
+
+def leaves_of(rank):
+    return [x[row_index(LAYOUT, rank)].requires_grad_() for x in TENSORS[:3]]
+
+
+def dout_of(rank):
+    return TENSORS[3][row_index(LAYOUT, rank)]
+
+
+@STATES
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_replays_an_ordinary_forward(state, reentrant, recording):
+    """Forward twice and backward once, two exchanges each, and the answers of no checkpointing."""
+
+    def body(transport):
+        attend = CoreAttention(transport=recording(transport), state=state)
+        leaves = leaves_of(transport.rank)
+        out = checkpoint(lambda q, k, v: attend(q * 2.0, k, v, PLAN, scale=0.5 * q.shape[2] ** -0.5) * 1.0, *leaves,
+                         use_reentrant=reentrant)
+        assert len(attend.transport.sent_bytes) == 2
+        out.backward(dout_of(transport.rank))
+        assert len(attend.transport.sent_bytes) == 6
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    check(LoopbackWorld(RANKS, timeout_seconds=20).run(body))
+
+
+def stack(attend, x, replay):
+    for layer in range(3):
+        def block(x, layer=layer):
+            q = x * (1.0 + layer)
+            return x + attend(q, q[:, :2], x[:, 2:], PLAN)
+        x = block(x) if replay is None else checkpoint(block, x, use_reentrant=replay)
+    return x
+
+
+@STATES
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_stack_of_checkpointed_layers(state, reentrant):
+    """Layer by layer, each replayed alone; gradients equal those of a stack that kept everything."""
+
+    def body(attend):
+        grads = []
+        for replay in (reentrant, None):
+            x = leaves_of(attend.transport.rank)[0]
+            stack(attend, x, replay).backward(dout_of(attend.transport.rank))
+            grads.append(x.grad)
+        return grads
+
+    for replayed, plain in on_fake_ranks(PLAN, body, state=state):
+        torch.testing.assert_close(replayed, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_dedicated_servers_serve_replays_too():
+    plan = scattered_plan(6, LAYOUT, RANKS + 1, MODEL)
+
+    def body(attend):
+        leaves = leaves_of(attend.transport.rank)
+        out = checkpoint(lambda q, k, v: attend(q, k, v, plan), *leaves, use_reentrant=False)
+        out.backward(dout_of(attend.transport.rank))
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    check(on_fake_ranks(plan, body))
+
+
+@STATES
+def test_what_travelled_is_freed_between_steps(state, recording):
+    """No wire buffer outlives its step, and no tensor of a finished call outlives the caller's own references."""
+
+    def body(transport):
+        attend = CoreAttention(transport=recording(transport), state=state)
+        leaves = leaves_of(transport.rank)
+        out = attend(*leaves, PLAN)
+        everyone.wait()
+        assert attend.transport.alive == 0, "after forward"
+        out.backward(dout_of(transport.rank))
+        everyone.wait()
+        assert attend.transport.alive == 0, "after backward"
+        return [weakref.ref(x) for x in (out, *leaves)]
+
+    everyone = threading.Barrier(RANKS, timeout=20)
+    gc.disable()                                                 # a cycle would be seen, not collected
+    try:
+        for refs in LoopbackWorld(RANKS, timeout_seconds=20).run(body):
+            assert [ref() for ref in refs] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@STATES
+def test_what_autograd_saves_is_the_row_and_what_a_server_keeps(state):
+    """Between forward and backward `resend` holds a rank's own row; `keep` adds the server's queries and keys."""
+    token_bytes = {"q": 4 * 8 * 8, "kv": 2 * 8 * 8, "lse": 4 * 8}
+
+    def body(attend):
+        saved = []
+
+        def pack(tensor):
+            saved.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            attend(*leaves_of(attend.transport.rank), PLAN)
+        tables = build(PLAN, attend.transport.rank)
+        row = tables.row_tokens * (2 * token_bytes["q"] + 2 * token_bytes["kv"] + token_bytes["lse"])
+        kept = tables.queries.buffer_tokens * token_bytes["q"] + tables.keys.buffer_tokens * 2 * token_bytes["kv"]
+        assert sum(saved) == row + (kept if state == "keep" else 0)
+
+    on_fake_ranks(PLAN, body, state=state)
+
+
+@STATES
+@pytest.mark.parametrize("replay", [None, True, False])
+def test_steps_leave_no_tensors_behind(state, replay):
+    """As many tensors live after six steps as after two."""
+
+    def live():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    def step(attend):
+        x = leaves_of(attend.transport.rank)[0]
+        stack(attend, x, replay).backward(dout_of(attend.transport.rank))
+
+    def steps(attend):
+        for _ in range(2):
+            step(attend)
+        everyone.wait()
+        before = live() if attend.transport.rank == 0 else 0
+        everyone.wait()
+        for _ in range(4):
+            step(attend)
+        everyone.wait()
+        if attend.transport.rank == 0:
+            assert live() <= before
+        everyone.wait()
+
+    everyone = threading.Barrier(RANKS, timeout=20)
+    on_fake_ranks(PLAN, steps, state=state)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("steps", [False, True], ids=["call", "start_serve_finish"])
+def test_compiled_around_attention(backend, steps):
+    torch._dynamo.reset()
+
+    def body(attend):
+        def block(q, k, v):
+            q = q * 2.0
+            if not steps:
+                return attend(q, k, v, PLAN, scale=0.5 * 8 ** -0.5) * 1.0
+            pending = attend.start(q, k, v, PLAN, scale=0.5 * 8 ** -0.5)
+            attend.serve(pending)
+            return attend.finish(pending) * 1.0
+
+        compiled = torch.compile(block, backend=backend)
+        for _ in range(2):                                       # the second call runs what the first one compiled
+            leaves = leaves_of(attend.transport.rank)
+            out = compiled(*leaves)
+            out.backward(dout_of(attend.transport.rank))
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    check(on_fake_ranks(PLAN, body))

@@ -1,0 +1,218 @@
+"""One suite for every transport. A new transport is a new entry in TRANSPORTS."""
+
+import threading
+
+import pytest
+import torch
+
+from distca.runtime.transport import LoopbackWorld, TransportError
+from distca.testing import run_processes
+
+CPU = torch.device("cpu")
+
+
+def on_loopback(size, check):
+    return LoopbackWorld(size, timeout_seconds=20).run(check)
+
+
+def on_gloo(size, check):
+    outcomes = run_processes(size, check)
+    assert [outcome.error for outcome in outcomes] == [None] * size
+    assert [outcome.exit_code for outcome in outcomes] == [0] * size
+    return [outcome.value for outcome in outcomes]
+
+
+TRANSPORTS = [pytest.param(on_loopback, id="loopback"),
+              pytest.param(on_gloo, id="gloo", marks=pytest.mark.multiprocess)]
+
+
+def segment(source, destination, length, salt=0):
+    """Bytes that tell where they come from, where they go and where in the segment they stand."""
+    return (torch.arange(length) * 7 + source * 31 + destination * 57 + salt).to(torch.uint8)
+
+
+def begin(transport, lengths, salt=0):
+    """Start an exchange in which `lengths(source, destination)` bytes travel."""
+    me, everyone = transport.rank, range(transport.size)
+    send = torch.cat([segment(me, other, lengths(me, other), salt) for other in everyone])
+    return transport.exchange(send, [lengths(me, other) for other in everyone],
+                              [lengths(other, me) for other in everyone])
+
+
+def expected(transport, lengths, salt=0):
+    me = transport.rank
+    return torch.cat([segment(other, me, lengths(other, me), salt) for other in range(transport.size)])
+
+
+def exchanges(transport, lengths):
+    arrived = begin(transport, lengths).wait()
+    assert arrived.dtype == torch.uint8 and torch.equal(arrived, expected(transport, lengths))
+
+
+def knows_its_place(transport):
+    return transport.rank, transport.size
+
+
+def carries_unequal_splits(transport):
+    exchanges(transport, lambda source, destination: 1 + 3 * source + 11 * destination)
+
+
+def carries_zero_splits(transport):
+    exchanges(transport, lambda source, destination: 0 if (source + destination) % 2 else 5 + source)
+
+
+def carries_from_one_rank_alone(transport):
+    exchanges(transport, lambda source, destination: 9 if (source, destination) == (1, 0) else 0)
+
+
+def carries_nothing_at_all(transport):
+    exchanges(transport, lambda source, destination: 0)
+
+
+def carries_megabytes(transport):
+    exchanges(transport, lambda source, destination: 3_000_001 + source if source != destination else 0)
+
+
+def carries_the_bytes_of_any_dtype(transport):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        values = torch.arange(4 * transport.size).view(transport.size, 4).to(dtype) + transport.rank
+        raw = values.flatten().view(torch.uint8)
+        splits = [4 * dtype.itemsize] * transport.size
+        arrived = transport.exchange(raw, splits, splits).wait().view(dtype).view(transport.size, 4)
+        wanted = torch.stack([torch.arange(4 * transport.rank, 4 * transport.rank + 4).to(dtype) + other
+                              for other in range(transport.size)])
+        assert torch.equal(arrived, wanted)
+
+
+def keeps_several_exchanges_in_flight(transport):
+    shapes = [lambda s, d: 3 + s, lambda s, d: 0, lambda s, d: 1000 * d, lambda s, d: 2]
+    handles = [begin(transport, lengths, salt) for salt, lengths in enumerate(shapes)]
+    for salt, (handle, lengths) in enumerate(zip(handles, shapes, strict=True)):
+        assert torch.equal(handle.wait(), expected(transport, lengths, salt))
+
+
+def waits_in_any_order(transport):
+    handles = [begin(transport, lambda s, d: 40 + s + d, salt) for salt in range(3)]
+    for salt in (2, 0, 1):
+        assert torch.equal(handles[salt].wait(), expected(transport, lambda s, d: 40 + s + d, salt))
+
+
+def gathers(transport):
+    values = [-2**63, 2**63 - 1, 17, 0]
+    assert transport.gather(values[transport.rank], CPU) == values[:transport.size]
+
+
+def gathers_while_an_exchange_travels(transport):
+    handle = begin(transport, lambda s, d: 12 + d)
+    assert transport.gather(transport.rank * 10, CPU) == [10 * rank for rank in range(transport.size)]
+    assert torch.equal(handle.wait(), expected(transport, lambda s, d: 12 + d))
+
+
+def hands_over_memory_of_its_own(transport):
+    """Writing into what arrived changes nobody else's bytes, nor what this rank sends next."""
+    for _ in range(2):
+        arrived = begin(transport, lambda s, d: 64).wait()
+        assert torch.equal(arrived, expected(transport, lambda s, d: 64))
+        arrived.zero_()
+
+
+def tells_objects_in_order(transport):
+    messages = [{"step": "start", "size": (3, None)}, "x" * 100_000, None, 4.5]
+    if transport.rank == 0:
+        for message in messages:
+            for rank in range(1, transport.size):
+                transport.tell((message, rank), rank)
+        return
+    assert [transport.hear() for _ in messages] == [(message, transport.rank) for message in messages]
+
+
+def tells_between_exchanges(transport):
+    for turn in range(3):
+        if transport.rank == 0:
+            for rank in range(1, transport.size):
+                transport.tell(turn, rank)
+        else:
+            assert transport.hear() == turn
+        exchanges(transport, lambda s, d: 5 * d)
+
+
+CHECKS = [carries_unequal_splits, carries_zero_splits, carries_from_one_rank_alone, carries_nothing_at_all,
+          carries_megabytes, carries_the_bytes_of_any_dtype, keeps_several_exchanges_in_flight, waits_in_any_order,
+          gathers, gathers_while_an_exchange_travels, hands_over_memory_of_its_own, tells_objects_in_order,
+          tells_between_exchanges]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("on", TRANSPORTS)
+def test_every_transport(on, check):
+    on(3, check)
+
+
+@pytest.mark.parametrize("on", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_of_any_size(on, size):
+    assert on(size, knows_its_place) == [(rank, size) for rank in range(size)]
+    on(size, carries_unequal_splits)
+
+
+def test_the_suite_can_fail():
+    """A transport that delivers one rank's bytes to another does not pass."""
+
+    def wrong(transport):
+        inner = transport.exchange
+        transport.exchange = lambda send, send_splits, recv_splits: inner(send.flip(0), send_splits, recv_splits)
+        carries_zero_splits(transport)
+
+    with pytest.raises(AssertionError):
+        on_loopback(3, wrong)
+
+
+def test_loopback_names_ranks_that_do_not_come():
+    def body(transport):
+        if transport.rank != 1:
+            begin(transport, lambda s, d: 1).wait()
+
+    with pytest.raises(TransportError, match=r"ranks \[1\] did not come to exchange 0 within 0.3 s"):
+        LoopbackWorld(3, timeout_seconds=0.3).run(body)
+
+
+def test_loopback_names_splits_that_do_not_match():
+    def body(transport):
+        splits = [2, 2] if transport.rank else [1, 1]
+        transport.exchange(torch.zeros(sum(splits), dtype=torch.uint8), splits, [2, 2]).wait()
+
+    with pytest.raises(TransportError, match=r"expected \[2, 2\] bytes from each rank and got \[1, 2\]"):
+        LoopbackWorld(2, timeout_seconds=5).run(body)
+
+
+@pytest.mark.parametrize("wait", ["exchange", "gather", "hear"])
+def test_a_rank_that_fails_ends_the_others_at_once(wait):
+    """The first failure is what the caller sees; nobody waits out the clock for a rank that is gone."""
+    ends = []
+
+    def body(transport):
+        if transport.rank == 0:
+            raise ZeroDivisionError("the first failure")
+        try:
+            if wait == "exchange":
+                begin(transport, lambda s, d: 1).wait()
+            elif wait == "gather":
+                transport.gather(1, CPU)
+            else:
+                transport.hear()
+        except TransportError as error:
+            ends.append(str(error))
+            raise
+
+    timer = threading.Timer(10, lambda: ends.append("too late"))
+    timer.start()
+    with pytest.raises(ZeroDivisionError, match="the first failure"):
+        LoopbackWorld(3, timeout_seconds=30).run(body)
+    timer.cancel()
+    assert len(ends) == 2 and all("the first failure" in end for end in ends)
+
+
+def test_loopback_leaves_nothing_posted():
+    world = LoopbackWorld(3, timeout_seconds=5)
+    world.run(keeps_several_exchanges_in_flight)
+    assert not world.posted and not world.readers
