@@ -9,7 +9,7 @@ from typing import Literal, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape, unknown_name
+from distca.spec import BF16_BYTES, ClusterShape, ModelShape, unknown_name
 
 IntArray = npt.NDArray[np.int64]
 Number = TypeVar("Number", int, float, npt.NDArray[np.int64], npt.NDArray[np.float64])
@@ -105,16 +105,15 @@ def backward_bytes(
 ) -> Number:
     """Bytes that cross ranks in backward, for the same moved queries and keys as in forward.
 
-    `keep`: the server still has Q, K, V and the log-sum-exp; dO and delta (float32 per head, the row sums of dO * O)
-    travel in, dQ and dK, dV out. `resend`: Q, the log-sum-exp, K and V travel in once more as well.
+    `keep`: the server still has Q, K and V; O, dO and the log-sum-exp of all of a query's keys travel in, dQ and dK, dV
+    out. `resend`: Q, K and V travel in once more as well.
     """
     if state not in ("resend", "keep"):
         raise unknown_name("state", state, ("resend", "keep"))
-    delta_bytes = model.heads_per_rank(tp) * FLOAT32_BYTES
-    q_bytes = model.out_token_bytes(tp) + delta_bytes + model.q_token_bytes(tp)
+    q_bytes = 2 * model.out_token_bytes(tp) + model.lse_token_bytes(tp) + model.q_token_bytes(tp)
     kv_bytes = model.kv_token_bytes(tp)
     if state == "resend":
-        q_bytes += model.q_token_bytes(tp) + model.lse_token_bytes(tp)
+        q_bytes += model.q_token_bytes(tp)
         kv_bytes *= 2
     return q_tokens * q_bytes + kv_tokens * kv_bytes
 

@@ -32,7 +32,7 @@ class PlanSummary:
     bytes_received: np.ndarray    # [servers]
     bytes_total: int
     lse_bytes_total: int          # log-sum-exp that returns with O
-    backward_bytes_total: int     # with `resend`: Q, KV and dO go again, dQ and dKV return
+    backward_bytes_total: int     # with `resend`: Q, KV, O and dO go in, dQ and dKV return
     bytes_all_gather: int         # what gathering every document's keys on all its ranks would move
     seconds: float | None         # the slowest server's attention, under a latency table
 

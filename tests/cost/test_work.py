@@ -103,9 +103,9 @@ def test_forward_bytes_by_hand():
 
 def test_backward_bytes_by_hand():
     model = model_named("llama3-8b")
-    keep = 3 * (8192 + 128 + 8192) + 5 * 4096  # dO and delta in, dQ out; dK and dV out
+    keep = 3 * (8192 + 8192 + 128 + 8192) + 5 * 4096  # O, dO and lse in, dQ out; dK and dV out
     assert backward_bytes(3, 5, model, state="keep") == keep
-    assert backward_bytes(3, 5, model) == keep + 3 * (8192 + 128) + 5 * 4096  # Q and lse in; K and V in
+    assert backward_bytes(3, 5, model) == keep + 3 * 8192 + 5 * 4096  # Q in; K and V in
     with pytest.raises(ValueError, match="state 'kept' is unknown; did you mean 'keep'"):
         backward_bytes(3, 5, model, state="kept")
 
