@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import distca
 from distca.cost.work import attention_backward_flops, attention_flops, causal_pairs
 from distca.dispatch.build import build
 from distca.kernels import TaskRows, choose, kernel_named
@@ -223,7 +224,8 @@ def result_table(results: list[Result]) -> Table:
 
 def host_facts(device: torch.device) -> dict[str, object]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "system": platform.system(), "python": platform.python_version(), **versions()}
+    return {"device": name, "system": platform.system(), "python": platform.python_version(), **versions(),
+            "distca": distca.__version__}
 
 
 def arguments() -> argparse.Namespace:

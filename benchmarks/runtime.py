@@ -31,12 +31,14 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
+import distca
+from distca.baselines.at_home import at_home
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
 from distca.kernels import Kernel, choose
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan
-from distca.planning.tasks import TaskTable, tasks_at_home
+from distca.planning.tasks import TaskTable
 from distca.profiling import versions
 from distca.runtime.call import Call
 from distca.runtime.core_attention import CoreAttention
@@ -119,7 +121,7 @@ def _cpu_rank(rank: int, document: int, short: int, repeats: int, folder: str) -
     begin = perf_counter()
     planned = balance(layout, CPU_MODEL, tolerance=0.05)
     plan_seconds = perf_counter() - begin
-    at_home = Plan(layout, tasks_at_home(layout), np.ones(2), 0.05, CPU_MODEL)
+    home_plan = at_home(layout, CPU_MODEL)
     torch.manual_seed(rank)
     q, k, v, dout = (torch.randn(document, heads, CPU_MODEL.head_dim)
                      for heads in (CPU_MODEL.num_heads, *[CPU_MODEL.num_kv_heads] * 2, CPU_MODEL.num_heads))
@@ -128,7 +130,7 @@ def _cpu_rank(rank: int, document: int, short: int, repeats: int, folder: str) -
     times: dict[str, list[float]] = {"home": [], "planned": []}
     cpu_times: dict[str, list[float]] = {"home": [], "planned": []}
     for _ in range(repeats):
-        for name, plan in (("home", at_home), ("planned", planned)):
+        for name, plan in (("home", home_plan), ("planned", planned)):
             dist.barrier()
             begin, cpu_begin = perf_counter(), process_time()
             torch.autograd.grad(attend(q, k, v, plan), leaves, dout)
@@ -148,7 +150,7 @@ def _cpu_rank(rank: int, document: int, short: int, repeats: int, folder: str) -
             planned_all=times["planned"],
             speedup=home / ours,
             cpu_speedup=median(cpu_times["home"]) / median(cpu_times["planned"]),
-            ideal_speedup=float(at_home.work().max() / planned.work().max()),
+            ideal_speedup=float(home_plan.work().max() / planned.work().max()),
             bytes_total=2 * planned.summary().bytes_total,  # plans count bf16
         )
         (Path(folder) / "result.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
@@ -346,6 +348,7 @@ def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]
 
 def write(part: str, folder: Path, rows: list[Any], console: Console) -> None:
     facts = {"machine": platform.machine(), "python": platform.python_version(), **versions()}
+    facts["distca"] = distca.__version__
     if part == "gpu":
         facts["device"] = torch.cuda.get_device_name()
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,9 +20,10 @@ from distca.workload.layout import Layout
 from distca.workload.packing import pack
 
 __version__ = "0.1.0"
-__all__ = ["LatencyTable", "Layout", "ModelShape", "Plan", "__version__", "kernels", "pack", "plan"]
+__all__ = ["CoreAttention", "LatencyTable", "Layout", "ModelShape", "Plan", "__version__", "kernels", "pack", "plan"]
 
-_NEED_TORCH = {"kernels": "distca.kernels"}  # public name -> the module that is, or defines, it
+# public name -> the module that is, or defines, it
+_NEED_TORCH = {"CoreAttention": "distca.runtime.core_attention", "kernels": "distca.kernels"}
 
 
 def plan(

@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-import distca
 from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
 from distca.kernels import Kernel, TaskRows, choose
 from distca.spec import ModelShape, model_named
 
 MIN_LEN = 128
-MAX_Q_LEN = 131_072
+MAX_Q_LEN = 2**16  # longer shards run at the rate of these
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -314,10 +313,10 @@ def _facts(chosen: Settings) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of whatever decides how fast attention runs here."""
-    known = {"distca": distca.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+    known = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         known["cudnn"] = str(torch.backends.cudnn.version())
-    for package in ("nvidia-cudnn-frontend", "triton"):
+    for package in ("distca", "nvidia-cudnn-frontend", "triton"):
         try:
             known[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

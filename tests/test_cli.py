@@ -294,7 +294,7 @@ def _blocks(name, language):
     return "".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/planning.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/planning.md", "docs/runtime.md"])
 def test_every_command_of_the_guides_runs(run, monkeypatch, name):
     """Python blocks first, as they write files that commands read; `make` lines need only be targets."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -23,6 +23,7 @@ from distca.spec import ModelShape
 from distca.workload.layout import Layout
 from distca.workload.packing import check_pool, check_tolerance
 
+_PASSES = 4         # over a latency table, until the cap fits the seconds that the plan itself takes
 _PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
 _SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
 _WORTH_A_LOOK = 0.05  # a holder of keys with less room than this part of a surplus is not tried
@@ -46,17 +47,19 @@ def balance(
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)
     home = tasks_at_home(layout)
-    work = task_work(home, cost)
-    load = np.bincount(home.server, weights=work, minlength=len(pool))
-    cap = (1.0 + tolerance) * load.sum() * pool / pool.sum()
+    load = np.bincount(home.server, weights=task_work(home, cost), minlength=len(pool))
     measure: Measure = pairs_of_shard if cost is None else lambda q_len, kv_len: cost.seconds(q_len, max(kv_len, q_len))
     prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), measure)
-    mover = _Mover(layout, load, cap, prices)
-    mover.run()
-    tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), cap, prices)
-    plan = Plan(layout, tasks, pool, tolerance, model, tp, cost)
-    within = mover.limit is None or max_over_mean(plan.work(), pool) <= 1.0 + tolerance
-    return plan if within else replace(plan, limit=mover.limit)
+    total = float(load.sum())
+    for _ in range(1 if cost is None else _PASSES):              # pairs add up; seconds change where tasks are cut
+        mover = _Mover(layout, load, (1.0 + tolerance) * total * pool / pool.sum(), prices)
+        mover.run()
+        tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), np.array(mover.cap), prices)
+        plan = Plan(layout, tasks, pool, tolerance, model, tp, cost)
+        if max_over_mean(plan.work(), pool) <= 1.0 + tolerance:
+            return plan
+        total = min(total, float(plan.work().sum()))
+    return replace(plan, limit=mover.limit or "cutting tasks made the mean fall; ask for a larger tolerance")
 
 
 def _keys_at_home(layout: Layout) -> list[tuple[int, int, int]]:
@@ -75,6 +78,7 @@ class _Mover:
 
     def __init__(self, layout: Layout, load: np.ndarray, cap: np.ndarray, prices: Prices) -> None:
         self.layout, self.prices = layout, prices
+        self.additive = prices.measure is pairs_of_shard         # the parts of a piece cost what the piece does
         self.load: list[float] = load.tolist()
         self.cap: list[float] = cap.tolist()
         self.limit: str | None = None
@@ -120,14 +124,9 @@ class _Mover:
             best = self._overfill(pieces)                        # a rank that serves nothing must be emptied
         shard, server, at = best
         _, index, piece = pieces[at]
-        rest = _rest(piece, shard)
-        relief = piece.work(self.prices.measure) - sum(part.work(self.prices.measure) for part in rest)
-        if relief <= 0:                                          # what stays would cost as much as the whole did
-            self.limit = self._why_stuck(rank, [piece for _, _, piece in pieces])
-            return False
         pieces.pop(at)
-        self.load[rank] -= relief
-        for part in rest:
+        self.load[rank] -= self._relief(piece, shard)
+        for part in _rest(piece, shard):
             insort(pieces, (part.stop - part.key_start, index, part))
         self.moved.append((index, shard, server))
         self._serve(server, piece.document, shard)
@@ -146,11 +145,17 @@ class _Mover:
                 if candidate != server and room < _WORTH_A_LOOK * need:
                     continue
                 shard = cheapest_shard(piece, need, room, end if begin <= piece.key_start else 0, self.prices)
-                if shard is not None and shard.beats(best[0] if best else None):
+                if shard is None or not (self.additive or self._relief(piece, shard) > 0):
+                    continue                                     # what stays would cost as much as the whole did
+                if shard.beats(best[0] if best else None):
                     best = shard, candidate, at
             if best is not None and best[0].key_stop < best[0].stop:
                 break                                            # a rectangle: no other piece can do better
         return best
+
+    def _relief(self, piece: Piece, shard: Shard) -> float:
+        """By how much the home's load falls when the shard leaves."""
+        return piece.work(self.prices.measure) - sum(part.work(self.prices.measure) for part in _rest(piece, shard))
 
     def _overfill(self, pieces: list[tuple[int, int, Piece]]) -> tuple[Shard, int, int]:
         """A whole piece to the server that it takes the least far above its cap."""

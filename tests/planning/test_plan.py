@@ -193,8 +193,8 @@ def test_summary_by_hand(by_hand):
     assert summary.bytes_received.tolist() == [q, q + kv]
     assert summary.bytes_total == 2 * q + kv
     assert summary.lse_bytes_total == 256 * 32 * 4
-    # backward with resend: Q, log-sum-exp, dO, delta and KV in; dQ and dKV out
-    assert summary.backward_bytes_total == 256 * (8192 + 128 + 8192 + 128) + kv + 256 * 8192 + kv
+    # backward with resend: Q, O, dO, log-sum-exp and KV in; dQ and dKV out
+    assert summary.backward_bytes_total == 256 * (8192 + 8192 + 8192 + 128) + kv + 256 * 8192 + kv
     assert (summary.num_tasks, summary.num_moved, summary.smallest_shard) == (3, 1, 128)
     assert summary.bytes_all_gather == 0
     assert summary.seconds is None

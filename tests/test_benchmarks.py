@@ -1,0 +1,83 @@
+"""The kernel and runtime benchmarks run, count pairs as the mask does, and write what they print."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import distca
+from distca.spec import model_named
+
+ROOT = Path(distca.__file__).parents[1]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / f"benchmarks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module                              # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def attention():
+    return load("attention")
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return load("runtime")
+
+
+def pairs_one_by_one(rows):
+    return sum(max(0, min(offset + i + 1, k_end - k_begin))
+               for q_begin, q_end, k_begin, k_end, offset in zip(
+                   rows.q_begin, rows.q_end, rows.k_begin, rows.k_end, rows.q_offset, strict=True)
+               for i in range(q_end - q_begin))
+
+
+def test_batches_count_the_pairs_of_their_rows(attention):
+    batches = list(attention.batches(64))
+    assert len({batch.name for batch in batches}) == len(batches) == 10
+    for batch in batches:
+        assert batch.pairs == pairs_one_by_one(batch.rows) > 0
+        assert batch.rows.q_end.max() == batch.num_q and batch.rows.k_end.max() == batch.num_k
+    shared, own = attention.shards(4, 8, 64, True), attention.shards(4, 8, 64, False)
+    assert shared.pairs == own.pairs and (shared.num_k, own.num_k) == (64, 256)
+
+
+def test_kernels_are_measured_against_each_other(attention):
+    results = attention.measure(attention.documents(1, 96), ["sdpa", "auto"], model_named("tiny"), torch.device("cpu"),
+                                1e-3)
+    assert [row.kernel for row in results] == ["sdpa", "auto", "dense"]
+    for row in results:
+        assert row.pairs == 96 * 97 // 2 and row.difference < 1e-5
+        assert row.forward_tflops == pytest.approx(4 * row.pairs * 8 * 32 / row.forward_seconds / 1e12)
+        assert row.backward_tflops == pytest.approx(10 * row.pairs * 8 * 32 / row.backward_seconds / 1e12)
+
+
+def test_tables_are_timed_and_nothing_is_stored_twice(runtime):
+    for placement in ("given", "balanced"):
+        plan = runtime.sampled_plan(placement, 8, 8192)
+        row = runtime.tables(plan, placement, 8)
+        assert row.ranks == 8 and 0 < row.build_seconds <= row.build_seconds_worst < 1
+        assert row.stored_over_needed == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_ranks_share_a_document(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/runtime.py"), "--cpu", "--document", "256", "--short", "64",
+         "--repeats", "1", "--output", str(tmp_path)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert "two CPU ranks" in done.stdout
+    (two,) = json.loads((tmp_path / "runtime_cpu.json").read_text())["rows"]
+    assert two["speedup"] == pytest.approx(two["at_home_seconds"] / two["planned_seconds"])
+    assert 1 < two["ideal_speedup"] <= 2 and two["bytes_total"] > 0
