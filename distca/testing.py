@@ -105,7 +105,7 @@ def misplaced_plan(layout: Layout, servers: int, model: ModelShape, shift: int =
 
 def scattered_plan(seed: int, layout: Layout, servers: int, model: ModelShape) -> Plan:
     """Exact and senseless: queries and keys cut anywhere, every part on a server of its own, none at home by design."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, 1])                        # not the draws that made the layout
     allowed = rng.permutation(servers)[: int(rng.integers(1, servers + 1))]
     rows: list[tuple[int, int, int, int, int, int, int]] = []
     for document, start, stop, home in zip(layout.document.tolist(), layout.start.tolist(), layout.stop.tolist(),

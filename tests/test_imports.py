@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kernels": {"spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
-    "train": _PLANNING | {"dispatch", "kernels", "runtime"},
+    "train": _PLANNING | {"baselines", "dispatch", "kernels", "runtime"},
     "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
     "report": {"spec", "trace"},
 }

@@ -26,6 +26,7 @@ from distca.kernels import Kernel, choose
 from distca.planning.plan import Plan
 from distca.runtime.call import Call, another_plan
 from distca.runtime.prepared import Prepared, Shapes, digest, prepare
+from distca.runtime.recorder import RecordedKernel, RecordedTransport, Recorder
 from distca.runtime.roles import PLANS_REMEMBERED, Announcement, Announcer, Plans
 from distca.runtime.transport import C10dTransport, Transport
 
@@ -36,7 +37,7 @@ class CoreAttention:
     """Attention over a process group. Call it with a rank's own q, k, v and the plan that all ranks share.
 
     `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
-    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name.
+    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name. A `recorder` notes waits and computing.
     """
 
     def __init__(
@@ -46,10 +47,13 @@ class CoreAttention:
         kernel: str = "auto",
         state: str = "resend",
         transport: Transport | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         if state not in STATES:
             raise ValueError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
-        self.transport: Transport = C10dTransport(group) if transport is None else transport
+        carrier = C10dTransport(group) if transport is None else transport
+        self.transport: Transport = carrier if recorder is None else RecordedTransport(carrier, recorder)
+        self.recorder = recorder
         self.kernel_name, self.state = kernel, state
         self._prepared: OrderedDict[tuple[Any, ...], tuple[Kernel, Prepared]] = OrderedDict()
         self._digests: OrderedDict[int, tuple[Plan, int]] = OrderedDict()  # by id, which the plan kept here holds
@@ -132,6 +136,8 @@ class CoreAttention:
         key = (self._digest(plan), shapes, window)
         if key not in self._prepared:
             kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel_name)
+            if self.recorder is not None:
+                kernel = RecordedKernel(kernel, self.recorder)
             self._prepared[key] = kernel, prepare(plan, self.transport.rank, kernel, shapes, window)
         return _latest(self._prepared, key)
 

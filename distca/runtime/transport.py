@@ -126,7 +126,7 @@ def _lost(transport: C10dTransport, error: RuntimeError) -> TransportError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return TransportError(
         f"rank {transport.rank} of {transport.size}: an attention exchange did not complete, because another rank "
-        f"died, hung past the group's timeout or left the loop; restart from the last checkpoint ({first_line})")
+        f"died, hung past the group's timeout, left the loop or follows another plan; restart from the last checkpoint ({first_line})")
 
 
 class LoopbackWorld:
@@ -135,7 +135,7 @@ class LoopbackWorld:
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         self.size, self.timeout_seconds = size, timeout_seconds
         self.changed = threading.Condition()
-        self.posted: dict[tuple[int, int], Any] = {}             # (sequence, rank) -> what that rank brought
+        self.posted: dict[tuple[int, int], tuple[str, Any]] = {}  # (sequence, rank) -> call, and what the rank brought
         self.readers: dict[int, int] = {}                        # sequence -> ranks that have read all of it
         self.failed: BaseException | None = None
         self.told: list[deque[bytes]] = [deque() for _ in range(size)]  # messages to each rank, pickled
@@ -161,9 +161,9 @@ class LoopbackWorld:
             raise self.failed
         return results
 
-    def post(self, sequence: int, rank: int, value: Any) -> None:
+    def post(self, sequence: int, rank: int, call: str, value: Any) -> None:
         with self.changed:
-            self.posted[sequence, rank] = value
+            self.posted[sequence, rank] = call, value
             self.changed.notify_all()
 
     def collect(self, sequence: int, rank: int) -> list[Any]:
@@ -178,7 +178,11 @@ class LoopbackWorld:
                 missing = [r for r in range(self.size) if (sequence, r) not in self.posted]
                 raise TransportError(f"rank {rank} of {self.size}: ranks {missing} did not come to exchange {sequence} "
                                      f"within {self.timeout_seconds} s; every rank must make the same calls in order")
-            values = [self.posted[sequence, r] for r in range(self.size)]
+            calls = [self.posted[sequence, r][0] for r in range(self.size)]
+            if len(set(calls)) > 1:
+                raise TransportError(f"rank {rank} of {self.size}: at call {sequence} the ranks do different things, "
+                                     f"{calls}; one of them follows another plan")
+            values = [self.posted[sequence, r][1] for r in range(self.size)]
             self.readers[sequence] = self.readers.get(sequence, 0) + 1
             if self.readers[sequence] == self.size:
                 del self.readers[sequence]
@@ -203,12 +207,12 @@ class LoopbackTransport:
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
         sequence, self.sequence = self.sequence, self.sequence + 1
-        self.world.post(sequence, self.rank, send.split(send_splits))
+        self.world.post(sequence, self.rank, "exchange", send.split(send_splits))
         return _LoopbackHandle(self, sequence, recv_splits)
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         sequence, self.sequence = self.sequence, self.sequence + 1
-        self.world.post(sequence, self.rank, value)
+        self.world.post(sequence, self.rank, "gather", value)
         return self.world.collect(sequence, self.rank)
 
 

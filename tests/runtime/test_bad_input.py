@@ -1,0 +1,137 @@
+"""What does not fit is refused before anything is sent: the message names what was given, what fits and what to do."""
+
+import pytest
+import torch
+
+from distca.planning.greedy import balance
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+from distca.spec import ModelShape
+from distca.testing import misplaced_plan, on_fake_ranks, row_index
+from distca.workload.layout import layout_from_rows
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+LAYOUT = layout_from_rows([[10], [6]])
+PLAN = misplaced_plan(LAYOUT, 2, MODEL)
+
+
+class Refusing(LoopbackTransport):
+    """A rank of two whose bad input must be refused before the other one is needed."""
+
+    def exchange(self, *args):
+        raise AssertionError("something was sent")
+
+    def gather(self, *args):
+        raise AssertionError("something was sent")
+
+
+def attend(**options):
+    return CoreAttention(transport=Refusing(LoopbackWorld(2), 0), **options)
+
+
+def qkv(q=(10, 4, 8), k=(10, 2, 8), v=(10, 2, 8), dtypes=(torch.float64,) * 3, devices=("cpu",) * 3):
+    return [torch.zeros(shape, dtype=dtype, device=device)
+            for shape, dtype, device in zip((q, k, v), dtypes, devices, strict=True)]
+
+
+@pytest.mark.parametrize(("wrong", "named"), [
+    ({"q": (10, 32)}, r"q has shape \(10, 32\)"),
+    ({"q": (1, 10, 4, 8)}, r"q has shape \(1, 10, 4, 8\)"),
+    ({"k": (10, 16)}, r"k \(10, 16\)"),
+    ({"v": (10, 16)}, r"v \(10, 16\)"),
+    ({"k": (10, 4, 8)}, r"k \(10, 4, 8\), v \(10, 2, 8\)"),
+    ({"k": (10, 2, 4), "v": (10, 2, 4)}, r"k \(10, 2, 4\)"),
+    ({"k": (9, 2, 8), "v": (9, 2, 8)}, r"k \(9, 2, 8\)"),
+])
+def test_shapes(wrong, named):
+    with pytest.raises(ValueError, match=named + r".*give q \[tokens, heads, dim\], k and v \[tokens, kv_heads, dim\]"):
+        attend()(*qkv(**wrong), PLAN)
+
+
+@pytest.mark.parametrize("kv_heads", [3, 0, 8])
+def test_heads_that_kv_heads_do_not_divide(kv_heads):
+    with pytest.raises(ValueError, match=f"q has 4 heads and k, v have {kv_heads}; give heads that kv_heads divides"):
+        attend()(*qkv(k=(10, kv_heads, 8), v=(10, kv_heads, 8)), PLAN)
+
+
+def test_mixed_dtypes():
+    dtypes = (torch.float32, torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match=r"q is torch.float32, k torch.bfloat16, v torch.float32; convert them to one"):
+        attend()(*qkv(dtypes=dtypes), PLAN)
+
+
+def test_mixed_devices():
+    with pytest.raises(ValueError, match="q is on cpu, k on cpu, v on meta; move them to one device"):
+        attend()(*qkv(devices=("cpu", "cpu", "meta")), PLAN)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_plan_for_another_number_of_ranks(servers):
+    layout = layout_from_rows([[10]] * servers)
+    with pytest.raises(ValueError, match=rf"the plan is for {servers} servers but the group has 2 ranks; plan with"):
+        attend()(*qkv(), balance(layout, MODEL))
+
+
+def test_a_plan_for_another_number_of_tokens():
+    with pytest.raises(ValueError, match="rank 0 has 9 tokens but the plan's layout puts 10 there; pass this rank"):
+        attend()(*qkv(q=(9, 4, 8), k=(9, 2, 8), v=(9, 2, 8)), PLAN)
+
+
+def test_a_row_on_a_dedicated_rank():
+    transport = Refusing(LoopbackWorld(3), 2)
+    plan = misplaced_plan(LAYOUT, 3, MODEL)
+    with pytest.raises(ValueError, match="rank 2 has 10 tokens but the plan's layout puts 0 there"):
+        CoreAttention(transport=transport)(*qkv(), plan)
+
+
+def test_an_unknown_state():
+    with pytest.raises(ValueError, match="state is 'remember'; choose one of: resend, keep"):
+        attend(state="remember")
+
+
+def run(**options):
+    def body(attend, **arguments):
+        rows = [x[:len(row_index(LAYOUT, attend.transport.rank))] for x in qkv(dtypes=(options["dtype"],) * 3)]
+        return attend(*rows, PLAN, **options.get("arguments", {}))
+
+    return on_fake_ranks(PLAN, body, kernel=options.get("kernel", "auto"))
+
+
+def test_an_unknown_kernel():
+    with pytest.raises(ValueError, match="kernel='flash9' is unknown; give auto or one of cudnn, varlen, sdpa, dense"):
+        run(kernel="flash9", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
+def test_a_kernel_that_does_not_run_here(kernel):
+    """float64 on a CPU fits neither, with or without the library it needs."""
+    with pytest.raises(ValueError, match=rf"kernel='{kernel}' cannot run here: .*; or give kernel='auto'"):
+        run(kernel=kernel, dtype=torch.float64)
+
+
+def test_tensors_that_are_not_numbers_of_the_right_kind():
+    with pytest.raises(ValueError, match=r"no kernel takes torch.int64 on cpu: .*floating-point"):
+        run(dtype=torch.int64)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_without_tokens(window):
+    with pytest.raises(ValueError, match=f"window={window}; give a positive number"):
+        run(dtype=torch.float64, arguments={"window": window})
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match=r"torch.distributed is not initialized; call torch.distributed.init_process_"):
+        CoreAttention()
+
+
+def test_refusals_leave_the_group_usable():
+    """A rank's bad input is refused locally; the next good call works."""
+
+    def body(attend):
+        tokens = len(row_index(LAYOUT, attend.transport.rank))
+        with pytest.raises(ValueError, match="tokens"):
+            attend(*qkv(q=(99, 4, 8), k=(99, 2, 8), v=(99, 2, 8)), PLAN)
+        return attend(*(x[:tokens] for x in qkv()), PLAN).shape
+
+    assert on_fake_ranks(PLAN, body) == [(10, 4, 8), (6, 4, 8)]

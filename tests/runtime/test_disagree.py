@@ -1,0 +1,154 @@
+"""Ranks whose plans differ are told so, by rank, before anything is computed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from distca.planning.greedy import balance
+from distca.planning.tasks import TaskTable
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.prepared import digest
+from distca.runtime.roles import serve_until_stopped
+from distca.runtime.transport import LoopbackWorld, TransportError
+from distca.spec import ModelShape
+from distca.testing import misplaced_plan, on_fake_ranks, random_qkv, row_index, run_processes, scattered_plan
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+ROWS = layout_from_rows([[8], [8], [8]])
+SWAPPED = misplaced_plan(ROWS, 3, MODEL)
+SWAPPED_THE_OTHER_WAY = misplaced_plan(ROWS, 3, MODEL, shift=2)
+
+
+def attend_once(attend, plan):
+    row = [x[row_index(plan.layout, attend.transport.rank)].requires_grad_()
+           for x in random_qkv(0, plan.layout.num_tokens)[:3]]
+    out = attend(*row, plan)
+    out.sum().backward()
+    return out.detach()
+
+
+def odd_one_out(transport, plans):
+    """Each rank follows its own plan; returns what it was told."""
+    attend = CoreAttention(transport=transport)
+    computed = []
+    kernel_of = attend.call
+
+    def watched(*args):
+        computed.append(args)
+        return kernel_of(*args)
+
+    attend.call = watched
+    try:
+        attend_once(attend, plans[transport.rank])
+    except ValueError as error:
+        return str(error), len(computed)
+    return "nothing was noticed", len(computed)
+
+
+def check(told):
+    assert [computed for _, computed in told] == [0, 0, 0]
+    for (message, _), others in zip(told, ([2], [2], [0, 1]), strict=True):
+        assert f"has another plan than ranks {others}; plan from the same lengths" in message
+    assert [message.split(" has ")[0] for message, _ in told] == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_the_odd_rank_is_named_on_every_rank_before_anything_is_computed():
+    plans = [SWAPPED, SWAPPED, SWAPPED_THE_OTHER_WAY]
+    check(LoopbackWorld(3, timeout_seconds=10).run(lambda transport: odd_one_out(transport, plans)))
+
+
+@pytest.mark.multiprocess
+def test_the_odd_rank_is_named_between_processes():
+    outcomes = run_processes(3, odd_one_out, [SWAPPED, SWAPPED, SWAPPED_THE_OTHER_WAY])
+    check([outcome.value for outcome in outcomes])
+
+
+def test_equal_plans_need_not_be_one_object():
+    """Every rank plans for itself, anew in every step or once: only what the plan says counts."""
+
+    def body(transport):
+        attend = CoreAttention(transport=transport)
+        mine = misplaced_plan(layout_from_rows([[8], [8], [8]]), 3, MODEL)
+        return [attend_once(attend, mine if transport.rank else misplaced_plan(ROWS, 3, MODEL)) for _ in range(3)]
+
+    for first, second, third in LoopbackWorld(3, timeout_seconds=10).run(body):
+        assert torch.equal(first, second) and torch.equal(first, third)
+
+
+def test_a_rank_one_step_behind_is_detected():
+    """Both plans were agreed on before and move equally many bytes: only a digest can tell them apart."""
+    one = misplaced_plan(layout_from_rows([[8], [8]]), 2, MODEL)
+    other = misplaced_plan(layout_from_rows([[4, 4], [8]]), 2, MODEL)
+
+    def body(transport):
+        attend = CoreAttention(transport=transport)
+        attend_once(attend, one)
+        attend_once(attend, other)
+        with pytest.raises(ValueError, match="has another plan than ranks"):
+            attend_once(attend, (one, other)[transport.rank])
+
+    LoopbackWorld(2, timeout_seconds=10).run(body)
+
+
+def only_one_moves_on(transport):
+    attend = CoreAttention(transport=transport)
+    one = misplaced_plan(layout_from_rows([[8], [8]]), 2, MODEL)
+    attend_once(attend, one)
+    attend_once(attend, misplaced_plan(layout_from_rows([[4, 4], [8]]), 2, MODEL) if transport.rank else one)
+
+
+def test_a_plan_that_is_new_to_one_rank_only_is_not_computed_with():
+    with pytest.raises(TransportError):
+        LoopbackWorld(2, timeout_seconds=1).run(only_one_moves_on)
+
+
+@pytest.mark.multiprocess
+def test_a_plan_that_is_new_to_one_rank_only_ends_within_the_timeout():
+    for outcome in run_processes(2, only_one_moves_on, timeout_seconds=2, deadline_seconds=10):
+        assert outcome.error.startswith("TransportError: ") and outcome.seconds < 5 and outcome.exit_code == 0
+
+
+def test_trainers_that_disagree_end_a_dedicated_server_too():
+    layout = layout_from_rows([[8], [8]])
+    plans = [misplaced_plan(layout, 3, MODEL, shift=1), misplaced_plan(layout, 3, MODEL, shift=2)]
+    told = {}
+
+    def body(transport):
+        attend = CoreAttention(transport=transport)
+        try:
+            serve_until_stopped(attend) if transport.rank == 2 else attend_once(attend, plans[transport.rank])
+        except ValueError as error:
+            told[transport.rank] = str(error)
+
+    LoopbackWorld(3, timeout_seconds=10).run(body)
+    assert told[0].startswith("rank 0 has another plan than ranks [1]")
+    assert told[1].startswith("rank 1 has another plan than ranks [0, 2]")
+    assert told[2].startswith("rank 2 has another plan than ranks [1]")
+
+
+def test_the_digest_sees_every_column_and_nothing_else():
+    plan = scattered_plan(0, pack([50, 30, 20], ranks=2), 2, MODEL)
+    same = scattered_plan(0, pack([50, 30, 20], ranks=2), 2, MODEL)
+    assert digest(plan) == digest(same) == digest(replace(plan, tolerance=0.3))
+    changed = [replace(plan, speed=np.ones(3)), replace(plan, layout=pack([30, 50, 20], ranks=2))]
+    for name in TaskTable.__slots__:
+        column = getattr(plan.tasks, name).copy()
+        column[-1] += 1
+        changed.append(replace(plan, tasks=replace(plan.tasks, **{name: column})))
+    changed.append(replace(plan, tasks=plan.tasks.take(np.arange(len(plan.tasks))[::-1])))  # another order on the wire
+    assert len({digest(other) for other in [plan, *changed]}) == len(changed) + 1
+
+
+def test_many_plans_in_turn_agree_and_are_forgotten():
+    plans = [balance(layout_from_rows([[n + 1], [n + 2]]), MODEL) for n in range(40)]
+
+    def body(attend):
+        return [attend_once(attend, plan) for plan in plans + plans[::-1]]
+
+    for outs in on_fake_ranks(plans[0], body):
+        for out, again in zip(outs[:40], outs[:39:-1], strict=True):
+            assert torch.equal(out, again)

@@ -1,0 +1,183 @@
+"""A server receives and holds its queries and the distinct keys of its tasks, once, and the wire carries no more."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.dispatch.build import build
+from distca.kernels import kernel_named
+from distca.planning.greedy import balance
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.prepared import Shapes, prepare
+from distca.runtime.transport import LoopbackWorld
+from distca.runtime.wire import ALIGNMENT, STAMP_BYTES
+from distca.spec import ModelShape
+from distca.testing import (
+    LAYOUT_KINDS,
+    misplaced_plan,
+    on_fake_ranks,
+    random_layout,
+    random_qkv,
+    row_index,
+    scattered_layout,
+    scattered_plan,
+    tokens_moved,
+)
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+Q_BYTES, KV_BYTES, LSE_BYTES = 4 * 8 * 8, 2 * 2 * 8 * 8, 4 * 8  # one token, float64; KV is keys and values
+
+
+def distinct_tokens(plan, server, start, stop):
+    """(document, position) pairs that a server's tasks name."""
+    return {(document, position)
+            for document, begin, end, where in zip(plan.tasks.document.tolist(), getattr(plan.tasks, start).tolist(),
+                                                   getattr(plan.tasks, stop).tolist(), plan.tasks.server.tolist(),
+                                                   strict=True)
+            if where == server for position in range(begin, end)}
+
+
+class Watching:
+    """The dense kernel, with notes of the buffers it was given and of what became of them and of its results."""
+
+    def __init__(self, seen):
+        self.kernel, self.seen = kernel_named("dense"), seen
+
+    def forward(self, q, k, v, prepared, scale):
+        results = self.kernel.forward(q, k, v, prepared, scale)
+        self._note((q, k, v), results)
+        return results
+
+    def backward(self, dout, q, k, v, out, lse, prepared, scale):
+        results = self.kernel.backward(dout, q, k, v, out, lse, prepared, scale)
+        self._note((q, k, v), (dout, out, lse, *results))
+        return results
+
+    def _note(self, inputs, others):
+        sizes = [x.untyped_storage().nbytes() for x in inputs]
+        self.seen.append((sizes, [weakref.ref(x) for x in inputs], [weakref.ref(x) for x in others]))
+
+
+def watch(attend):
+    """Every call of `attend` runs a kernel that takes notes."""
+    seen, call = [], attend.call
+
+    def watched(*args):
+        made = call(*args)
+        made.kernel = Watching(seen)
+        return made
+
+    attend.call = watched
+    return seen
+
+
+def alive(refs):
+    return sum(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("state", ["resend", "keep"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_server_holds_its_queries_and_distinct_keys(seed, state):
+    layout = scattered_layout(seed, np.array([40, 1, 33, 16]), ranks=3)
+    plan = scattered_plan(seed, layout, 3, MODEL)
+
+    def body(attend):
+        seen = watch(attend)
+        row = [x[row_index(layout, attend.transport.rank)].requires_grad_()
+               for x in random_qkv(0, layout.num_tokens)[:3]]
+        attend(*row, plan).sum().backward()
+        return [sizes for sizes, _, _ in seen]
+
+    for server, seen in enumerate(on_fake_ranks(plan, body, kernel="dense", state=state)):
+        queries = len(distinct_tokens(plan, server, "q_start", "q_stop"))
+        keys = len(distinct_tokens(plan, server, "kv_start", "kv_stop"))
+        assert seen == [[queries * Q_BYTES, keys * KV_BYTES // 2, keys * KV_BYTES // 2]] * 2  # forward, backward
+
+
+@pytest.mark.parametrize("state", ["resend", "keep"])
+def test_a_server_keeps_what_its_state_says_and_only_until_backward(state):
+    """Between forward and backward `resend` holds nothing it served, `keep` its queries, keys and values."""
+    layout = layout_from_rows([[40, 3], [33, 16]])
+    plan = scattered_plan(2, layout, 2, MODEL)
+    assert not any(side.is_row for rank in range(2) for side in (build(plan, rank).queries, build(plan, rank).keys))
+
+    def body(attend):
+        seen = watch(attend)
+        row = [x[row_index(layout, attend.transport.rank)].requires_grad_()
+               for x in random_qkv(0, layout.num_tokens)[:3]]
+        out = attend(*row, plan)
+        [(_, inputs, results)] = seen
+        assert alive(inputs) == (3 if state == "keep" else 0)
+        assert alive(results) == 0, "results are home"
+        out.sum().backward()
+        assert [alive(inputs) + alive(others) for _, inputs, others in seen] == [0, 0]
+
+    on_fake_ranks(plan, body, kernel="dense", state=state)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.sampled_from(LAYOUT_KINDS), st.integers(1, 5), st.integers(1, 50), st.booleans())
+def test_buffers_hold_distinct_tokens(seed, kind, ranks, tokens, planned):
+    layout = random_layout(seed, kind, ranks, tokens)
+    plan = balance(layout, MODEL, tolerance=0.0) if planned else scattered_plan(seed, layout, ranks + 1, MODEL)
+    for server in range(plan.num_servers):
+        tables = build(plan, server)
+        assert tables.queries.buffer_tokens == len(distinct_tokens(plan, server, "q_start", "q_stop"))
+        assert tables.keys.buffer_tokens == len(distinct_tokens(plan, server, "kv_start", "kv_stop"))
+
+
+@pytest.mark.parametrize("state", ["resend", "keep"])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_the_wire_carries_what_the_plan_counted(seed, state, recording):
+    """Q and KV there, out and log-sum-exp back; in backward Q, KV, out, dout and log-sum-exp there, gradients back."""
+    layout = scattered_layout(1, np.array([40, 1, 33, 16]), ranks=3)
+    plan = scattered_plan(seed, layout, 3, MODEL)
+    queries, keys = tokens_moved(layout, plan.tasks, 3)
+    assert queries.sum() and keys.sum()
+
+    def body(transport):
+        attend = CoreAttention(transport=recording(transport), state=state)
+        row = [x[row_index(layout, transport.rank)].requires_grad_() for x in random_qkv(0, layout.num_tokens)[:3]]
+        attend(*row, plan).sum().backward()
+        return attend.transport.sent_bytes, attend.transport.received_bytes
+
+    again = state == "resend"
+    trips = [                                                    # bytes of one query and of one key; which way
+        (Q_BYTES, KV_BYTES, 0), (Q_BYTES + LSE_BYTES, 0, 1),
+        ((3 if again else 2) * Q_BYTES + LSE_BYTES, KV_BYTES if again else 0, 0), (Q_BYTES, KV_BYTES, 1)]
+    padding = 2 * (6 * ALIGNMENT + STAMP_BYTES)                  # to and from two peers, six fields at most
+    for rank, (sent, received) in enumerate(LoopbackWorld(3, timeout_seconds=20).run(body)):
+        for (q_bytes, kv_bytes, back), out, into in zip(trips, sent, received, strict=True):
+            leaving = queries[rank].sum() * q_bytes + keys[rank].sum() * kv_bytes
+            arriving = queries[:, rank].sum() * q_bytes + keys[:, rank].sum() * kv_bytes
+            leaving, arriving = (arriving, leaving) if back else (leaving, arriving)
+            assert leaving <= out <= leaving + padding and arriving <= into <= arriving + padding
+
+
+def test_a_plan_that_moves_nothing_exchanges_nothing(recording):
+    plan = balance(layout_from_rows([[10], [10]]), MODEL)
+
+    def body(transport):
+        attend = CoreAttention(transport=recording(transport))
+        row = [x[row_index(plan.layout, transport.rank)].requires_grad_() for x in random_qkv(0, 20)[:3]]
+        attend(*row, plan).sum().backward()
+        return attend.transport.log
+
+    assert LoopbackWorld(2, timeout_seconds=20).run(body) == [[], []]
+
+
+def test_a_long_document_served_in_shards_stands_once():
+    """64 shards against one prefix of 16K tokens: 16K keys received, not 64 times their prefixes."""
+    layout = pack([16384, 16384], ranks=2)
+    plan = misplaced_plan(layout, 2, MODEL)
+    shapes = Shapes(4, 2, 8, torch.float32, torch.device("cpu"))
+    prepared = prepare(plan, 1, kernel_named("sdpa"), shapes, None)
+    assert prepared.tables.keys.buffer_tokens == 16384
+    expected = 16384 * (shapes.q_bytes + 2 * shapes.kv_bytes)
+    assert expected <= prepared.inputs.arriving.num_bytes <= expected + 3 * ALIGNMENT + STAMP_BYTES

@@ -1,0 +1,168 @@
+"""Dedicated servers: any number of plans and calls, in any order, until they are told to stop."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from distca.planning.greedy import balance
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.roles import PLANS_REMEMBERED, serve_until_stopped, stop_servers
+from distca.runtime.transport import LoopbackWorld
+from distca.spec import ModelShape
+from distca.testing import (
+    dense_on_one,
+    from_rows,
+    misplaced_plan,
+    on_fake_ranks,
+    random_qkv,
+    row_index,
+    scattered_layout,
+    scattered_plan,
+)
+from distca.workload.layout import layout_from_rows
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+NUM_PLANS = PLANS_REMEMBERED + 4
+
+
+def pool_plans(count=NUM_PLANS):
+    """Distinct plans of two trainers and one server that does all the work."""
+    return [misplaced_plan(layout_from_rows([[10 + n], [6]]), 3, MODEL, shift=2 if n % 2 else 1) for n in range(count)]
+
+
+def leaves_of(plan, rank):
+    return [x[row_index(plan.layout, rank)].requires_grad_() for x in random_qkv(0, plan.layout.num_tokens)[:3]]
+
+
+def dout_of(plan, rank):
+    return random_qkv(0, plan.layout.num_tokens)[3][row_index(plan.layout, rank)]
+
+
+def check(plan, rows):
+    expected = dense_on_one(*random_qkv(0, plan.layout.num_tokens), plan.layout.lengths)
+    for field, want in zip(zip(*rows, strict=True), expected, strict=True):
+        torch.testing.assert_close(from_rows(field, plan.layout), want, rtol=1e-10, atol=1e-10)
+
+
+def test_more_plans_in_flight_than_are_remembered():
+    """As in a deep pipeline: all forwards first, then all backwards."""
+    plans = pool_plans()
+
+    def body(attend):
+        rank = attend.transport.rank
+        leaves = [leaves_of(plan, rank) for plan in plans]
+        outs = [attend(*row, plan) for row, plan in zip(leaves, plans, strict=True)]
+        torch.autograd.backward(outs, [dout_of(plan, rank) for plan in plans])
+        return [(out.detach(), *(leaf.grad for leaf in row)) for out, row in zip(outs, leaves, strict=True)]
+
+    for plan, *rows in zip(plans, *on_fake_ranks(plans[0], body), strict=True):
+        check(plan, rows)
+
+
+def test_one_plan_used_all_along_while_others_pass():
+    plans = pool_plans()
+
+    def body(attend):
+        results = []
+        for plan in (plan for other in plans[1:] for plan in (plans[0], other)):
+            leaves = leaves_of(plan, attend.transport.rank)
+            out = attend(*leaves, plan)
+            out.backward(dout_of(plan, attend.transport.rank))
+            results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+        return results[-2:]
+
+    rows = on_fake_ranks(plans[0], body)
+    check(plans[0], [row[0] for row in rows])
+    check(plans[-1], [row[1] for row in rows])
+
+
+def test_servers_count_calls_and_stop():
+    """Forward without backward, and both, each count as one call."""
+    plan = misplaced_plan(layout_from_rows([[10], [6]]), 4, MODEL, shift=2)
+
+    def body(transport):
+        attend = CoreAttention(transport=transport)
+        if transport.rank >= 2:
+            return serve_until_stopped(attend)
+        for backward in (True, False, True):
+            out = attend(*leaves_of(plan, transport.rank), plan)
+            if backward:
+                out.sum().backward()
+        stop_servers(attend, plan)
+        return None
+
+    assert LoopbackWorld(4, timeout_seconds=20).run(body) == [None, None, 3, 3]
+
+
+def test_a_pool_that_serves_everything_leaves_trainers_without_kernels():
+    layout = scattered_layout(3, np.array([300, 20, 1]), 2)
+    plan = balance(layout, MODEL, speed=[0, 0, 1, 1])
+    assert (plan.tasks.server >= 2).all()
+
+    def body(attend):
+        leaves = leaves_of(plan, attend.transport.rank)
+        out = attend(*leaves, plan)
+        out.backward(dout_of(plan, attend.transport.rank))
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    check(plan, on_fake_ranks(plan, body))
+
+
+def test_windows_scales_and_dtypes_are_announced():
+    plan = scattered_plan(1, layout_from_rows([[30], [16]]), 3, MODEL)
+
+    def body(attend):
+        row = [x.detach() for x in leaves_of(plan, attend.transport.rank)]
+        return (attend(*row, plan, window=5, scale=0.3), attend(*row, plan),
+                attend(*(x.float() for x in row), plan).double())
+
+    windowed, plain, single = zip(*on_fake_ranks(plan, body), strict=True)
+    tensors = random_qkv(0, plan.layout.num_tokens)
+    for rows, expected, tolerance in (
+        (windowed, dense_on_one(*tensors, plan.layout.lengths, 0.3, 5)[0], 1e-10),
+        (plain, dense_on_one(*tensors, plan.layout.lengths)[0], 1e-10),
+        (single, dense_on_one(*tensors, plan.layout.lengths)[0], 1e-5),
+    ):
+        torch.testing.assert_close(from_rows(rows, plan.layout), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_servers_hold_nothing_between_forward_and_backward(recording):
+    """A dedicated server between two calls holds no buffer that travelled, nor the calls themselves."""
+    plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL, shift=2)
+    alive, calls = [], []
+
+    def body(transport):
+        attend = CoreAttention(transport=recording(transport))
+        if transport.rank == 2:
+            hear, call = attend.transport.inner.hear, attend.call
+
+            def noted(*args):
+                made = call(*args)
+                calls.append(weakref.ref(made))
+                return made
+
+            def watched():
+                heard = hear()
+                if heard is None or heard.step in ("start_forward", "finish_backward"):
+                    alive.append((attend.transport.alive, sum(ref() is not None for ref in calls)))
+                return heard
+
+            attend.transport.hear, attend.call = watched, noted
+            serve_until_stopped(attend)
+            return
+        for _ in range(2):
+            attend(*leaves_of(plan, transport.rank), plan).sum().backward()
+        stop_servers(attend, plan)
+
+    LoopbackWorld(3, timeout_seconds=20).run(body)
+    assert len(alive) == 5 and len(calls) == 4
+    assert max(buffers for buffers, _ in alive) <= 1             # the loopback's own queue may still hold the last send
+    assert [num_calls for _, num_calls in alive] == [0] * 5
+
+
+def test_keeping_is_refused_where_servers_keep_nothing():
+    plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL)
+    with pytest.raises(ValueError, match=r"state is 'keep' but the plan has dedicated servers.*use 'resend'"):
+        on_fake_ranks(plan, lambda attend: attend(*leaves_of(plan, attend.transport.rank), plan), state="keep")
