@@ -126,7 +126,8 @@ def _lost(transport: C10dTransport, error: RuntimeError) -> TransportError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return TransportError(
         f"rank {transport.rank} of {transport.size}: an attention exchange did not complete, because another rank "
-        f"died, hung past the group's timeout, left the loop or follows another plan; restart from the last checkpoint ({first_line})")
+        "died, hung past the group's timeout, left the loop or follows another plan; restart from the last checkpoint "
+        f"({first_line})")
 
 
 class LoopbackWorld:
