@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 LANES = ("linear", "attention", "wait", "optimizer", "host")  # rows of a rank, in display order
 
@@ -46,14 +47,12 @@ class StepTrace:
         """Time spent waiting for an exchange: communication that nothing hid."""
         return self.seconds("wait")
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, object]) -> StepTrace:
-        spans = data["spans"]
-        assert isinstance(spans, list)
-        return cls(int(data["rank"]), int(data["step"]), tuple(Span(**span) for span in spans))  # type: ignore[call-overload]
+    def from_json(cls, data: dict[str, Any]) -> StepTrace:
+        return cls(data["rank"], data["step"], tuple(Span(**span) for span in data["spans"]))
 
 
 def write_chrome_trace(traces: Iterable[StepTrace], path: Path | str) -> None:

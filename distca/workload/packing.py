@@ -8,6 +8,7 @@ other, without spanning the part behind the cut becomes a document of its own, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,21 @@ from distca.workload.placement import place
 
 PLACEMENTS = ("given", "balanced")
 _AIM = 0.9  # part of the tolerance that placement uses; the scheduler rounds to whole tiles within the rest
+
+
+@dataclass(frozen=True, slots=True)
+class NanoBatch:
+    """A layout over some of a batch's documents, or parts of them, and which those are."""
+
+    layout: Layout        # its documents are numbered from 0, in the batch's order
+    document: np.ndarray  # [documents of the layout] number in the batch
+    start: np.ndarray     # [documents of the layout] first token in the batch's document; above 0 behind a cut
+
+    def __post_init__(self) -> None:
+        for name in ("document", "start"):
+            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)
 
 
 def pack(
@@ -72,18 +88,19 @@ def pack_ping_pong(
     tokens_per_rank: int | None = None,
     placement: str = "given",
     tolerance: float = 0.05,
-) -> tuple[Layout, Layout]:
+) -> tuple[NanoBatch, NanoBatch]:
     """Two nano-batches with half of every rank's tokens each.
 
     A document belongs to one nano-batch. Documents are dealt longest first to the half with the less work, and where
-    the halves' tokens demand it the last document dealt is cut in two documents.
+    the halves' tokens demand it the last document dealt is cut in two documents. Which half a document is in depends
+    on the documents alone, not on how many ranks share them.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
     if tokens_per_rank % 2:
         raise ValueError(f"tokens_per_rank is {tokens_per_rank}; ping and pong need an even number of tokens per rank")
     half = ranks * tokens_per_rank // 2
-    rows: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (document, tokens)
+    rows: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])  # (document, start, tokens)
     work, free = [0.0, 0.0], [half, half]
     for document in np.argsort(-lengths, kind="stable").tolist():
         tokens = int(lengths[document])
@@ -91,15 +108,18 @@ def pack_ping_pong(
         if tokens > free[side]:
             side = 1 - side
         taken = min(tokens, free[side])
-        for target, part in ((side, taken), (1 - side, tokens - taken)):
+        for target, start, part in ((side, 0, taken), (1 - side, taken, tokens - taken)):
             if part:
-                rows[target].append((document, part))
+                rows[target].append((document, start, part))
                 free[target] -= part
                 work[target] += 0.5 * part * part
-    ping, pong = (
-        pack(np.array([tokens for _, tokens in sorted(row)]), ranks=ranks, placement=placement, tolerance=tolerance)
-        for row in rows)
+    ping, pong = (_nano_batch(row, ranks, placement, tolerance) for row in rows)
     return ping, pong
+
+
+def _nano_batch(parts: list[tuple[int, int, int]], ranks: int, placement: str, tolerance: float) -> NanoBatch:
+    document, start, tokens = np.array(sorted(parts), dtype=np.int64).T
+    return NanoBatch(pack(tokens, ranks=ranks, placement=placement, tolerance=tolerance), document, start)
 
 
 def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:

@@ -95,7 +95,7 @@ def test_baselines(rows, cp):
 @pytest.mark.parametrize("lengths", [[1], [1] * 12, [128, 128], [7, 300, 65]])
 def test_several_servers_share_one_query(lengths, state):
     """The hardest case on purpose, and not by luck: queries whose parts come from three servers or more."""
-    layout = scattered_layout(1, np.array(lengths), ranks=4)
+    layout = scattered_layout(11, np.array(lengths), ranks=4)
     plan = next(plan for seed in range(100)
                 if most_parts(plan := scattered_plan(seed, layout, 4, MODEL)) >= min(3, max(lengths))
                 and (plan.tasks.home != plan.tasks.server).any())
@@ -150,8 +150,8 @@ def dim_strided(tensors):
 @pytest.mark.parametrize("form", [as_given, fused, heads_first, dim_strided])
 @pytest.mark.parametrize("make", [scattered_plan, None], ids=["scattered", "at_home"])
 def test_inputs_need_not_be_contiguous(form, state, kernel, make):
-    layout = scattered_layout(5, np.array([40, 1, 33, 16]), ranks=3)
-    plan = at_home(layout, MODEL) if make is None else make(5, layout, 3, MODEL)
+    layout = scattered_layout(11, np.array([40, 1, 33, 16]), ranks=3)
+    plan = at_home(layout, MODEL) if make is None else make(10, layout, 3, MODEL)
     q, k, v, dout = random_qkv(0, layout.num_tokens)
 
     def body(attend):

@@ -47,8 +47,10 @@ def exchanges_of(order):
 
 
 def nano_batches(servers=RANKS):
-    ping = scattered_plan(3, scattered_layout(1, np.array([30, 7, 1]), RANKS), servers, MODEL)
-    pong = scattered_plan(8, scattered_layout(2, np.array([12, 25]), RANKS), servers, MODEL)
+    ping = scattered_plan(10, scattered_layout(11, np.array([30, 7, 1]), RANKS), servers, MODEL)
+    pong = scattered_plan(0, scattered_layout(6, np.array([12, 25]), RANKS), servers, MODEL)
+    for plan in (ping, pong):
+        assert (plan.tasks.home != plan.tasks.server).any() and (plan.tasks.server == servers - 1).any()
     return {"ping": (ping, random_qkv(1, ping.layout.num_tokens)),
             "pong": (pong, random_qkv(2, pong.layout.num_tokens))}
 

@@ -136,7 +136,7 @@ def test_buffers_hold_distinct_tokens(seed, kind, ranks, tokens, planned):
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_the_wire_carries_what_the_plan_counted(seed, state, recording):
     """Q and KV there, out and log-sum-exp back; in backward Q, KV, out, dout and log-sum-exp there, gradients back."""
-    layout = scattered_layout(1, np.array([40, 1, 33, 16]), ranks=3)
+    layout = scattered_layout(11, np.array([40, 1, 33, 16]), ranks=3)
     plan = scattered_plan(seed, layout, 3, MODEL)
     queries, keys = tokens_moved(layout, plan.tasks, 3)
     assert queries.sum() and keys.sum()

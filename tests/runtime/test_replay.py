@@ -26,7 +26,8 @@ from distca.testing import (
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 RANKS = 3
 LAYOUT = scattered_layout(4, np.array([30, 7, 1, 22]), RANKS)
-PLAN = scattered_plan(6, LAYOUT, RANKS, MODEL)
+PLAN = scattered_plan(10, LAYOUT, RANKS, MODEL)
+assert all(build(PLAN, rank).queries.send.num_tokens for rank in np.unique(LAYOUT.rank)), "all have work elsewhere"
 TENSORS = random_qkv(1, LAYOUT.num_tokens)
 STATES = pytest.mark.parametrize("state", ["resend", "keep"])
 
@@ -89,7 +90,8 @@ def test_a_stack_of_checkpointed_layers(state, reentrant):
 
 
 def test_dedicated_servers_serve_replays_too():
-    plan = scattered_plan(6, LAYOUT, RANKS + 1, MODEL)
+    plan = scattered_plan(10, LAYOUT, RANKS + 1, MODEL)
+    assert (plan.tasks.server == RANKS).any() and (plan.tasks.server != RANKS).any()
 
     def body(attend):
         leaves = leaves_of(attend.transport.rank)

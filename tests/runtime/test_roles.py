@@ -97,7 +97,7 @@ def test_servers_count_calls_and_stop():
 
 
 def test_a_pool_that_serves_everything_leaves_trainers_without_kernels():
-    layout = scattered_layout(3, np.array([300, 20, 1]), 2)
+    layout = scattered_layout(0, np.array([300, 20, 1]), 2)
     plan = balance(layout, MODEL, speed=[0, 0, 1, 1])
     assert (plan.tasks.server >= 2).all()
 

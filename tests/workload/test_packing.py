@@ -65,26 +65,34 @@ def test_a_workload_keeps_sequences_on_their_own_ranks():
 @given(seeds, st.integers(1, 8), st.integers(1, 600), st.sampled_from(["given", "balanced"]))
 def test_ping_and_pong_are_equal_and_cut_at_most_one_document(seed, ranks, half_row, placement):
     lengths = random_lengths(seed, 2 * ranks * half_row)
-    nano_batches = pack_ping_pong(lengths, ranks=ranks, placement=placement)
-    parts = []
-    for layout in nano_batches:
-        layout.validate()
-        assert layout.tokens_per_rank().tolist() == [half_row] * ranks
-        parts += layout.lengths.tolist()
-    whole = lengths.tolist()
-    for length in list(parts):
-        if length in whole:                                      # strike out the documents that stayed whole
-            whole.remove(length)
-            parts.remove(length)
-    assert len(whole) <= 1
-    assert len(parts) <= 2
-    assert sum(parts) == sum(whole)
+    times_held = [np.zeros(length, dtype=int) for length in lengths.tolist()]
+    num_documents = 0
+    for nano in pack_ping_pong(lengths, ranks=ranks, placement=placement):
+        nano.layout.validate()
+        assert nano.layout.tokens_per_rank().tolist() == [half_row] * ranks
+        assert (np.diff(nano.document) > 0).all()                # the batch's order, no document twice in a half
+        for document, start, length in zip(nano.document, nano.start, nano.layout.lengths, strict=True):
+            assert start + length <= lengths[document]
+            times_held[document][start:start + length] += 1
+            num_documents += 1
+    assert all((held == 1).all() for held in times_held)
+    assert len(lengths) <= num_documents <= len(lengths) + 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds, st.integers(1, 8), st.integers(1, 300))
+def test_the_halves_do_not_depend_on_the_number_of_ranks(seed, ranks, half_row):
+    lengths = random_lengths(seed, 2 * ranks * half_row)
+    for some, one in zip(pack_ping_pong(lengths, ranks=ranks), pack_ping_pong(lengths, ranks=1), strict=True):
+        assert some.document.tolist() == one.document.tolist()
+        assert some.start.tolist() == one.start.tolist()
+        assert some.layout.lengths.tolist() == one.layout.lengths.tolist()
 
 
 def test_ping_and_pong_share_the_work():
     lengths = [4000, 4000, 2000, 2000] + [100] * 40
     ping, pong = pack_ping_pong(lengths, ranks=4)
-    work = [float((layout.lengths.astype(float) ** 2).sum()) for layout in (ping, pong)]
+    work = [float((nano.layout.lengths.astype(float) ** 2).sum()) for nano in (ping, pong)]
     assert max(work) <= 1.01 * min(work)
 
 

@@ -1,0 +1,175 @@
+"""What does balancing gain in a whole training step? Two ranks, a skewed batch, attention at home and disaggregated.
+
+One rank owns a long document, the other as many tokens of short ones. Both modes train the same tokens from the same
+weights; runs alternate, so that drift of the machine hits both. The losses must agree, and the ratio of tokens/s is the
+gain. Ranks are local processes with one thread each on a CPU, or share the GPUs there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from distca.baselines.at_home import at_home
+from distca.planning.greedy import balance
+from distca.planning.plan import Plan
+from distca.train.config import Settings, load_settings
+from distca.train.data import Batch, Row
+from distca.train.launch import launch
+from distca.workload.layout import Layout, layout_from_rows
+
+RESULTS = Path(__file__).parent / "results"
+MODES = ("home", "disaggregated")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One mode: medians over the steps of all its runs."""
+
+    mode: str
+    tokens: int
+    step_seconds: float
+    tokens_per_second: float
+    work_max_over_mean: float
+    exposed_seconds: float
+    bytes_per_layer: int
+    losses: list[float]
+
+
+class OneBatch:
+    """A loader that gives the same skewed batch at every step."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def next(self) -> Batch:
+        return self.batch
+
+    def state(self) -> dict[str, int | str]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def skewed_layout(ranks: int, tokens: int, short: int) -> Layout:
+    """The first rank has one document of `tokens`, the others documents of `short`."""
+    return layout_from_rows([[tokens], *([[short] * (tokens // short)] * (ranks - 1))])
+
+
+def skewed_batch(rank: int, ranks: int, tokens: int, short: int, mode: str, trainer: Any) -> Batch:
+    """Two nano-batches of half the tokens each, random bytes as text."""
+    rows = []
+    for seed in range(2):
+        layout = skewed_layout(ranks, tokens // 2, short)
+        model = trainer.decoder.shape.model
+        plan: Plan = at_home(layout, model) if mode == "home" else balance(layout, model, tolerance=0.05)
+        columns = layout.tokens(rank)
+        text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
+        begin = np.cumsum(layout.lengths) - layout.lengths
+        at = begin[columns.document] + columns.position
+        labels = np.where(columns.next_rank >= 0, text[at + 1], -100)
+        summary = plan.summary()
+        tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in (text[at], labels, columns.position)]
+        rows.append(Row(*tensors, plan, summary.work_max_over_mean_at_home, summary.work_max_over_mean,
+                        summary.bytes_total))
+    num_labels = sum(row.plan.layout.num_tokens - row.plan.layout.num_documents for row in rows)
+    return Batch(tuple(rows), num_labels, 0.0, 0.0)
+
+
+def rank_main(settings: Settings) -> int:
+    """Every rank: train both modes in turn, the first rank writes what it saw."""
+    from distca.train import launch as place
+    from distca.train.machine import device_for
+    from distca.train.trainer import Trainer, start_group
+
+    options = json.loads(Path(settings.log.folder, "options.json").read_text())
+    here = place.here()
+    device = device_for(settings, here.local_rank)
+    start_group(settings, device, here.local_world)
+    records: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    for turn in range(options["rounds"]):
+        for mode in MODES:
+            trainer = Trainer(settings, device)
+            trainer.loader = OneBatch(skewed_batch(here.rank, here.world, options["tokens"], options["short"], mode,
+                                                   trainer))  # type: ignore[assignment]
+            trainer.one_step()                                   # warm-up
+            for _ in range(options["steps"]):
+                torch.distributed.barrier()
+                records[mode].append(asdict(trainer.one_step()))
+            if here.rank == 0:
+                print(f"round {turn + 1} of {options['rounds']}: {mode} {records[mode][-1]['seconds']:.2f} s a step",
+                      file=sys.stderr, flush=True)
+    if here.rank == 0:
+        Path(settings.log.folder, "records.json").write_text(json.dumps(records))
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> list[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = {name: getattr(arguments, name) for name in ("tokens", "short", "steps", "rounds")}
+        Path(folder, "options.json").write_text(json.dumps(options))
+        settings = load_settings(None, {
+            "run.ranks": str(arguments.ranks), "run.threads": "1", "run.steps": "1000", "run.device": arguments.device,
+            "batch.tokens_per_rank": str(arguments.tokens), "log.folder": folder, "parallel.fsdp": "true",
+        })
+        code = launch(settings, rank_main)
+        if code:
+            raise SystemExit(code)
+        records = json.loads(Path(folder, "records.json").read_text())
+    return [_result(mode, records[mode]) for mode in MODES]
+
+
+def _result(mode: str, records: list[dict[str, Any]]) -> Result:
+    seconds = median(record["seconds"] for record in records)
+    return Result(
+        mode=mode, tokens=records[0]["tokens"], step_seconds=seconds, tokens_per_second=records[0]["tokens"] / seconds,
+        work_max_over_mean=records[0]["work_after"], exposed_seconds=median(r["exposed_seconds"] for r in records),
+        bytes_per_layer=int(records[0]["bytes_per_layer"]), losses=[record["loss"] for record in records])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=24_576, help="per rank; long documents have half of it")
+    parser.add_argument("--short", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each mode in each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path, default=RESULTS / "train_step.json")
+    arguments = parser.parse_args()
+    results = measure(arguments)
+    home, planned = results
+    speedup = planned.tokens_per_second / home.tokens_per_second
+    difference = max(abs(a - b) for a, b in zip(home.losses, planned.losses, strict=True))
+    table = Table("attention", "s a step", "tokens/s", "work max/mean", "exposed s", "MB a layer",
+                  title=f"{arguments.ranks} ranks of {arguments.tokens} tokens", title_justify="left")
+    for row in results:
+        table.add_row(row.mode, f"{row.step_seconds:.2f}", f"{row.tokens_per_second:,.0f}",
+                      f"{row.work_max_over_mean:.2f}", f"{row.exposed_seconds:.2f}", f"{row.bytes_per_layer / 1e6:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"{speedup:.2f}x tokens/s; losses differ by at most {difference:.1e}")
+    host = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
+            "device": arguments.device}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "short", "steps", "rounds")}
+    content = {"host": host, "options": options,
+               "rows": [asdict(row) for row in results], "speedup": speedup, "largest_loss_difference": difference}
+    arguments.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The `distca` command: what would balanced attention save on your lengths, and training that gets it.
+
+Whatever a user can get wrong ends in one line on stderr and exit code 2. Modules refuse with a ValueError that names
+the field, its value and the remedy; `main` is the one place that turns it into that line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import distca
+from distca.cli.plan import plan_command
+from distca.cli.profile import profile_command
+from distca.cli.train import TRAIN_USAGE, train_command
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Balance attention over ranks.")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    if version:
+        print(distca.__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+app.command("plan")(plan_command)
+app.command("profile")(profile_command)
+app.command("train", **TRAIN_USAGE)(train_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; errors of the user's become one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without block characters still gets the numbers
+    try:
+        status = app(args=None if arguments is None else list(arguments), prog_name="distca", standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what the argument parser refuses has one, whoever ships its class
+            raise
+        _fail(error.format_message())
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print(f"distca: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,104 @@
+"""Turn what a user names into a batch: a sampler, the standard library, a lengths file or a workload file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distca.spec import unknown_name
+from distca.workload.documents import SAMPLERS, Workload, fill, read_source, sample_lengths, standard_library_lengths
+from distca.workload.packing import cut_at_ranks
+
+STANDARD_LIBRARY = "stdlib"
+DEFAULT_RANKS = 8
+DEFAULT_TOKENS_PER_RANK = 65_536
+MAX_TOKENS = 2**36  # a million ranks of 64K: beyond it a typing error is likelier than a batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Documents that fill their ranks exactly; with a workload, each inside its own sequence's ranks."""
+
+    source: str  # for people
+    lengths: np.ndarray  # [documents]
+    ranks: int
+    tokens_per_rank: int
+    workload: Workload | None = None
+
+
+def read_batch(
+    source: str, ranks: int | None, tokens_per_rank: int | None, seed: int | None, max_document: int | None
+) -> Batch:
+    """The batch that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
+    wanted = (ranks or DEFAULT_RANKS) * (tokens_per_rank or DEFAULT_TOKENS_PER_RANK)
+    if wanted > MAX_TOKENS:
+        raise ValueError(f"ranks times tokens_per_rank is {wanted} tokens; give a batch of at most {MAX_TOKENS}")
+    if source in SAMPLERS:
+        seed = 0 if seed is None else seed
+        lengths = sample_lengths(source, wanted, seed=seed, max_document=max_document)
+        return Batch(f"{source}, seed {seed}", lengths, ranks or DEFAULT_RANKS,
+                     tokens_per_rank or DEFAULT_TOKENS_PER_RANK)
+    if seed is not None:
+        raise ValueError(f"seed is {seed} but {source!r} is not a sampler; leave --seed out or name one of: "
+                         f"{', '.join(SAMPLERS)}")
+    if source == STANDARD_LIBRARY:
+        lengths = standard_library_lengths()
+        most = int(lengths.sum()) // (ranks or DEFAULT_RANKS)
+        return _batch_of_lengths("Python's standard library, a token per byte", lengths, ranks,
+                                 tokens_per_rank or min(DEFAULT_TOKENS_PER_RANK, most), max_document)
+    if not Path(source).exists():
+        _refuse_source(source)
+    content = read_source(source)
+    if isinstance(content, Workload):
+        return _batch_of_workload(source, content, ranks, tokens_per_rank, max_document)
+    return _batch_of_lengths(source, content, ranks, tokens_per_rank, max_document)
+
+
+def _refuse_source(source: str) -> None:
+    names = (*SAMPLERS, STANDARD_LIBRARY)
+    if Path(source).name != source or Path(source).suffix:
+        raise ValueError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
+    raise ValueError(f"{unknown_name('SOURCE', source, names)}, or give the path of a workload or lengths file; no "
+                     "file of this name is here")
+
+
+def _batch_of_workload(
+    path: str, workload: Workload, ranks: int | None, tokens_per_rank: int | None, max_document: int | None
+) -> Batch:
+    for field, asked, said in (("ranks", ranks, workload.ranks),
+                               ("tokens_per_rank", tokens_per_rank, workload.tokens_per_rank)):
+        if asked is not None and asked != said:
+            raise ValueError(f"{field} is {asked} but {path} says {said}; leave the option out or change the file")
+    lengths = np.concatenate(workload.sequences)
+    if max_document is not None and lengths.max() > max_document:
+        raise ValueError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
+                         "cutting it would leave its ranks unfilled; leave the option out or change the file")
+    return Batch(f"{workload.name} ({path})", lengths, workload.ranks, workload.tokens_per_rank, workload)
+
+
+def _batch_of_lengths(
+    name: str, lengths: np.ndarray, ranks: int | None, tokens_per_rank: int | None, max_document: int | None
+) -> Batch:
+    """As many leading documents as fill the ranks, the last one cut; all of them where nothing else is asked."""
+    ranks = ranks or DEFAULT_RANKS
+    whole = len(lengths)
+    if max_document is not None:
+        lengths = np.minimum(lengths, max_document)
+    total = int(lengths.sum())
+    tokens_per_rank = tokens_per_rank or total // ranks
+    if tokens_per_rank == 0:
+        raise ValueError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
+    lengths = fill(lengths, ranks * tokens_per_rank)
+    return Batch(f"{name}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
+
+
+def without_spanning(batch: Batch) -> Batch:
+    """The same tokens with every document cut at its rank's end."""
+    lengths = cut_at_ranks(batch.lengths, batch.tokens_per_rank)
+    workload = batch.workload
+    if workload is not None:
+        workload = Workload(workload.name, workload.ranks, workload.tokens_per_rank,
+                            tuple(cut_at_ranks(sequence, workload.tokens_per_rank) for sequence in workload.sequences))
+    return Batch(f"{batch.source}, cut at ranks", lengths, batch.ranks, batch.tokens_per_rank, workload)

@@ -1,0 +1,202 @@
+"""`distca plan`: what would balanced attention save on your lengths, before renting GPUs?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from distca.cli.batches import (
+    DEFAULT_RANKS,
+    DEFAULT_TOKENS_PER_RANK,
+    STANDARD_LIBRARY,
+    Batch,
+    read_batch,
+    without_spanning,
+)
+from distca.cli.progress import progress
+from distca.cost.latency_table import LatencyTable
+from distca.cost.shipped import shipped_names, shipped_table
+from distca.planning.greedy import balance
+from distca.planning.plan import Plan, PlanSummary
+from distca.planning.tasks import tasks_at_home
+from distca.report import PlanFigures, Side
+from distca.report.render import print_plan
+from distca.spec import ModelShape, model_named
+from distca.workload.documents import SAMPLERS
+from distca.workload.layout import Layout
+from distca.workload.packing import pack, pack_workload
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Who serves, and how their work is counted."""
+
+    model: ModelShape
+    tp: int
+    tolerance: float
+    dedicated: int
+    cost: LatencyTable | None
+
+    def speed(self, ranks: int) -> np.ndarray:
+        return np.ones(ranks + self.dedicated)
+
+
+def plan_command(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=(
+        f"A workload file, a lengths file, a sampler ({', '.join(SAMPLERS)}), or {STANDARD_LIBRARY} for the files of "
+        "Python's own library. A bare sampler name is the sampler; write ./NAME for a file called so."))],
+    model: Annotated[str, typer.Option(help="Named model, for the bytes of a token.")] = "llama3-8b",
+    tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: heads are divided by it.")] = 1,
+    placement: Annotated[str, typer.Option(
+        help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
+    dedicated: Annotated[int, typer.Option(help="Servers that own no tokens, besides the ranks.")] = 0,
+    cost: Annotated[str | None, typer.Option(help=(
+        "Latency table: a file that `distca profile` wrote, or the name of a shipped one; work is then seconds instead "
+        "of causal pairs."))] = None,
+    ranks: Annotated[int | None, typer.Option(
+        help=f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says.")] = None,
+    tokens_per_rank: Annotated[int | None, typer.Option(
+        help=f"{DEFAULT_TOKENS_PER_RANK} for a sampler, all that a lengths file fills.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a sampler; 0 unless given.")] = None,
+    max_document: Annotated[int | None, typer.Option(help="Cut longer documents to this many tokens.")] = None,
+    no_spanning: Annotated[bool, typer.Option(
+        "--no-spanning", help="Cut documents at the ends of ranks; the parts do not attend to each other.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw work and bytes per rank into this file.")] = None,
+) -> None:
+    """Plan one batch's core attention and show it before and after."""
+    for field, value, least in (("ranks", ranks, 1), ("tokens_per_rank", tokens_per_rank, 1),
+                                ("max_document", max_document, 1), ("dedicated", dedicated, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{field} is {value}; give a whole number of at least {least}")
+    save_plot = _plotter(plot) if plot else None
+    pool = Pool(model_named(model), tp, tolerance, dedicated, _latency_table(cost) if cost else None)
+    _warm_up(pool, placement)
+    with progress() as step:
+        step("reading documents")
+        batch = read_batch(source, ranks, tokens_per_rank, seed, max_document)
+        if no_spanning:
+            batch = without_spanning(batch)
+        figures = figures_of(batch, pool, placement, step)
+    if save_plot:
+        save_plot(figures)
+    if as_json:
+        print(json.dumps(figures.as_json()))
+    else:
+        print_plan(figures, Console())
+        if plot:
+            print(f"Drawn in {plot}.")
+    if figures.invalid is not None:
+        raise typer.Exit(1)
+
+
+def _latency_table(name: str) -> LatencyTable:
+    """A file where there is one, else a table that came with the package."""
+    if not Path(name).exists() and name in shipped_names():
+        return shipped_table(name)
+    return LatencyTable.load(name)
+
+
+def figures_of(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> PlanFigures:
+    """Plan, prove and measure. Only placing and balancing are timed."""
+    cost = pool.cost
+    if cost is not None:
+        cost.require(int(batch.lengths.max()))
+    step("placing documents")
+    begin = perf_counter()
+    layout = _layout(batch, pool, placement)
+    step("balancing attention")
+    plan = balance(layout, pool.model, tolerance=pool.tolerance, speed=pool.speed(batch.ranks), tp=pool.tp, cost=cost)
+    plan_seconds = perf_counter() - begin
+    step("proving the plan")
+    invalid = _failed_proof(plan)
+    step("counting bytes")
+    summary = plan.summary()
+    in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
+    unplanned = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost)
+    return PlanFigures(
+        source=batch.source,
+        num_documents=len(batch.lengths),
+        ranks=batch.ranks,
+        tokens_per_rank=batch.tokens_per_rank,
+        model=pool.model.name,
+        tp=pool.tp,
+        placement=placement,
+        tolerance=pool.tolerance,
+        before=_side(unplanned.summary()),
+        after=_side(summary),
+        smallest_shard=summary.smallest_shard,
+        backward_bytes_total=summary.backward_bytes_total,
+        plan_seconds=plan_seconds,
+        invalid=invalid,
+        limit=plan.limit,
+    )
+
+
+def _layout(batch: Batch, pool: Pool, placement: str) -> Layout:
+    speed = pool.speed(batch.ranks)
+    work = None if pool.cost is None else pool.cost.seconds(batch.lengths, batch.lengths)
+    if batch.workload is not None:
+        return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
+                             document_work=work)
+    return pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank, placement=placement,
+                tolerance=pool.tolerance, speed=speed, document_work=work)
+
+
+def _failed_proof(plan: Plan) -> str | None:
+    try:
+        plan.validate()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _side(summary: PlanSummary) -> Side:
+    return Side(
+        work=summary.work,
+        work_max_over_mean=summary.work_max_over_mean,
+        bytes_sent=summary.bytes_sent,
+        bytes_received=summary.bytes_received,
+        bytes_all_gather=summary.bytes_all_gather,
+        num_tasks=summary.num_tasks,
+        num_moved=summary.num_moved,
+    )
+
+
+def _warm_up(pool: Pool, placement: str) -> None:
+    """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
+    batch = Batch("warm-up", np.array([3072, 512, 512]), 2, 2048)
+    layout = _layout(batch, pool, placement)
+    balance(layout, pool.model, tolerance=pool.tolerance, speed=pool.speed(2), tp=pool.tp, cost=pool.cost).summary()
+
+
+def _plotter(path: Path) -> Callable[[PlanFigures], None]:
+    """What draws into `path`; refuses before planning what would fail after it."""
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"plot is {str(path)!r}; give a file name that ends in {', '.join(PLOT_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"plot is {str(path)!r} but the folder {str(path.parent)!r} does not exist; create it first")
+    try:
+        from distca.report.plots import save_plot
+    except ModuleNotFoundError as error:
+        raise ValueError(f"plot needs {error.name}, which is not installed; run: pip install 'distca[plot]'") from None
+
+    def save(figures: PlanFigures) -> None:
+        try:
+            save_plot(figures, path)
+        except OSError as error:
+            raise ValueError(f"plot is {str(path)!r} and cannot be written ({error.strerror}); give a file in a "
+                             "folder that you may write to") from None
+
+    return save

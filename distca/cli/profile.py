@@ -1,0 +1,42 @@
+"""`distca profile`: measure this machine into a latency table that plans can count with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distca.cli.progress import progress
+
+
+def profile_command(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    model: Annotated[str, typer.Option(help="Named model, for heads and layer widths.")] = "llama3-8b",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: heads and layers are divided by it.")] = 1,
+    kernel: Annotated[str, typer.Option(help="Attention kernel; auto is what training would use.")] = "auto",
+    max_kv_len: Annotated[int | None, typer.Option(
+        help="Longest document to measure; 524288 on a GPU, 2048 on a CPU.")] = None,
+    ranks: Annotated[int | None, typer.Option(
+        help="Also start this many local processes and measure exchanges between them; under torchrun its own "
+             "processes are measured.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the latency table goes.")] = Path("latency_table.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Every second length, few samples.")] = False,
+) -> None:
+    """Measure this machine's attention, linear layers and network into a latency table."""
+    if not output.parent.is_dir():
+        raise ValueError(f"output is {str(output)!r} but the folder {str(output.parent)!r} does not exist; create it "
+                         "first")
+    try:
+        from distca import profiling
+        from distca.runtime.probe import measure_network
+    except ModuleNotFoundError as error:
+        raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install 'distca[train]'"
+                         ) from None
+    chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
+    network = measure_network(chosen.device, ranks)
+    if network.measures_the_rest:
+        with progress(profiling.num_steps(chosen)) as step:
+            table = profiling.profile(chosen, step, network.cost)
+        table.save(output)
+        print(*profiling.describe(table), f"Written to {output}.", sep="\n")

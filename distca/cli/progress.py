@@ -1,0 +1,34 @@
+"""Show that long work moves on, without a flicker for what is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+PROGRESS_AFTER_SECONDS = 1.0
+
+
+@contextmanager
+def progress(num_steps: int = 5) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr that appears when the steps take longer than a second."""
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
+    with_bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = with_bar.add_task("", total=num_steps)
+    timer = Timer(PROGRESS_AFTER_SECONDS, with_bar.start)
+    timer.daemon = True
+
+    def step(name: str) -> None:
+        with_bar.update(task, description=name, advance=1)
+
+    if with_bar.console.is_terminal:
+        timer.start()
+    try:
+        yield step
+    finally:
+        timer.cancel()
+        if with_bar.live.is_started:
+            with_bar.stop()

@@ -1,0 +1,1 @@
+"""Train a decoder with attention disaggregated over the ranks: settings, launching, model, data, checkpoints."""

@@ -1,0 +1,348 @@
+"""Say everything about a run in one typed place, and refuse what cannot run before any process starts.
+
+A run is a TOML file of the sections below; whatever it leaves out has the default written here, and the command line
+overrides any field as `--section.field value`. Help texts, the documented TOML and the table in the guide are all made
+from these fields, so they cannot disagree. Nothing here imports torch or looks at the machine.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from distca.spec import MODELS, model_named
+
+Value = int | float | bool | str
+KERNELS = ("auto", "cudnn", "varlen", "sdpa", "dense")
+MODES = ("disaggregated", "home", "per_document_cp")
+_TYPE_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`least` and `most` may be reached, `above` and `below` may not."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def hold(self, value: float) -> bool:
+        return math.isfinite(value) and self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        words = {"least": "of at least", "above": "above", "most": "of at most", "below": "below"}
+        given = {name: getattr(self, name) for name in words if math.isfinite(getattr(self, name))}
+        return " and ".join(f"{words[name]} {limit:g}" for name, limit in given.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One field of one section, as people are told about it."""
+
+    name: str  # section.field
+    type: type[Value]
+    default: Value
+    help: str
+    choices: tuple[str, ...]
+    limits: Limits
+    common: bool  # listed by `distca train --help`
+
+    @property
+    def meaning(self) -> str:
+        return self.help + (f" One of: {', '.join(self.choices)}." if self.choices else "")
+
+
+def _setting(
+    default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, **limits: float
+) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "limits": Limits(**limits),
+                                            "common": common})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    steps: int = _setting(200, "Optimizer steps in all, those of a resumed run included.", least=1, common=True)
+    seed: int = _setting(0, "Seed of the weights.", least=0)
+    ranks: int = _setting(2, "Ranks to start on this machine; under torchrun or srun theirs count instead.",
+                          least=1, common=True)
+    device: str = _setting("auto", "Where to train; auto is cuda where there is a GPU.",
+                           choices=("auto", "cpu", "cuda"), common=True)
+    dtype: str = _setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
+                          choices=("auto", "bfloat16", "float32", "float64"))
+    threads: int = _setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", least=0)
+    timeout_seconds: int = _setting(600, "How long a rank waits for the others before the run fails.", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str = _setting("tiny", "Named shape of the decoder.", choices=tuple(sorted(MODELS)), common=True)
+    load: str = _setting("", "Folder of a Hugging Face Llama model (config.json, safetensors) to start from; its shape "
+                             "then replaces the named one.")
+    activation_checkpointing: bool = _setting(False, "Compute activations again in backward instead of keeping them.")
+    rope_theta: float = _setting(500000.0, "Base of the rotary position angles.", above=0)
+    tied: bool = _setting(False, "Use the embedding as the output layer too.")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    source: str = _setting("stdlib", "Documents: Python's standard library as bytes, text files, JSON lines, or a "
+                                     "Megatron .bin/.idx dataset.",
+                           choices=("stdlib", "text", "jsonl", "megatron"), common=True)
+    path: str = _setting("", "File or folder of the documents; none for stdlib.", common=True)
+    tokenizer: str = _setting("", "A Hugging Face tokenizer.json; without one, the tokens of text and jsonl are bytes.")
+    field: str = _setting("text", "The key of a JSON line that holds the text.")
+    max_document: int = _setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
+                                 least=0)
+    seed: int = _setting(0, "Seed of the order of documents.", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a step.", least=1, common=True)
+    ping_pong: bool = _setting(True, "Split a step into two nano-batches, one computing while the other travels.",
+                               common=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    mode: str = _setting("disaggregated", "Who computes attention: the pool of all ranks by a balanced plan, each "
+                                          "token's home rank, or the ranks of each document alike.",
+                         choices=MODES, common=True)
+    placement: str = _setting("balanced", "Where documents live: chosen for balance, or in the given order.",
+                              choices=("balanced", "given"))
+    tolerance: float = _setting(0.05, "How far above the mean the largest attention work may be.", least=0, most=1,
+                                common=True)
+    kernel: str = _setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
+    state: str = _setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
+                          choices=("resend", "keep"))
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    tensor: int = _setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
+                           common=True)
+    fsdp: bool = _setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    lr: float = _setting(1e-3, "Learning rate after the warm-up.", above=0, common=True)
+    min_lr_ratio: float = _setting(0.1, "The last step's learning rate over lr.", least=0, most=1)
+    warmup_steps: int = _setting(20, "Steps over which the learning rate rises from 0.", least=0)
+    weight_decay: float = _setting(0.1, "AdamW's decay of weight matrices.", least=0)
+    beta1: float = _setting(0.9, "AdamW's memory of gradients.", least=0, below=1)
+    beta2: float = _setting(0.95, "AdamW's memory of squared gradients.", least=0, below=1)
+    clip_norm: float = _setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0)
+    loss_chunk_tokens: int = _setting(1024, "Tokens whose logits exist at the same time.", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: str = _setting("", "Where checkpoints go and resuming looks; empty for none.", common=True)
+    every: int = _setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", least=0, common=True)
+    keep: int = _setting(2, "How many of the newest checkpoints stay.", least=1)
+    resume: bool = _setting(True, "Continue from the newest good checkpoint in the folder.")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    folder: str = _setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
+    every: int = _setting(1, "Steps between lines where there is no terminal.", least=1)
+    tensorboard: bool = _setting(False, "Also write TensorBoard events into the folder.")
+    trace_step: int = _setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    attention: Attention = field(default_factory=Attention)
+    parallel: Parallel = field(default_factory=Parallel)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+
+    def with_values(self, values: Mapping[str, Value]) -> Self:
+        """The same settings with some fields changed: "section.field" -> value."""
+        changed = self
+        for name, value in values.items():
+            section, _, key = name.partition(".")
+            changed = replace(changed, **{section: replace(getattr(changed, section), **{key: value})})
+        return changed
+
+    def check(self) -> None:
+        """Raise a one-line ValueError where these settings cannot run on any machine."""
+        for known in known_settings().values():
+            _check_limits(known, self._value(known.name))
+        self._check_ranks()
+        self._check_data()
+        if self.checkpoint.every and not self.checkpoint.folder:
+            raise ValueError(f"checkpoint.every is {self.checkpoint.every} but checkpoint.folder is empty; name a "
+                             "folder, or set checkpoint.every to 0")
+        if self.log.trace_step > self.run.steps:
+            raise ValueError(f"log.trace_step is {self.log.trace_step} but run.steps is {self.run.steps}; trace an "
+                             "earlier step")
+        if not self.log.folder:
+            raise ValueError("log.folder is ''; name a folder")
+
+    def to_toml(self) -> str:
+        """These settings as TOML that `load_settings` reads, each field under what it means."""
+        lines: list[str] = []
+        for known in known_settings().values():
+            section, key = known.name.split(".")
+            if f"[{section}]" not in lines:
+                lines += ["", f"[{section}]"]
+            lines += [f"# {known.meaning}", f"{key} = {_toml(self._value(known.name))}"]
+        return "\n".join(lines[1:]) + "\n"
+
+    def _value(self, name: str) -> Value:
+        section, key = name.split(".")
+        value: Value = getattr(getattr(self, section), key)
+        return value
+
+    def _check_ranks(self) -> None:
+        tensor, ranks, batch = self.parallel.tensor, self.run.ranks, self.batch
+        if ranks % tensor:
+            raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks (run.ranks); choose a size that "
+                             "divides them")
+        if not self.model.load:  # a loaded model's shape is its folder's to say
+            shape = model_named(self.model.name)
+            check_tensor(tensor, shape.name, shape.num_heads, shape.num_kv_heads, shape.ffn)
+        if batch.ping_pong and batch.tokens_per_rank % 2:
+            raise ValueError(f"batch.tokens_per_rank is {batch.tokens_per_rank}, which two nano-batches cannot share; "
+                             "make it even, or set batch.ping_pong to false")
+
+    def _check_data(self) -> None:
+        data = self.data
+        for name, value in (("path", data.path), ("tokenizer", data.tokenizer)):
+            if data.source == "stdlib" and value:
+                raise ValueError(f"data.{name} is {value!r} but data.source is 'stdlib', which takes none; set "
+                                 "data.source to text, jsonl or megatron")
+        if data.source != "stdlib" and not data.path:
+            raise ValueError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
+        if not data.field and data.source == "jsonl":
+            raise ValueError("data.field is ''; name the key of a JSON line that holds the text")
+
+
+def load_settings(path: str | Path | None, overrides: Mapping[str, str]) -> Settings:
+    """The file's settings, then the overrides ("section.field" -> text). Whether they can run, `check` says."""
+    settings = Settings()
+    if path is not None:
+        settings = settings.with_values(_from_toml(Path(path)))
+    known = known_settings()
+    values = {}
+    for written, text in overrides.items():
+        name = written.replace("-", "_")
+        if name not in known:
+            raise unknown_setting(f"setting {written!r}", name)
+        values[name] = _from_text(known[name], text)
+    return settings.with_values(values)
+
+
+def known_settings() -> dict[str, Known]:
+    """Every field there is: "section.field" -> what is known of it."""
+    known = {}
+    one: Any
+    for section in fields(Settings):
+        for one in fields(section.type):  # type: ignore[arg-type]
+            name = f"{section.name}.{one.name}"
+            known[name] = Known(name, one.type, one.default, **one.metadata)
+    return known
+
+
+def unknown_setting(what: str, name: str) -> ValueError:
+    """The right field in the wrong section, or in none, is nearer than any spelling."""
+    names = list(known_settings())
+    key = name.rpartition(".")[2]
+    near = [full for full in names if full.partition(".")[2] == key] or get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "distca train --show-settings lists them all"
+    return ValueError(f"{what} is unknown; {hint}")
+
+
+def settings_table() -> str:
+    """All settings as the Markdown table of the guide."""
+    rows = [f"| `{known.name}` | `{_toml(known.default)}` | {known.meaning} |" for known in known_settings().values()]
+    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def check_tensor(tensor: int, model: str, num_heads: int, num_kv_heads: int, ffn: int) -> None:
+    """Refuse a tensor-parallel size that cannot share a layer out evenly."""
+    for kind, number in (("heads", num_heads), ("KV heads", num_kv_heads), ("feed-forward columns", ffn)):
+        if number % tensor:
+            raise ValueError(f"parallel.tensor is {tensor} but model {model!r} has {number} {kind}; choose a size that "
+                             "divides them")
+
+
+def _from_toml(path: Path) -> dict[str, Value]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; check the path, or write one with: distca train --show-settings"
+                         ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text; give a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: broken TOML: {error}") from None
+    known = known_settings()
+    sections = [section.name for section in fields(Settings)]
+    values: dict[str, Value] = {}
+    for section, table in content.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: {section} is {table!r} outside of any section; write it under one of "
+                             f"[{'], ['.join(sections)}]")
+        if section not in sections:
+            near = get_close_matches(section, sections, n=1, cutoff=0.4)
+            hint = f"did you mean [{near[0]}]? " if near else ""
+            raise ValueError(f"{path}: section [{section}] is unknown; {hint}there are [{'], ['.join(sections)}]")
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            if name not in known:
+                raise unknown_setting(f"{path}: setting {name!r}", name)
+            values[name] = _typed(known[name], value, f"{path}: ")
+    return values
+
+
+def _typed(known: Known, value: object, where: str = "") -> Value:
+    """The value if it has the field's type; a whole number will do for a number."""
+    if known.type is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
+        raise ValueError(f"{where}{known.name} is {value!r}; give {_TYPE_WORDS[known.type]}")
+    return value
+
+
+def _from_text(known: Known, text: str) -> Value:
+    if known.type is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        if known.type is not bool:
+            return known.type(text)
+    except ValueError:
+        pass
+    raise ValueError(f"{known.name} is {text!r}; give {_TYPE_WORDS[known.type]}")
+
+
+def _check_limits(known: Known, value: Value) -> None:
+    _typed(known, value)
+    if known.choices and value not in known.choices:
+        near = get_close_matches(str(value).lower(), known.choices, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{known.name} is {value!r}; {hint}choose one of: {', '.join(known.choices)}")
+    if not isinstance(value, str) and not known.limits.hold(value):
+        raise ValueError(f"{known.name} is {value!r}; give {_TYPE_WORDS[known.type]} {known.limits}".rstrip())
+
+
+def _toml(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
+                          for char in value.replace("\\", "\\\\").replace('"', '\\"'))
+        return f'"{escaped}"'
+    return repr(value)

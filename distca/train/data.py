@@ -1,0 +1,306 @@
+"""From a corpus to one rank's rows: the same documents in the same order, wherever and whenever the run continues.
+
+A batch is a run of tokens from one endless stream of shuffled documents, so a position in the stream says all there is
+to save, and it means the same on any number of ranks. Every rank takes the same pieces, makes the same plan from
+their lengths, and reads only the tokens of its own slices. The next batch is made while this one trains.
+
+A document that does not fit into a batch is cut, and its rest opens the next batch as a document of its own; so is one
+longer than `max_document`, or one that ping and pong share. Nothing is attended to or predicted across a cut. A corpus
+that runs out begins anew in another order, within a batch too, so it may be smaller than one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from distca.baselines.at_home import at_home
+from distca.baselines.per_document_cp import per_document_cp
+from distca.planning.greedy import balance
+from distca.planning.plan import Plan, max_over_mean
+from distca.spec import ModelShape, unknown_name
+from distca.train.config import MODES, Settings
+from distca.train.corpora import Corpus
+from distca.workload.layout import Layout
+from distca.workload.packing import NanoBatch, pack, pack_ping_pong
+
+IGNORED = -100  # the label of a token that has no next one
+Result = TypeVar("Result")
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a corpus document: a document of its own to the model."""
+
+    document: int
+    start: int
+    stop: int
+
+
+class Stream:
+    """The documents of a corpus end to end, epoch after epoch, each epoch in an order of its own."""
+
+    def __init__(self, lengths: np.ndarray, *, seed: int, max_document: int = 0) -> None:
+        for field, value in (("data.seed", seed), ("data.max_document", max_document)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{field} is {value!r}; give a whole number of at least 0")
+        self._lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        self._documents = np.flatnonzero(self._lengths)
+        if len(self._documents) == 0:
+            raise ValueError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
+        self._longest_piece = max_document or int(self._lengths.max())
+        self._about: dict[str, int | str] = {
+            "seed": seed,
+            "num_documents": len(self._lengths),
+            "num_tokens": int(self._lengths.sum()),
+            "lengths_digest": hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest(),
+        }
+        self._seed = seed
+        self._taken = 0  # tokens since the beginning
+        self._epoch, self._index, self._offset = -1, 0, 0
+        self._enter(0)
+
+    def take(self, num_tokens: int) -> list[Piece]:
+        """The next pieces, exactly `num_tokens` tokens in all."""
+        pieces: list[Piece] = []
+        left = num_tokens
+        while left > 0:
+            document = int(self._order[self._index])
+            length = int(self._lengths[document])
+            stop = self._offset + min(left, self._longest_piece, length - self._offset)
+            pieces.append(Piece(document, self._offset, stop))
+            left -= stop - self._offset
+            self._offset = stop
+            if stop == length:
+                self._index, self._offset = self._index + 1, 0
+                if self._index == len(self._order):
+                    self._enter(self._epoch + 1)
+        self._taken += num_tokens
+        return pieces
+
+    def state(self) -> dict[str, int | str]:
+        """Where the next token comes from, as plain values; `load` of a stream over the same corpus continues there."""
+        return {**self._about, "epoch": self._epoch, "index": self._index, "offset": self._offset,
+                "tokens": self._taken}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        epoch, index, offset, taken = (_whole(state, name) for name in ("epoch", "index", "offset", "tokens"))
+        self._check_same_data(state)
+        if epoch != self._epoch:
+            self._enter(epoch)
+        if index >= len(self._order) or offset >= self._lengths[self._order[index]]:
+            raise ValueError(f"the saved data position, document {index} of the epoch at token {offset}, is outside "
+                             "the corpus; use another checkpoint")
+        self._index, self._offset, self._taken = index, offset, taken
+
+    def _enter(self, epoch: int) -> None:
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._documents))
+        self._order = self._documents[order]
+        self._epoch, self._index, self._offset = epoch, 0, 0
+
+    def _check_same_data(self, state: Mapping[str, Any]) -> None:
+        seed = _whole(state, "seed")
+        if seed != self._seed:
+            raise ValueError(f"data.seed is {self._seed} but the checkpoint's is {seed}, so the order would change; "
+                             f"set data.seed to {seed}")
+        if any(state.get(name) != value for name, value in self._about.items()):
+            raise ValueError(
+                f"the checkpoint's corpus has {state.get('num_documents')} documents of {state.get('num_tokens')} "
+                f"tokens, this one {self._about['num_documents']} of {self._about['num_tokens']}, or others than "
+                "those; give the same [data], or begin anew from the weights alone with model.load")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One rank's part of a batch or nano-batch, and the plan of its attention, which is the same on all ranks."""
+
+    tokens: torch.Tensor     # [tokens] int64
+    labels: torch.Tensor     # [tokens] int64: the document's next token, wherever that lives; -100 at its end
+    positions: torch.Tensor  # [tokens] int64: position in the document
+    plan: Plan
+    work_before: float       # max/mean work with documents in order and attention at home
+    work_after: float        # max/mean work under the plan
+    bytes_per_layer: int     # forward bytes that cross ranks, in all, counted in bf16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What one rank trains on in one step."""
+
+    rows: tuple[Row, ...]  # one, or ping and pong with as many tokens each
+    num_labels: int        # tokens with a next one, over all ranks and rows; what a mean loss divides by
+    plan_seconds: float    # spent on layouts and plans, ahead of the step
+    wait_seconds: float    # spent waiting for this batch, within the step
+
+
+class _DraftRow(NamedTuple):
+    """A row before it is tensors."""
+
+    columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, labels, positions
+    plan: Plan
+    work_before: float
+    work_after: float
+    bytes_per_layer: int
+
+    def as_tensors(self) -> Row:
+        tokens, labels, positions = (torch.from_numpy(column) for column in self.columns)
+        return Row(tokens, labels, positions, self.plan, self.work_before, self.work_after, self.bytes_per_layer)
+
+
+class _Draft(NamedTuple):
+    """A batch before it is tensors, and the position behind it."""
+
+    rows: list[_DraftRow]
+    plan_seconds: float
+    position: dict[str, int | str]
+
+
+class Loader:
+    """One data rank's batches. Loaders that differ in `rank` alone give the other rows of the same batches.
+
+    `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs.
+    """
+
+    def __init__(self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape) -> None:
+        if not 0 <= rank < world:
+            raise ValueError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
+        if settings.attention.mode not in MODES:
+            raise unknown_name("attention.mode", settings.attention.mode, MODES)
+        if corpus.vocab is not None and corpus.vocab > model.vocab:
+            raise ValueError(f"the corpus has {corpus.vocab} different tokens but model {model.name!r} knows "
+                             f"{model.vocab}; choose a data.tokenizer and a model that agree")
+        lengths = corpus.lengths()
+        if settings.data.max_document == 1 or lengths.max(initial=0) == 1:
+            raise ValueError("every document is one token long and leaves nothing to predict; give longer documents, "
+                             "or raise data.max_document")
+        self._corpus, self._settings, self._model = corpus, settings, model
+        self._rank, self._world = rank, world
+        self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
+        self._position = self._stream.state()
+        self._ahead: Future[_Draft] | None = None
+
+    def next(self) -> Batch:
+        """The batch at the current position. What went wrong while it was made is raised here."""
+        begin = time.perf_counter()
+        ahead = self._ahead or _in_background(self._draft, self._position)
+        self._ahead = None
+        draft = ahead.result()
+        wait_seconds = time.perf_counter() - begin
+        self._position = draft.position
+        self._ahead = _in_background(self._draft, self._position)
+        rows = tuple(row.as_tensors() for row in draft.rows)
+        num_labels = sum(row.plan.layout.num_tokens - row.plan.layout.num_documents for row in rows)
+        return Batch(rows, num_labels, draft.plan_seconds, wait_seconds)
+
+    def state(self) -> dict[str, int | str]:
+        """The position of the batch that `next` gives next, whatever is already being made behind it."""
+        return dict(self._position)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, on this or another number of ranks.
+
+        With as many tokens in a batch over all ranks, the same batches follow. With more or fewer, the stream still
+        continues at the same token, so nothing is skipped or seen twice.
+        """
+        self.close()
+        self._stream.load(state)
+        self._position = self._stream.state()
+
+    def close(self) -> None:
+        """Wait for the batch in the making and forget it."""
+        if self._ahead is not None:
+            wait([self._ahead])
+            self._ahead = None
+
+    def _draft(self, position: dict[str, int | str]) -> _Draft:
+        self._stream.load(position)
+        pieces = self._stream.take(self._world * self._settings.batch.tokens_per_rank)
+        after = self._stream.state()
+        begin = time.perf_counter()
+        nano_batches = self._nano_batches(np.array([piece.stop - piece.start for piece in pieces]))
+        plans = [self._plan(nano) for nano in nano_batches]
+        seconds = time.perf_counter() - begin
+        rows = [self._row(plan, nano, pieces) for plan, nano in zip(plans, nano_batches, strict=True)]
+        return _Draft(rows, seconds, after)
+
+    def _nano_batches(self, lengths: np.ndarray) -> tuple[NanoBatch, ...]:
+        """The layouts of a batch; per-document CP lays its own, out of one long row."""
+        attention = self._settings.attention
+        ranks = 1 if attention.mode == "per_document_cp" else self._world
+        if self._settings.batch.ping_pong:
+            return pack_ping_pong(lengths, ranks=ranks, placement=attention.placement, tolerance=attention.tolerance)
+        layout = pack(lengths, ranks=ranks, placement=attention.placement, tolerance=attention.tolerance)
+        return (NanoBatch(layout, np.arange(len(lengths)), np.zeros_like(lengths)),)
+
+    def _plan(self, nano: NanoBatch) -> Plan:
+        attention, tp = self._settings.attention, self._settings.parallel.tensor
+        if attention.mode == "home":
+            return at_home(nano.layout, self._model, tp=tp)
+        if attention.mode == "per_document_cp":
+            return per_document_cp(nano.layout, self._model, cp=self._world, tp=tp)
+        return balance(nano.layout, self._model, tolerance=attention.tolerance, tp=tp)
+
+    def _row(self, plan: Plan, nano: NanoBatch, pieces: list[Piece]) -> _DraftRow:
+        in_order = at_home(pack(plan.layout.lengths, ranks=self._world), self._model)
+        return _DraftRow(
+            columns=self._columns(plan.layout, nano, pieces),
+            plan=plan,
+            work_before=max_over_mean(in_order.work(), in_order.speed),
+            work_after=max_over_mean(plan.work(), plan.speed),
+            bytes_per_layer=int(plan.traffic().sent_bytes(plan.model, plan.tp).sum()),
+        )
+
+    def _columns(self, layout: Layout, nano: NanoBatch, pieces: list[Piece]
+                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, labels and positions of this rank's slices; the token behind a slice comes along as a label."""
+        mine = layout.rank == self._rank
+        slices = zip(layout.document[mine].tolist(), layout.start[mine].tolist(), layout.stop[mine].tolist(),
+                     strict=True)
+        tokens, labels, positions = [], [], []
+        for document, start, stop in slices:
+            piece = pieces[nano.document[document]]
+            begin = piece.start + int(nano.start[document])
+            ends = stop == layout.lengths[document]
+            read = self._read(piece.document, begin + start, begin + stop + (not ends))
+            tokens.append(read[:stop - start])
+            labels += [read[1:], np.full(int(ends), IGNORED)]
+            positions.append(np.arange(start, stop))
+        return np.concatenate(tokens), np.concatenate(labels), np.concatenate(positions)
+
+    def _read(self, document: int, start: int, stop: int) -> np.ndarray:
+        tokens = self._corpus.tokens(document)[start:stop].astype(np.int64)
+        outside = tokens[(tokens < 0) | (tokens >= self._model.vocab)]
+        if len(tokens) != stop - start or len(outside):
+            what = f"holds token {outside[0]}" if len(outside) else f"ends before token {stop}"
+            raise ValueError(f"document {document} of the corpus {what}, where model {self._model.name!r} knows tokens "
+                             f"0 to {self._model.vocab - 1}; give the data that its tokenizer made")
+        return tokens
+
+
+def _in_background(call: Callable[..., Result], *args: Any) -> Future[Result]:
+    """Run the call on a thread that no process waits for; the future holds its result or what it raised."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="distca-loader", daemon=True).start()
+    return future
+
+
+def _whole(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"the saved data position has {name} {value!r}, not a whole number of at least 0; use another "
+                         "checkpoint")
+    return value

@@ -1,0 +1,234 @@
+"""Hugging Face folders of Llama models, read and written: people bring the model they have and take it back.
+
+A folder is config.json and safetensors, one file or several with an index. Weights are read and written one at a time,
+so that a sharded decoder never stands whole anywhere: ranks keep their own shares, and rank 0 writes what all gather.
+What this decoder does not compute (biases, other activations, other rotary scalings) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from distca.spec import ModelShape
+from distca.train.model import Decoder, DecoderShape, RopeScaling, write_parameter
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD_BYTES = 5 * 10**9
+_LAYER_NAMES = {                                                 # of pre, in segment i, and of post, in segment i + 1
+    "pre.norm": "input_layernorm",
+    "pre.qkv.q": "self_attn.q_proj",
+    "pre.qkv.k": "self_attn.k_proj",
+    "pre.qkv.v": "self_attn.v_proj",
+    "post.output": "self_attn.o_proj",
+    "post.norm": "post_attention_layernorm",
+    "post.mlp.gate": "mlp.gate_proj",
+    "post.mlp.up": "mlp.up_proj",
+    "post.mlp.down": "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """A parameter's name in a Hugging Face Llama."""
+    if name == "head.weight":
+        return "lm_head.weight"
+    _, segment, *path, _ = name.split(".")
+    inner = ".".join(path)
+    if inner in ("embed", "norm"):
+        return {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}[inner]
+    layer = int(segment) - (path[0] == "post")
+    return f"model.layers.{layer}.{_LAYER_NAMES[inner]}.weight"
+
+
+def shape_from_hf(folder: str | Path) -> DecoderShape:
+    """The decoder that a folder's config.json describes."""
+    config = _read_config(Path(folder))
+    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for field, value in expected.items():
+        if config.get(field, value) != value:
+            raise ValueError(f"{folder}/{CONFIG} has {field} {config[field]!r}; only {value!r} can be loaded")
+    try:
+        hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
+        model = ModelShape(
+            name=Path(folder).name, num_layers=config["num_hidden_layers"], hidden=hidden, num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or hidden // num_heads, ffn=config["intermediate_size"],
+            vocab=config["vocab_size"])
+    except KeyError as missing:
+        raise ValueError(f"{folder}/{CONFIG} lacks {missing}; give the config.json of a Llama model") from None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return DecoderShape(
+        model, rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)), tied=bool(config.get("tie_word_embeddings", False)),
+        rope_scaling=_rope_scaling(folder, rope), max_positions=int(config.get("max_position_embeddings", 2048)))
+
+
+@torch.no_grad()
+def load_hf(folder: str | Path, decoder: Decoder) -> None:
+    """Fill a decoder, sharded or not, with a folder's weights; rotary settings stay the decoder's own."""
+    folder = Path(folder)
+    theirs, ours = shape_from_hf(folder).key(), decoder.shape.key()
+    if theirs != ours:
+        raise ValueError(f"{folder} holds a model with {theirs} but the decoder has {ours}; "
+                         "build it with shape_from_hf")
+    parameters = {hf_name(name): parameter for name, parameter in decoder.named_parameters()}
+    found = set()
+    for name, tensor in _read_tensors(folder):
+        if name in parameters:
+            if tensor.shape != parameters[name].shape:
+                raise ValueError(f"{folder} has {name} with shape {tuple(tensor.shape)} but config.json makes it "
+                                 f"{tuple(parameters[name].shape)}; the folder is not whole")
+            write_parameter(parameters[name], tensor)
+            found.add(name)
+        elif not (name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.shape.tied)):
+            raise ValueError(f"{folder} has {name}, which this decoder does not; only plain Llama models can be loaded")
+    missing = sorted(parameters.keys() - found)
+    if missing:
+        raise ValueError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; the folder is not whole")
+
+
+@torch.no_grad()
+def save_hf(
+    folder: str | Path,
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype | None = None,
+    source: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a decoder where transformers can load it; every rank calls this, rank 0 writes.
+
+    `dtype` is that of the files, by default the parameters' own. `source` is the folder the model came from: its
+    tokenizer and its other files are taken along, and settings of its config.json that are not the decoder's kept.
+    """
+    save_file = _safetensors("safetensors.torch").save_file
+    folder, writes = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+    parameters = {hf_name(name): parameter for name, parameter in decoder.named_parameters()}
+    dtype = dtype or next(decoder.parameters()).dtype
+    shards = _into_shards({name: p.numel() * dtype.itemsize for name, p in parameters.items()}, shard_bytes)
+    index = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for name in names:
+            whole = _whole(parameters[name]).to(dtype)
+            if writes:
+                tensors[name] = whole.cpu().contiguous()
+            index[name] = file
+        if writes:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    if not writes:
+        return
+    (folder / (INDEX if len(shards) == 1 else SINGLE)).unlink(missing_ok=True)  # an earlier save's, read before ours
+    if len(shards) > 1:
+        total = sum(p.numel() * dtype.itemsize for p in parameters.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    kept = {} if source is None else _read_config(Path(source))
+    kept = {name: value for name, value in kept.items() if name not in ("rope_parameters", "dtype")}  # said otherwise
+    _write_json(folder / CONFIG, kept | config_of(decoder.shape, dtype))
+    if source is not None and Path(source).resolve() != folder.resolve():
+        _take_along(Path(source), folder)
+
+
+def config_of(shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a shape, with the rotary settings where both old and new transformers look for them."""
+    model, scaling = shape.model, None
+    if shape.rope_scaling is not None:
+        numbers = asdict(shape.rope_scaling)
+        scaling = {"rope_type": "llama3", "original_max_position_embeddings": numbers.pop("original_max_positions")}
+        scaling |= numbers
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, "hidden_size": model.hidden, "intermediate_size": model.ffn,
+        "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim, "vocab_size": model.vocab,
+        "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tied, "rope_theta": shape.rope_theta,
+        "rope_scaling": scaling, "max_position_embeddings": shape.max_positions,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _rope_scaling(folder: str | Path, rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"{folder}/{CONFIG} has rope_type {kind!r}; only default and llama3 can be loaded")
+    return RopeScaling(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
+                       int(rope["original_max_position_embeddings"]))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG}; give the folder of a Hugging Face Llama model")
+    return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    safe_open = _safetensors("safetensors").safe_open
+    if (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    else:
+        files = [SINGLE]
+    for file in files:
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} has no {file}; give a folder with all of a model's safetensors")
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                yield name, opened.get_tensor(name)
+
+
+def _into_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
+    """Names in order, as many to a file as fit, at least one."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter gathered from all ranks, data ranks before tensor ranks, as they were cut after them."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    for axis in range(parameter.device_mesh.ndim):
+        placements = [Replicate() if before <= axis else placement
+                      for before, placement in enumerate(parameter.placements)]
+        parameter = parameter.redistribute(placements=placements)
+    return parameter.to_local()
+
+
+def _take_along(source: Path, folder: Path) -> None:
+    weights = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
+    for file in source.iterdir():
+        if file.is_file() and file.name != CONFIG and not file.name.endswith(weights):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _safetensors(module: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ValueError("the package safetensors is not installed, which Hugging Face models need; "
+                         "pip install 'distca[train]'") from None

@@ -1,0 +1,295 @@
+"""Start a run's ranks, or join those that torchrun or SLURM started, and end them together.
+
+Every rank runs `main(settings)` in the environment that torchrun defines (RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whoever launched it, so that nothing further on needs to know.
+
+Local ranks are processes of this machine that meet at a store in the launcher: its port is free because the store
+already holds it. SIGTERM, and Ctrl-C once, ask the ranks to save and stop; Ctrl-C twice ends them. When a rank fails
+the others cannot go on: they get a moment to say what they saw, then they are ended, and the first failure is the
+run's.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from distca.train.config import Settings
+from distca.train.machine import check_machine, threads_for
+
+Main = Callable[[Settings], int]
+
+FAILURE_GRACE_SECONDS = 2.0
+POLL_SECONDS = 0.2
+MAX_REPORT = 16_384  # characters of a traceback: it must fit a pipe that nobody reads yet
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process stands among the run's ranks and among those of its machine."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        values = (self.rank, self.world, self.local_rank, self.local_world, self.address, self.port)
+        return {name: str(value) for name, value in zip(TORCHRUN, values, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank ended, told by itself or by how it died."""
+
+    when: float
+    rank: int
+    code: int
+    text: str
+
+
+def launch(settings: Settings, main: Main) -> int:
+    """Run `main(settings)` on every rank; the run's exit code. Bad settings are a ValueError before anything starts."""
+    place = place_in(os.environ)
+    if place is not None:
+        settings = settings.with_values({"run.ranks": place.world})
+    settings.check()
+    check_machine(settings)
+    if place is None:
+        return _LocalRanks(settings, main).run()
+    os.environ.update(place.environment())
+    _prepare(settings, place)
+    return main(settings)
+
+
+def here() -> Place:
+    """This process's place, for whatever runs inside `launch`."""
+    place = place_in(os.environ)
+    if place is None:
+        raise ValueError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
+    return place
+
+
+def place_in(environ: Mapping[str, str]) -> Place | None:
+    """The place that torchrun, or srun with several tasks, gave this process; None where nobody did."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        missing = [name for name in TORCHRUN if not environ.get(name)]
+        if missing:
+            raise ValueError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; start with torchrun, or unset "
+                             "RANK and WORLD_SIZE for local ranks")
+        rank, world, local_rank, local_world = (_number(environ, name) for name in TORCHRUN[:4])
+        return Place(rank, world, local_rank, local_world, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun sets it; a batch script or srun's shell is one task
+        return _slurm_place(environ)
+    return None
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place:
+    """All tasks of a step agree on its first node, and on a port made from the job's and step's numbers."""
+    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    port = 20_000 + (_number(environ, "SLURM_JOB_ID") * 16 + _number(environ, "SLURM_STEP_ID")) % 20_000
+    return Place(
+        rank=_number(environ, "SLURM_PROCID"),
+        world=_number(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world=tasks[_number(environ, "SLURM_NODEID")],
+        address=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        port=int(environ.get("MASTER_PORT") or port),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name of SLURM's short form of a list: a[07-09,12],b -> a07."""
+    first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """SLURM's short form of a list of counts: 8(x2),4 -> [8, 8, 4]."""
+    counts = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        raise ValueError(f"{name} is {environ.get(name)!r} in the environment; give a whole number, as the launcher "
+                         "does") from None
+
+
+def _prepare(settings: Settings, place: Place) -> None:
+    """What every rank does first: its share of the cores, and warnings that say whose they are."""
+    threads = threads_for(settings, place.local_world, os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    logger = logging.getLogger("distca")
+    logger.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)
+    logger.handlers = [_ToStderr()]
+    logger.handlers[0].setFormatter(logging.Formatter(
+        "%(message)s" if place.rank == 0 else f"rank {place.rank}: %(message)s"))
+    logger.propagate = False
+
+
+class _ToStderr(logging.Handler):
+    """Looks up stderr for every message: a live display puts itself in its place for a while."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+class _LocalRanks:
+    """The ranks of this machine, from their start to the last one's end."""
+
+    def __init__(self, settings: Settings, main: Main) -> None:
+        self.settings, self.main = settings, main
+        self.processes: list[Any] = []
+        self.reports: list[Connection] = []
+        self.ended: dict[int, float] = {}  # rank -> when
+        self.asked: list[int] = []  # signals that asked the run to stop
+
+    def run(self) -> int:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        before = self._handle_signals()
+        try:
+            for rank in range(self.settings.run.ranks):
+                self._start(rank, store.port)
+            late = self._watch()
+        finally:
+            self._kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._code([self._failure(rank) for rank, process in enumerate(self.processes)
+                           if process.exitcode and rank not in late], late)
+
+    def _start(self, rank: int, port: int) -> None:
+        world = self.settings.run.ranks
+        context = multiprocessing.get_context("spawn")
+        report, tell = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, name=f"rank {rank}", args=(
+            self.settings, self.main, Place(rank, world, rank, world, "127.0.0.1", port), tell))
+        process.start()
+        tell.close()
+        self.processes.append(process)
+        self.reports.append(report)
+
+    def _watch(self) -> list[int]:
+        """Wait for all; a failure or being asked to stop sets the others a deadline. The ranks that missed it."""
+        passed_on, deadline = 0, float("inf")
+        while time.monotonic() < deadline:
+            failed = any(process.exitcode for process in self.processes)
+            self.ended |= {rank: time.time() for rank, process in enumerate(self.processes)
+                           if process.exitcode is not None and rank not in self.ended}
+            if len(self.ended) == len(self.processes):
+                break
+            if failed:
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
+            if len(self.asked) > passed_on:
+                hurry = self.asked.count(signal.SIGINT) > 1
+                deadline = min(deadline, time.monotonic() + (0 if hurry else self.settings.run.timeout_seconds))
+                passed_on = len(self.asked)
+                for process in self.processes:
+                    process.terminate()
+            wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
+        return self._kill()
+
+    def _code(self, failures: list[Failure], late: list[int]) -> int:
+        if self.asked:  # ranks that had not begun to listen ended as they were asked
+            failures = [failure for failure in failures if failure.code != 128 + signal.SIGTERM]
+        if failures:
+            first = min(failures, key=lambda failure: failure.when)
+            print(first.text, file=sys.stderr, flush=True)
+            return first.code
+        if not self.asked:
+            return 0
+        if late:
+            print(f"distca: rank {late[0]} did not stop in time and was ended", file=sys.stderr, flush=True)
+        saved = self.asked[0] == signal.SIGTERM and not any(process.exitcode for process in self.processes)
+        return 0 if saved else 128 + self.asked[0]
+
+    def _failure(self, rank: int) -> Failure:
+        report, code, when = self.reports[rank], self.processes[rank].exitcode, self.ended[rank]
+        try:
+            if report.poll():
+                told: Failure = report.recv()
+                return told
+        except EOFError:
+            pass
+        if code < 0:
+            return Failure(when, rank, 128 - code, f"distca: rank {rank} was ended by {signal.Signals(-code).name}")
+        return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
+
+    def _kill(self) -> list[int]:
+        """End whoever still runs; their ranks."""
+        running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        for rank in running:
+            self.processes[rank].kill()
+        for rank, process in enumerate(self.processes):
+            process.join()
+            self.ended.setdefault(rank, time.time())
+        return running
+
+    def _handle_signals(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}  # signals are the main thread's, which then has its own plans for them
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.asked.append(number)
+
+        return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+
+def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> None:
+    """One local rank. It tells the launcher what went wrong, and does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every rank; the launcher asks them
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    os.environ.update(place.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    code = 1
+    try:
+        _prepare(settings, place)
+        code = main(settings)
+    except Exception as error:
+        text = f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip()
+        if isinstance(error, ValueError) and _is_ours(error):
+            code, text = 2, f"distca: error: {' '.join(str(error).split())}"
+        tell.send(Failure(time.time(), place.rank, code, text))
+    sys.exit(code)
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether this package raised it: then the message is for people and says the remedy."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1])
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)

@@ -1,0 +1,122 @@
+"""What this machine can do for a run: its device, its arithmetic, its share of cores, and what it must refuse.
+
+`Settings.check` knows what no machine can run; `check_machine` knows what this one cannot: a GPU that is not there, a
+package that is not installed, a file that does not exist. Both speak before any process starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distca.spec import model_named
+from distca.train.config import Settings, check_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_machine(settings: Settings) -> None:
+    """Raise a one-line ValueError where these settings cannot run here."""
+    _require_packages(settings)
+    _check_files(settings)
+    import torch
+
+    if settings.run.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
+    head_dim = _loaded_head_dim(settings) if settings.model.load else model_named(settings.model.name).head_dim
+    if settings.attention.kernel != "auto":
+        from distca.kernels import choose
+
+        device = device_for(settings, local_rank=0)
+        try:
+            choose(device, dtype_for(settings, device), head_dim, name=settings.attention.kernel)
+        except ValueError as error:
+            raise ValueError(f"attention.kernel: {error}") from None
+
+
+def device_for(settings: Settings, local_rank: int) -> torch.device:
+    """This rank's device; ranks share GPUs where there are fewer of them."""
+    import torch
+
+    kind = settings.run.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def dtype_for(settings: Settings, device: torch.device) -> torch.dtype:
+    """The arithmetic of the layers on this device."""
+    import torch
+
+    automatic = "bfloat16" if device.type == "cuda" else "float32"
+    name = automatic if settings.run.dtype == "auto" else settings.run.dtype
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]) -> int:
+    """CPU threads of a rank. srun binds tasks to cores of their own, so there the count is of one task already."""
+    if settings.run.threads:
+        return settings.run.threads
+    if "SLURM_CPUS_PER_TASK" in environ and "SLURM_PROCID" in environ:
+        return int(environ["SLURM_CPUS_PER_TASK"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world)
+
+
+def _require_packages(settings: Settings) -> None:
+    if find_spec("torch") is None:
+        raise ValueError("train needs torch, which is not installed; run: pip install 'distca[train]'")
+    for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
+                                 ("safetensors", "model.load", settings.model.load)):
+        if value and find_spec(package) is None:
+            raise ValueError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
+                             f"{package}")
+
+
+def _check_files(settings: Settings) -> None:
+    data = settings.data
+    if data.source in ("text", "jsonl") and not Path(data.path).exists():
+        raise ValueError(f"data.path is {data.path!r}, which is no file or folder; check the path")
+    if data.source == "megatron":
+        prefix = data.path.removesuffix(".bin").removesuffix(".idx")
+        for file in (f"{prefix}.idx", f"{prefix}.bin"):
+            if not Path(file).is_file():
+                raise ValueError(f"data.path is {data.path!r} but {file} is no file; a Megatron dataset has both")
+    if data.tokenizer:
+        from distca.train.corpora import load_tokenizer
+
+        load_tokenizer(data.tokenizer)
+    for name, folder in (("log.folder", settings.log.folder), ("checkpoint.folder", settings.checkpoint.folder)):
+        if folder:
+            _check_writable(name, folder)
+
+
+def _check_writable(name: str, folder: str) -> None:
+    """The folder, or the nearest one above it that exists, takes new files."""
+    path = Path(folder).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{name} is {folder!r} but {str(existing)!r} is no folder that takes files; name another")
+
+
+def _loaded_head_dim(settings: Settings) -> int:
+    """The head dimension of the model to load, once its shape is found to fit."""
+    path = Path(settings.model.load) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        num_heads, hidden, ffn = (int(content[key]) for key in ("num_attention_heads", "hidden_size",
+                                                                "intermediate_size"))
+    except FileNotFoundError:
+        raise ValueError(f"model.load is {settings.model.load!r} but {path} is no file; name the folder of a Hugging "
+                         "Face model") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"model.load is {settings.model.load!r} but {path} is no Llama configuration "
+                         f"({type(error).__name__}: {error}); name another folder") from None
+    check_tensor(settings.parallel.tensor, settings.model.load, num_heads,
+                 int(content.get("num_key_value_heads") or num_heads), ffn)
+    return int(content.get("head_dim") or hidden // num_heads)

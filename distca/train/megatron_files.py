@@ -1,0 +1,148 @@
+"""Megatron's .bin/.idx datasets, memory-mapped.
+
+The .bin file is tokens and nothing else; the .idx file says of what type they are, where each sequence begins and how
+long it is, and which sequences make up a document. Two kinds of index are in use: `MMIDIDX`, which every Megatron
+since 2019 writes, and the older `TNTIDX`. A torn copy of either would read as other documents, so every number in the
+header is held against the sizes of both files before the first token is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+_VERSION = 1
+_TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+class Index(NamedTuple):
+    """What an .idx file says."""
+
+    dtype: np.dtype
+    lengths: np.ndarray    # [sequences] tokens
+    begins: np.ndarray     # [sequences] byte of the .bin file where each begins
+    documents: np.ndarray  # [documents + 1] first sequence of each document, then the number of sequences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronCorpus:
+    """The documents of one dataset; a document of several sequences is their tokens in order."""
+
+    index: Index
+    data: np.ndarray           # [bytes] of the .bin file
+    vocab: int | None = None   # not known without reading every token
+
+    @classmethod
+    def open(cls, path: str) -> MegatronCorpus:
+        """`path` with or without .bin or .idx at its end."""
+        prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+        index_path, data_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+        for file in (index_path, data_path):
+            if not file.is_file():
+                raise ValueError(f"data.path is {path!r} but {file} is no file; a Megatron dataset needs .idx and .bin")
+        index = read_index(index_path)
+        data = _mapped(data_path)
+        ends = index.begins + index.lengths.astype(np.int64) * index.dtype.itemsize
+        if (index.begins < 0).any() or (index.lengths < 0).any():
+            raise _torn(index_path, "holds a negative length or pointer")
+        if len(ends) and ends.max() > len(data):
+            raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {ends.max()}")
+        if not index.lengths.any():
+            raise ValueError(f"{prefix} holds no document with a token in it; give at least one")
+        return cls(index, data)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.index.documents) - 1
+
+    def lengths(self) -> np.ndarray:
+        before = np.concatenate([[0], np.cumsum(self.index.lengths, dtype=np.int64)])
+        return np.diff(before[self.index.documents])
+
+    def tokens(self, document: int) -> np.ndarray:
+        first, last = self.index.documents[document], self.index.documents[document + 1]
+        parts = [self._sequence(sequence) for sequence in range(first, last)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.index.dtype), *parts])
+
+    def _sequence(self, sequence: int) -> np.ndarray:
+        begin, length = int(self.index.begins[sequence]), int(self.index.lengths[sequence])
+        return self.data[begin:begin + length * self.index.dtype.itemsize].view(self.index.dtype)
+
+
+def read_index(path: Path) -> Index:
+    """An index of either kind; a ValueError names the file where it is foreign or torn."""
+    content = _mapped(path)
+    if content[:len(_MAGIC)].tobytes() == _MAGIC:
+        index = _read_new(path, content)
+    elif content[:len(_OLD_MAGIC)].tobytes() == _OLD_MAGIC:
+        index = _read_old(path, content)
+    else:
+        raise ValueError(f"{path} does not begin with {_MAGIC[:7].decode()} or {_OLD_MAGIC[:6].decode()}; it is not a "
+                         "Megatron index")
+    documents, count = index.documents, len(index.lengths)
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
+        raise _torn(path, f"does not divide its {count} sequences into documents")
+    return index
+
+
+def _read_new(path: Path, content: np.ndarray) -> Index:
+    """Magic, version, type, sequences, document bounds; lengths, pointers, bounds; modes where it is multimodal."""
+    header = struct.Struct(f"<{len(_MAGIC)}sQBQQ")
+    version, code, sequences, bounds = _header(path, content, header)
+    dtype = _token_type(path, version, code)
+    size = header.size + 12 * sequences + 8 * bounds
+    if len(content) not in (size, size + sequences):
+        raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
+    at = header.size
+    lengths, at = content[at:at + 4 * sequences].view("<i4"), at + 4 * sequences
+    begins, at = content[at:at + 8 * sequences].view("<i8"), at + 8 * sequences
+    return Index(dtype, lengths, begins, content[at:at + 8 * bounds].view("<i8"))
+
+
+def _read_old(path: Path, content: np.ndarray) -> Index:
+    """Magic, version, type, bytes of a token, sequences, sizes, document bounds; then columns of 8 bytes each."""
+    header = struct.Struct(f"<{len(_OLD_MAGIC)}sQQQQQQ")
+    version, code, item_bytes, sequences, sizes, bounds = _header(path, content, header)
+    dtype = _token_type(path, version, code)
+    size = header.size + 8 * (2 * (sequences + 1) + sizes + bounds)
+    if len(content) != size:
+        raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
+    columns = np.split(content[header.size:].view("<i8"),
+                       np.cumsum([sequences + 1, sequences + 1, sizes]))
+    if sizes != sequences or item_bytes != dtype.itemsize or (np.diff(columns[1]) != columns[2]).any():
+        raise ValueError(f"{path} holds something else than rows of tokens; preprocess the text again")
+    return Index(dtype, columns[2], columns[1][:-1] * item_bytes, columns[3])
+
+
+def _header(path: Path, content: np.ndarray, header: struct.Struct) -> tuple[int, ...]:
+    if len(content) < header.size:
+        raise _torn(path, f"holds {len(content)} bytes, less than a header of {header.size}")
+    return header.unpack(content[:header.size].tobytes())[1:]
+
+
+def _token_type(path: Path, version: int, code: int) -> np.dtype:
+    if version != _VERSION:
+        raise ValueError(f"{path} is of version {version}; only version {_VERSION} is known: preprocess the text again")
+    if code not in _TOKEN_TYPES:
+        known = ", ".join(f"{number} ({np.dtype(kind).name})" for number, kind in _TOKEN_TYPES.items())
+        raise ValueError(f"{path} gives its tokens the type code {code}; tokens are one of {known}")
+    return np.dtype(_TOKEN_TYPES[code]).newbyteorder("<")
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        if path.stat().st_size == 0:
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
+
+
+def _torn(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} {what}; the file is torn: copy or preprocess it again")

@@ -1,0 +1,283 @@
+"""A Llama decoder cut where attention leaves it, so that attention can run anywhere and at any time.
+
+Between two attention calls stands one segment: what follows attention in layer i (output projection, feed-forward)
+joined with what precedes it in layer i + 1 (norm, projections, rotation). A decoder of L layers has L + 1 segments:
+
+    First   tokens -> x, q, k, v       Middle   x, out -> x, q, k, v       Last   x, out -> hidden
+
+Rows are packed: no batch dimension, and every token is rotated by its position in its own document. q, k, v and out
+are plain tensors with this rank's heads of all the row's tokens. x belongs to the segments: under tensor parallelism a
+rank holds only its share of the tokens, padded to whole shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import pi, sqrt
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from distca.spec import ModelShape, model_named
+from distca.train.loss import chunked_cross_entropy
+
+if TYPE_CHECKING:
+    from distca.train.config import Model
+
+__all__ = ["Decoder", "DecoderShape", "RopeScaling", "chunked_cross_entropy", "decoder_shape", "write_parameter"]
+
+INIT_STD = 0.02
+Rotary = tuple[torch.Tensor, torch.Tensor]                       # cos, sin [tokens, dim], float32
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary wavelengths: long ones by `factor`, short ones not at all, smooth between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """A ModelShape and the few numbers that change what its weights compute."""
+
+    model: ModelShape
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    rope_scaling: RopeScaling | None = None
+    max_positions: int = 131_072                                 # told to who loads the weights; nothing here is cut
+
+    def key(self) -> str:
+        """Equal where weights are interchangeable."""
+        sizes = {name: value for name, value in asdict(self.model).items() if name != "name"} | {"tied": self.tied}
+        return ", ".join(f"{name}={value}" for name, value in sizes.items())
+
+
+def decoder_shape(model: Model, vocab: int) -> DecoderShape:
+    """The shape that settings ask for: the named one, widened to the corpus's vocabulary, or that of a loaded model."""
+    if model.load:
+        from distca.train.hf import shape_from_hf
+
+        shape = shape_from_hf(model.load)
+        if vocab > shape.model.vocab:
+            raise ValueError(f"model.load is {model.load!r} with a vocabulary of {shape.model.vocab} but the data has "
+                             f"{vocab} different tokens; give that model's own tokenizer as data.tokenizer")
+        return shape
+    named = model_named(model.name)
+    return DecoderShape(replace(named, vocab=max(named.vocab, vocab)), rope_theta=model.rope_theta, tied=model.tied)
+
+
+class Pre(nn.Module):
+    """What precedes attention: norm, projections, rotation."""
+
+    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.head_dim = shape.model.head_dim
+        self.norm = _norm(shape, device)
+        self.qkv = Projections(shape.model, device)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_tokens = rotary[0].shape[0]
+        q, k, v = (y[:num_tokens].unflatten(1, (-1, self.head_dim)) for y in self.qkv(self.norm(x)))
+        return rotate(q, rotary), rotate(k, rotary), v.clone()   # [tokens, heads or kv_heads, dim]; FSDP wants no views
+
+
+class Projections(nn.Module):
+    def __init__(self, model: ModelShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.q = _linear(model.hidden, model.num_heads * model.head_dim, device)
+        self.k = _linear(model.hidden, model.num_kv_heads * model.head_dim, device)
+        self.v = _linear(model.hidden, model.num_kv_heads * model.head_dim, device)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q(x), self.k(x), self.v(x)
+
+
+class Post(nn.Module):
+    """What follows attention: output projection and feed-forward, each added to x."""
+
+    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        model = shape.model
+        self.output = _linear(model.num_heads * model.head_dim, model.hidden, device)
+        self.norm = _norm(shape, device)
+        self.mlp = SwiGlu(model, device)
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        x = x + self.output(out.flatten(1))
+        return x + self.mlp(self.norm(x))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self, model: ModelShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.gate = _linear(model.hidden, model.ffn, device)
+        self.up = _linear(model.hidden, model.ffn, device)
+        self.down = _linear(model.ffn, model.hidden, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Segment(nn.Module):
+    """What runs between two attention calls. `compute` is the work; forward may do it again in backward instead."""
+
+    recompute: bool = False                                      # keep only the inputs for backward
+    rows_multiple: int = 1                                       # tokens are padded to a multiple of this
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.compute(*inputs)
+
+    def compute(self, *inputs: Any) -> Any:
+        raise NotImplementedError
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        missing = -rows.shape[0] % self.rows_multiple
+        return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
+
+
+class First(Segment):
+    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.model.vocab, shape.model.hidden, device="meta")
+        self.embed.to_empty(device=device or "cpu")              # never spends time on a random start of its own
+        self.pre = Pre(shape, device)
+
+    def compute(self, tokens: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
+        x = self.embed(self.pad(tokens))
+        return x, *self.pre(x, rotary)
+
+
+class Middle(Segment):
+    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.post = Post(shape, device)
+        self.pre = Pre(shape, device)
+
+    def compute(self, x: torch.Tensor, out: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
+        x = self.post(x, self.pad(out))
+        return x, *self.pre(x, rotary)
+
+
+class Last(Segment):
+    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.post = Post(shape, device)
+        self.norm = _norm(shape, device)
+        self.whole = nn.Identity()                               # where shares of the tokens come together again
+
+    def compute(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        hidden = self.whole(self.norm(self.post(x, self.pad(out))))
+        return hidden if self.rows_multiple == 1 else hidden[: out.shape[0]].clone()
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and head. Drive its segments inside `decoder(run)`, where all weights are at hand.
+
+    Weights are drawn from `generator` (by default one seeded with 0), equal wherever they are drawn; on the "meta"
+    device they are left for `reset_parameters` or `load_hf`.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, *, generator: torch.Generator | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        middles = [Middle(shape, device) for _ in range(shape.model.num_layers - 1)]
+        self.segments = nn.ModuleList([First(shape, device), *middles, Last(shape, device)])
+        self.head = None if shape.tied else _linear(shape.model.hidden, shape.model.vocab, device)
+        if not self.head_weight.is_meta:
+            self.reset_parameters(generator)
+
+    def forward(self, run: Callable[[Decoder], Result]) -> Result:
+        """`run(self)`, with the embedding and the head gathered around it where they are sharded."""
+        return run(self)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocab, hidden]"""
+        return self.segments[0].embed.weight if self.head is None else self.head.weight  # type: ignore[union-attr,return-value]
+
+    def rotary(self, positions: torch.Tensor) -> Rotary:
+        """cos and sin [tokens, dim] in float32, by each token's position in its own document."""
+        angles = positions[:, None].float() * rotary_frequencies(self.shape, positions.device)  # [tokens, dim / 2]
+        angles = torch.cat((angles, angles), dim=1)
+        return angles.cos(), angles.sin()
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """One row straight through: tokens [tokens] -> [tokens, hidden]."""
+        rotary = self.rotary(positions)
+        x, q, k, v = self.segments[0](tokens, rotary)
+        for middle in list(self.segments)[1:-1]:
+            x, q, k, v = middle(x, attend(q, k, v), rotary)
+        return self.segments[-1](x, attend(q, k, v))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Norms one; matrices normal, those that write to the residual stream narrower the more layers add up there."""
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        narrow = INIT_STD / sqrt(2 * self.shape.model.num_layers)
+        for name, parameter in self.named_parameters():
+            whole = torch.ones(parameter.shape, device=generator.device)
+            if parameter.ndim > 1:
+                std = narrow if name.endswith(("post.output.weight", "mlp.down.weight")) else INIT_STD
+                whole.normal_(std=std, generator=generator)
+            write_parameter(parameter, whole)
+
+
+def write_parameter(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into a parameter, or this rank's share of it where the parameter is sharded.
+
+    Tensor ranks, the mesh's last dimension, cut first; data ranks cut what these leave. Nothing is communicated.
+    """
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            placement = parameter.placements[axis]
+            if not isinstance(placement, Replicate):
+                dim, index = int(placement.dim), mesh.get_local_rank(axis)  # type: ignore[attr-defined]
+                share = -(-whole.shape[dim] // mesh.size(axis))
+                begin = min(index * share, whole.shape[dim])
+                whole = whole.narrow(dim, begin, min(share, whole.shape[dim] - begin))
+        parameter = parameter.to_local()
+    parameter.copy_(whole)
+
+
+def rotary_frequencies(shape: DecoderShape, device: torch.device) -> torch.Tensor:
+    """[dim / 2] radians per position, in float32 as models are trained with."""
+    dim, scaling = shape.model.head_dim, shape.rope_scaling
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * pi)  # in the context it was trained with
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)                              # 1: a short wavelength, left as it is
+    return smooth * frequencies + (1.0 - smooth) * frequencies / scaling.factor
+
+
+def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotate each head's halves [tokens, heads, dim]; in float32 at least, whatever x is in."""
+    cos, sin = (table[:, None] for table in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def _linear(num_in: int, num_out: int, device: torch.device | str | None) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=False, device="meta").to_empty(device=device or "cpu")
+
+
+def _norm(shape: DecoderShape, device: torch.device | str | None) -> nn.RMSNorm:
+    return nn.RMSNorm(shape.model.hidden, eps=shape.norm_eps, device=device)

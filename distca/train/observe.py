@@ -1,0 +1,235 @@
+"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, a log for programs, a summary.
+
+Rank 0 does all of it; on other ranks an Observer does nothing. `steps.jsonl` always holds one curve: a run that resumes
+at a step takes the place of whatever an earlier run had logged from there on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from distca.train.config import Settings
+from distca.train.records import RunSummary, StepRecord, Tally, as_json
+
+REFRESH_PER_SECOND = 2
+NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
+BARS = "▁▂▃▄▅▆▇█"
+LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "work_before", "work_after", "bytes_per_layer",
+          "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds")
+
+
+class Observer:
+    """Give it every step's record, then close it; a terminal is left as it was found."""
+
+    def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None) -> None:
+        self.settings = settings
+        self.watches = rank == 0
+        if not self.watches:
+            return
+        self.console = console or Console(highlight=False)
+        self.folder = Path(settings.log.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "settings.toml").write_text(settings.to_toml(), encoding="utf-8")
+        self.tally = Tally()
+        self.start = perf_counter()
+        self.log: TextIO | None = None
+        self.board = _tensorboard(self.folder) if settings.log.tensorboard else None
+        live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.display: Display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
+
+    def step(self, record: StepRecord) -> None:
+        if not self.watches:
+            return
+        if self.log is None:
+            self.log = open_log(self.folder / "steps.jsonl", record.step)
+        self.log.write(json.dumps(as_json(record)) + "\n")
+        self.log.flush()
+        if self.board is not None:
+            for name in LOGGED:
+                self.board.add_scalar(name, getattr(record, name), record.step)
+        self.tally.add(record)
+        self.display.show(record)
+
+    def close(self, *, stopped: bool = False) -> RunSummary | None:
+        """End the display and say what the run came to; None where no step was taken, and on other ranks."""
+        if not self.watches:
+            return None
+        self.display.close()
+        if self.log is not None:
+            self.log.close()
+        if self.board is not None:
+            self.board.close()
+        summary = self.tally.summary()
+        wall_seconds = perf_counter() - self.start
+        if summary is None:
+            self.console.print("No step was left to take." if not stopped else "Stopped before the first step.")
+            return None
+        ended = _ended(summary, self.settings.run.steps, stopped)
+        content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
+        (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for line in summary_lines(summary, ended, wall_seconds, self.folder):
+            self.console.print(line, markup=False, soft_wrap=True)
+        return summary
+
+
+class Display(Protocol):
+    def show(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Lines:
+    """A line every `log.every` steps, and one for the last step."""
+
+    def __init__(self, settings: Settings, world: int, console: Console) -> None:
+        self.settings, self.console = settings, console
+        console.print(_title(settings, world), markup=False, soft_wrap=True)
+
+    def show(self, record: StepRecord) -> None:
+        if record.step % self.settings.log.every == 0 or record.step == self.settings.run.steps:
+            self.console.print(plain_line(record, self.settings.run.steps), markup=False, soft_wrap=True)
+
+    def close(self) -> None: ...
+
+
+class _LiveDisplay:
+    """A panel that is redrawn in place, also while a slow step runs."""
+
+    def __init__(self, settings: Settings, world: int, console: Console) -> None:
+        self.steps, self.title = settings.run.steps, _title(settings, world)
+        self.recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
+        self.start = perf_counter()
+        self.live = Live(console=console, get_renderable=self.panel, refresh_per_second=REFRESH_PER_SECOND)
+        self.live.start()
+
+    def show(self, record: StepRecord) -> None:
+        self.recent.append(record)
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def panel(self) -> RenderableType:
+        if not self.recent:
+            return Panel(f"starting, {clock(perf_counter() - self.start)}", title=self.title, title_align="left")
+        recent = list(self.recent)
+        record = recent[-1]
+        left = (self.steps - record.step) * sum(one.seconds for one in recent) / len(recent)
+        rows = Table.grid(padding=(0, 2))
+        for name, text in (
+            ("loss", f"{record.loss:.4f}  {curve([one.loss for one in recent])}"),
+            ("speed", f"{record.tokens_per_second:,.0f} tokens/s, {record.seconds:.2f} s a step"),
+            ("attention work", f"{record.work_before:.2f} → {record.work_after:.2f} × the mean on the busiest rank"),
+            ("moved", f"{size(record.bytes_per_layer)} a layer"),
+            ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
+                        f"{_share(record.host_seconds, record.seconds)} for the batch"),
+            ("memory", size(record.memory_bytes)),
+            ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
+            ("time", f"{clock(perf_counter() - self.start)}, about {clock(left)} left"),
+        ):
+            rows.add_row(name, text)
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(f"step {record.step:,}/{self.steps:,}", ProgressBar(self.steps, record.step, width=40))
+        return Panel(Group(bar, rows), title=self.title, title_align="left")
+
+
+def open_log(path: Path, step: int) -> TextIO:
+    """The log to append to, without what it says of this step and later ones, and without a line that was torn."""
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                earlier = int(json.loads(line)["step"]) < step
+            except (ValueError, KeyError, TypeError):
+                break
+            if earlier:
+                kept.append(line + "\n")
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text("".join(kept), encoding="utf-8")
+        os.replace(fresh, path)
+    return path.open("a", encoding="utf-8")
+
+
+def plain_line(record: StepRecord, steps: int) -> str:
+    return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
+            f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s  "
+            f"work {record.work_before:.2f}→{record.work_after:.2f}  {size(record.bytes_per_layer)}/layer  "
+            f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
+
+
+def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: Path) -> list[str]:
+    gain = f"{summary.work_gain:.2f} times less" if summary.work_gain > 1.005 else "nothing to gain"
+    rows = (
+        ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
+        ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}"),
+        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
+        ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
+                           f"{gain}"),
+        ("moved", f"{size(summary.bytes_per_layer)} a layer"),
+        ("exposed", f"{100 * summary.exposed_share:.1f} % of the steps waiting for exchanges, "
+                    f"{100 * summary.host_share:.1f} % for batches"),
+        ("memory", f"{size(summary.memory_bytes)} at most"),
+        ("log", str(folder)),
+    )
+    head = f"{ended}: {summary.steps:,} steps, {summary.tokens:,} tokens"
+    return [head, *(f"  {name:<16}{text}" for name, text in rows)]
+
+
+def curve(values: list[float]) -> str:
+    """Numbers as a row of little bars, the lowest to the highest; what is no number is a gap."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+
+
+def size(num_bytes: float) -> str:
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while num_bytes >= 1000 and len(units) > 1:
+        num_bytes /= 1000
+        units.pop(0)
+    return f"{num_bytes:.0f} {units[0]}" if units[0] == "B" or num_bytes >= 100 else f"{num_bytes:.3g} {units[0]}"
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
+
+
+def _title(settings: Settings, world: int) -> str:
+    tokens = settings.batch.tokens_per_rank * world // settings.parallel.tensor
+    model = settings.model.load or settings.model.name
+    ranks = f"{world} ranks" if world > 1 else "1 rank"
+    return f"{model} on {ranks}, {tokens:,} tokens a step, attention {settings.attention.mode}"
+
+
+def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:
+    if summary.last_step >= steps:
+        return "Finished"
+    return f"Stopped after step {summary.last_step:,} of {steps:,}" if stopped else (
+        f"Ended early after step {summary.last_step:,} of {steps:,}")
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, or "
+                         "set it to false") from None
+    return SummaryWriter(str(folder))

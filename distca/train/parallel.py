@@ -1,0 +1,159 @@
+"""Spread a decoder over a mesh of data × tensor ranks with PyTorch's own engines.
+
+Tensor parallelism cuts heads, feed-forward columns and the vocabulary; between attention calls each tensor rank keeps
+its share of the tokens (sequence parallel). Attention sees neither: a segment takes and gives this rank's heads of all
+the row's tokens. FSDP2 then shards every segment over the data ranks. The embedding, the first segment and the head
+belong to the root: tied or not, they are gathered while `decoder(run)` runs and until its backward ends.
+
+Gradients are sums over data ranks, not means: the loss is already divided by the labels of all ranks. Segments may run
+any number of times before one backward; every use adds to the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from distca.spec import ModelShape
+from distca.train.model import Decoder, Segment
+
+
+def parallelize(
+    decoder: Decoder,
+    mesh: DeviceMesh,
+    *,
+    tensor: int,
+    fsdp: bool,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+) -> None:
+    """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
+
+    Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own. Without `fsdp`
+    every data rank keeps whole parameters. A decoder on the "meta" device stays there: follow with `to_empty` and
+    `reset_parameters` or `load_hf`.
+    """
+    if mesh.mesh_dim_names != ("data", "tensor"):
+        raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor')")
+    if mesh["tensor"].size() != tensor:
+        raise ValueError(f"tensor is {tensor} but the mesh has {mesh['tensor'].size()} tensor ranks; make them equal")
+    check_tensor(decoder.shape.model, tensor)
+    for segment in decoder.segments:
+        assert isinstance(segment, Segment)
+        segment.recompute = activation_checkpointing
+    if not fsdp:                                                 # one shard, replicated: the same engine throughout
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=("replica", "data", "tensor"))
+    if tensor > 1:
+        _cut_tensors(decoder, mesh["tensor"])
+    _shard(decoder, mesh["data"] if fsdp else mesh["replica", "data"], dtype)
+
+
+def check_tensor(model: ModelShape, tensor: int) -> None:
+    """Refuse a tensor-parallel size that would cut through a head or leave ranks unequal work."""
+    for field in ("num_heads", "num_kv_heads", "ffn"):
+        if getattr(model, field) % tensor:
+            raise ValueError(f"tensor is {tensor} but model {model.name!r} has {field} {getattr(model, field)}; "
+                             "choose a tensor that divides it")
+    if (tensor - 1) * -(-model.vocab // tensor) >= model.vocab:
+        raise ValueError(f"tensor is {tensor} but model {model.name!r} has a vocabulary of {model.vocab}, too few to "
+                         "give every tensor rank a part; choose a smaller tensor")
+
+
+def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
+    # x is cut by tokens, Shard(0); norms run on it so; what multiplies weights gathers it and scatters its sum
+    gather = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    scatter = RowwiseParallel(output_layouts=Shard(0))
+    by_rows = SequenceParallel(sequence_dim=0)
+    styles: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "pre.norm": by_rows,
+        "pre.qkv": gather,
+        "pre.qkv.q": ColwiseParallel(),
+        "pre.qkv.k": ColwiseParallel(),
+        "pre.qkv.v": ColwiseParallel(),
+        "post.output": scatter,
+        "post.norm": by_rows,
+        "post.mlp": gather,
+        "post.mlp.gate": ColwiseParallel(),
+        "post.mlp.up": ColwiseParallel(),
+        "post.mlp.down": scatter,
+        "norm": by_rows,
+        "whole": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True),
+    }
+    for segment in decoder.segments:
+        names = {name for name, _ in segment.named_modules()}
+        parallelize_module(segment, mesh, {name: style for name, style in styles.items() if name in names})
+        segment.rows_multiple = mesh.size()                      # type: ignore[assignment]
+    if decoder.head is not None:
+        parallelize_module(decoder.head, mesh, ColwiseParallel())
+
+
+def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    own = next(decoder.parameters()).dtype
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own, cast_forward_inputs=False)
+    modules: list[nn.Module] = [*list(decoder.segments)[1:], decoder]
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)           # gloo knows no other
+    decoder.register_forward_hook(_reshard_after_look)
+
+
+def _reshard_after_look(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """The root stays gathered for its backward; where none will come, its parameters go back to being shards."""
+    if not torch.is_grad_enabled():
+        assert isinstance(decoder, FSDPModule)
+        decoder.reshard()
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that.
+
+    Each rank adds up the squares it holds, a share of them where others hold the same, and one scalar is summed over
+    the mesh. All gradients live on one mesh, or on none.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        raise ValueError("no parameter has a gradient; call clip_grad_norm after backward")
+    held: dict[int, list[torch.Tensor]] = {}                     # by how many ranks hold the same
+    for grad in grads:
+        held.setdefault(_num_holders(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    square = torch.stack([nn.utils.get_total_norm(own).square() / num for num, own in held.items()]).sum()
+    first = grads[0]
+    if isinstance(first, DTensor):
+        assert all(isinstance(grad, DTensor) and grad.device_mesh == first.device_mesh for grad in grads)
+        for axis in range(first.device_mesh.ndim):
+            dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for own in held.values():
+        torch._foreach_mul_(own, scale)
+    return norm
+
+
+def _num_holders(grad: Any) -> int:
+    """How many ranks hold each element."""
+    if not isinstance(grad, DTensor):
+        return 1
+    holders = 1
+    for axis, placement in enumerate(grad.placements):
+        assert not placement.is_partial()
+        holders *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
+    return holders

@@ -1,0 +1,87 @@
+"""What a run says about itself, step by step and at its end.
+
+A record holds figures of the whole run, not of one rank, and a summary is made from records alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    step: int  # steps done, this one included
+    loss: float  # mean over all labels of all ranks, nats
+    lr: float
+    grad_norm: float  # before clipping
+    tokens: int  # of all ranks
+    seconds: float
+    tokens_per_second: float
+    work_before: float  # largest attention work of a rank over the mean, everything computed at home
+    work_after: float  # the same by the plan that ran
+    bytes_per_layer: float  # forward, crossing ranks, in all
+    exposed_seconds: float  # waiting for exchanges that no computing hid
+    host_seconds: float  # waiting for the batch and its plan
+    memory_bytes: int
+    plan_seconds: float  # making the plan, in the background
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A whole run in a few figures; the work and bytes are means over its steps."""
+
+    steps: int  # of this run
+    last_step: int
+    tokens: int
+    seconds: float  # inside steps
+    first_loss: float
+    final_loss: float
+    tokens_per_second: float
+    work_before: float
+    work_after: float
+    bytes_per_layer: float
+    exposed_share: float  # of the time inside steps
+    host_share: float
+    memory_bytes: int  # the largest
+
+    @property
+    def work_gain(self) -> float:
+        """How many times more attention the busiest rank would have computed without balancing."""
+        return self.work_before / self.work_after if self.work_after else 1.0
+
+
+class Tally:
+    """A summary of records as they come, in memory that does not grow with them."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.memory_bytes = 0
+        self.seconds = self.exposed_seconds = self.host_seconds = 0.0
+        self.work_before = self.work_after = self.bytes_per_layer = 0.0
+        self.first: StepRecord | None = None
+        self.last: StepRecord | None = None
+
+    def add(self, record: StepRecord) -> None:
+        self.first, self.last = self.first or record, record
+        self.steps += 1
+        self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
+        for name in ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after",
+                     "bytes_per_layer"):
+            setattr(self, name, getattr(self, name) + getattr(record, name))
+
+    def summary(self) -> RunSummary | None:
+        """None while nothing was added."""
+        if self.first is None or self.last is None:
+            return None
+        seconds = max(self.seconds, 1e-9)
+        return RunSummary(
+            steps=self.steps, last_step=self.last.step, tokens=self.tokens, seconds=self.seconds,
+            first_loss=self.first.loss, final_loss=self.last.loss, tokens_per_second=self.tokens / seconds,
+            work_before=self.work_before / self.steps, work_after=self.work_after / self.steps,
+            bytes_per_layer=self.bytes_per_layer / self.steps, exposed_share=self.exposed_seconds / seconds,
+            host_share=self.host_seconds / seconds, memory_bytes=self.memory_bytes)
+
+
+def as_json(record: StepRecord | RunSummary) -> dict[str, float | None]:
+    """The fields by name; what is no finite number is None, which JSON can say."""
+    return {name: value if math.isfinite(value) else None for name, value in asdict(record).items()}

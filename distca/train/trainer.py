@@ -1,0 +1,226 @@
+"""Train: documents in, checkpoints out, the same loss wherever attention ran.
+
+Every rank runs `run`. One step takes a planned batch, sends its rows through the decoder (two nano-batches that take
+turns, or one), divides the summed loss by the number of labels over all ranks, and updates. Nothing but attention knows
+that other ranks exist, apart from FSDP and the gradient's sum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from distca.runtime import ping_pong
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.recorder import Recorder
+from distca.trace import StepTrace, write_chrome_trace
+from distca.train import launch
+from distca.train.checkpoint import Checkpointer
+from distca.train.config import Settings
+from distca.train.corpora import corpus_from
+from distca.train.data import Batch, Loader
+from distca.train.hf import load_hf
+from distca.train.machine import device_for, dtype_for
+from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, decoder_shape
+from distca.train.observe import Observer
+from distca.train.parallel import clip_grad_norm, parallelize
+from distca.train.records import StepRecord
+
+
+def run(settings: Settings) -> int:
+    """One rank's whole run; 0 when it trained to the end or was asked to stop and saved."""
+    place = launch.here()
+    device = device_for(settings, place.local_rank)
+    start_group(settings, device, place.local_world)
+    try:
+        Trainer(settings, device).train()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def start_group(settings: Settings, device: torch.device, local_world: int) -> None:
+    """The process group of the launcher's environment: NCCL where every rank has a GPU of its own, else gloo."""
+    alone = device.type == "cuda" and local_world <= torch.cuda.device_count()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo",
+                            timeout=timedelta(seconds=settings.run.timeout_seconds))
+
+
+class Trainer:
+    """What lasts from step to step: the decoder, the optimizer, the loader and who watches."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        tensor = settings.parallel.tensor
+        self.mesh = init_device_mesh(device.type, (self.world // tensor, tensor), mesh_dim_names=("data", "tensor"))
+        self.num_data = self.mesh["data"].size()
+        dtype = dtype_for(settings, device)
+        corpus = corpus_from(settings)
+        shape = decoder_shape(settings.model, corpus.vocab or 1)
+        self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
+                             model=shape.model)
+        self.decoder = build_decoder(settings, shape, dtype, device)
+        parallelize(self.decoder, self.mesh, tensor=tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
+                    activation_checkpointing=settings.model.activation_checkpointing)
+        self.optimizer = build_optimizer(self.decoder, settings)
+        self.recorder = Recorder(device)
+        self.attention = CoreAttention(self.mesh["data"].get_group(), kernel=settings.attention.kernel,
+                                       state=settings.attention.state, recorder=self.recorder)
+        self.step, self.stopping = 0, False
+        self.checkpoints = self.open_checkpoints()
+
+    def open_checkpoints(self) -> Checkpointer | None:
+        chosen = self.settings.checkpoint
+        if not chosen.folder:
+            return None
+        checkpoints = Checkpointer(chosen.folder, self.decoder, self.optimizer, keep=chosen.keep, resume=chosen.resume)
+        state = checkpoints.resume() if chosen.resume else None
+        if state is not None:
+            self.loader.load(state.loader)
+            self.step = state.step
+        return checkpoints
+
+    def train(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.ask_to_stop)
+        observer = Observer(self.settings, self.rank, self.world)
+        try:
+            while self.step < self.settings.run.steps and not self.agreed_to_stop():
+                observer.step(self.one_step())
+                if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
+                    self.save()
+            self.save()
+        finally:
+            self.loader.close()
+            observer.close(stopped=self.stopping)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+
+    def one_step(self) -> StepRecord:
+        began = perf_counter()
+        batch = self.loader.next()
+        self.recorder.begin_step()
+        lr = learning_rate(self.step, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self.recorder.span("forward and backward", "linear"):
+            total = self.forward_backward(batch)
+        with self.recorder.span("optimizer", "optimizer"):
+            norm = self.update()
+        self.step += 1
+        dist.all_reduce(total, group=self.mesh["data"].get_group())
+        loss = float(total) / batch.num_labels
+        trace = self.recorder.end_step(self.rank, self.step)
+        if self.step == self.settings.log.trace_step:
+            self.write_trace(trace)
+        seconds = perf_counter() - began
+        tokens = sum(row.plan.layout.num_tokens for row in batch.rows)
+        return StepRecord(
+            step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens, seconds=seconds,
+            tokens_per_second=tokens / seconds, work_before=mean(row.work_before for row in batch.rows),
+            work_after=mean(row.work_after for row in batch.rows),
+            bytes_per_layer=sum(row.bytes_per_layer for row in batch.rows), exposed_seconds=trace.exposed_seconds,
+            host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds)
+
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""
+        rows = [(row.tokens.to(self.device), row.labels.to(self.device), row.positions.to(self.device))
+                for row in batch.rows]
+        total = self.decoder(lambda decoder: self.summed_loss(decoder, batch, rows))
+        (total / batch.num_labels).backward()
+        return total.detach()
+
+    def summed_loss(self, decoder: Decoder, batch: Batch, rows: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        hidden = ping_pong.forward(
+            list(decoder.segments), [(tokens,) for tokens, _, _ in rows],
+            [decoder.rotary(positions) for _, _, positions in rows], [row.plan for row in batch.rows], self.attention)
+        chunk = self.settings.optimizer.loss_chunk_tokens
+        losses = [chunked_cross_entropy(states, decoder.head_weight, labels, chunk)[0]
+                  for states, (_, labels, _) in zip(hidden, rows, strict=True)]
+        return torch.stack(losses).sum()
+
+    def update(self) -> float:
+        norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def save(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.step, self.loader.state())
+
+    def ask_to_stop(self, number: int, frame: Any) -> None:
+        self.stopping = True
+
+    def agreed_to_stop(self) -> bool:
+        """Every rank stops at the same step, when any was asked to."""
+        asked = torch.tensor(int(self.stopping))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        self.stopping = bool(asked)
+        return self.stopping
+
+    def write_trace(self, trace: StepTrace) -> None:
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, trace.to_json())
+        if self.rank == 0:
+            folder = Path(self.settings.log.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            traces = [StepTrace.from_json(data) for data in gathered]
+            write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
+            (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
+
+
+def build_decoder(
+    settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """The same weights on every rank: drawn from the run's seed, or loaded."""
+    decoder = Decoder(shape, generator=torch.Generator().manual_seed(settings.run.seed))
+    if settings.model.load:
+        load_hf(settings.model.load, decoder)
+    return decoder.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def build_optimizer(decoder: Decoder, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW, without weight decay on norms."""
+    chosen = settings.optimizer
+    matrices = [p for p in decoder.parameters() if p.ndim >= 2]
+    vectors = [p for p in decoder.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": chosen.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=chosen.lr, betas=(chosen.beta1, chosen.beta2), fused=True)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Linear warm-up, then a cosine down to min_lr_ratio at the last step."""
+    chosen = settings.optimizer
+    if step < chosen.warmup_steps:
+        return chosen.lr * (step + 1) / chosen.warmup_steps
+    progress = (step - chosen.warmup_steps) / max(1, settings.run.steps - chosen.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    return chosen.lr * (chosen.min_lr_ratio + (1.0 - chosen.min_lr_ratio) * cosine)
+
+
+def mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Peak bytes of tensors on a GPU, resident bytes of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+

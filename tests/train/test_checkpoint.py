@@ -1,0 +1,573 @@
+"""A run that was saved goes on: on any number of ranks, after any crash, from the last good checkpoint."""
+
+import gc
+import json
+import logging
+import os
+import shutil
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from distca.testing import run_processes
+from distca.train import checkpoint, manifest
+from distca.train.checkpoint import Checkpointer, describe, latest, load
+from distca.train.manifest import check_folder, judge, make_room, step_folders
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+              pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")]
+KILLED = 17
+WAIT_SECONDS = 30
+
+
+class Small(nn.Module):
+    """Sizes that no number of ranks divides, a norm shorter than four ranks, a tied head, a buffer, dropout."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.embedding = nn.Embedding(9, width)
+        self.up = nn.Linear(width, 14)
+        self.down = nn.Linear(14, width)
+        self.squeeze = nn.Linear(width, 3)
+        self.norm = nn.LayerNorm(3)
+        self.expand = nn.Linear(3, width)
+        self.head = nn.Linear(width, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((2, 5), 0.5))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.3, self.training))
+        return self.head(x + self.expand(self.norm(self.squeeze(x))) * self.scale[0, 0])
+
+
+def build(kind="plain", seed=0, width=6, **options):
+    torch.manual_seed(seed)
+    model = Small(width)
+    if kind == "tensor":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind != "plain":
+        sharded = {} if kind == "data" else {"mesh": mesh["data"]}
+        for part in (model.up, model.down):
+            fully_shard(part, **sharded)
+        fully_shard(model, **sharded)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    style = {"foreach": True} if kind == "tensor" else {"fused": True}
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+                                  lr=1e-2, **style, **options)
+    model.row = dist.get_rank() // (2 if kind == "tensor" else 1) if dist.is_initialized() else 0
+    torch.manual_seed(100 * seed + model.row)
+    return model, optimizer
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        tokens = torch.randint(0, 9, (12,), generator=torch.Generator().manual_seed(1000 * step + model.row))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        nn.functional.cross_entropy(model(tokens), tokens.roll(-1)).backward()
+        if dist.is_initialized() and not isinstance(model, FSDPModule):
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def everything(model, optimizer):
+    """Every tensor of a run, whole."""
+    parts = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    found = {f"model.{name}": value.clone() for name, value in parts[0].items()}
+    for name, values in parts[1]["state"].items():
+        found |= {f"{name}.{key}": value.clone() for key, value in values.items()}
+    return found
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys() and len(got) > 20
+    different = [name for name, value in expected.items() if not torch.equal(got[name], value)]
+    assert not different
+
+
+class Gate:
+    """Holds every write until it is opened, so that a save is surely in flight."""
+
+    def __init__(self, patch):
+        self.open = threading.Event()
+        write = FileSystemWriter.write_data
+
+        def wait_and_write(writer, plan, planner):
+            assert self.open.wait(WAIT_SECONDS)
+            return write(writer, plan, planner)
+
+        patch.setattr(FileSystemWriter, "write_data", wait_and_write)
+
+
+def save_in_flight(transport, folder, kinds):
+    """Per kind: what was at step 3, what at step 5, trained on while the save of step 3 was in flight."""
+    for kind in kinds:
+        run = build(kind)
+        train(*run, range(5))
+        uninterrupted = everything(*run)
+        run = build(kind)
+        saver = Checkpointer(Path(folder) / kind, *run)
+        assert saver.resume() is None
+        train(*run, range(3))
+        at_save = everything(*run)
+        with pytest.MonkeyPatch.context() as patch:
+            gate = Gate(patch)
+            saver.save(3, {"epoch": 1, "index": [7]})
+            assert saver.in_flight and not list(Path(folder).glob(f"{kind}/*/{manifest.MANIFEST}"))
+            train(*run, range(3, 5))
+            dist.barrier()
+            assert saver.in_flight
+            gate.open.set()
+            saver.finish()
+        assert not saver.in_flight
+        assert_same(everything(*run), uninterrupted)
+        if transport.rank == 0:
+            torch.save((at_save, uninterrupted), f"{folder}/{kind}.pt")
+
+
+def resume_each(transport, folders, kinds, into):
+    """Per folder and kind: what is returned, all tensors as loaded and, where the same ranks saved, two steps later."""
+    for number, folder in enumerate(folders):
+        for kind in kinds:
+            run = build(kind, seed=5)
+            state = Checkpointer(folder, *run).resume()
+            loaded = everything(*run)
+            later = None
+            if state.num_ranks == transport.size and Path(folder).name == kind:
+                train(*run, range(3, 5))
+                later = everything(*run)
+            if transport.rank == 0:
+                torch.save((asdict(state), loaded, later), f"{into}/{number}_{kind}.pt")
+
+
+def values(outcomes):
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+KINDS = {1: ("plain", "data"), 2: ("plain", "data"), 4: ("data", "tensor")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """folder -> (ranks, kind, tensors at the save, tensors two steps later)"""
+    found = {}
+    for ranks, kinds in KINDS.items():
+        folder = tmp_path_factory.mktemp(f"ranks_{ranks}")
+        values(run_processes(ranks, save_in_flight, str(folder), kinds, timeout_seconds=60, deadline_seconds=120))
+        found |= {str(folder / kind): (ranks, kind, *torch.load(folder / f"{kind}.pt")) for kind in kinds}
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", KINDS)
+def test_any_number_of_ranks_goes_on_and_the_same_number_bit_for_bit(saved, ranks, tmp_path):
+    values(run_processes(ranks, resume_each, list(saved), KINDS[ranks], str(tmp_path), timeout_seconds=60,
+                         deadline_seconds=120))
+    num_exact = 0
+    for kind in KINDS[ranks]:
+        for number, (saved_by, saved_as, at_save, uninterrupted) in enumerate(saved.values()):
+            state, loaded, later = torch.load(tmp_path / f"{number}_{kind}.pt")
+            assert state == {"step": 3, "loader": {"epoch": 1, "index": [7]}, "num_ranks": saved_by}
+            assert_same(loaded, at_save)
+            if (saved_by, saved_as) == (ranks, kind):
+                assert_same(later, uninterrupted)
+                num_exact += 1
+    assert num_exact == len(KINDS[ranks])
+
+
+def die_at(stage, patch):
+    """End the process inside the next save."""
+    def end(*_, **__):
+        os._exit(KILLED)
+
+    if stage == "nothing written":
+        patch.setattr(FileSystemWriter, "write_data", end)
+    elif stage == "data written":
+        patch.setattr(FileSystemWriter, "finish", end)
+    elif stage == "metadata written":
+        patch.setattr(checkpoint, "write_manifest", end)
+    elif stage == "manifest written but not in place":
+        patch.setattr(Path, "rename", end)
+    elif stage == "old ones half removed":
+        patch.setattr(manifest.shutil, "rmtree", end)
+
+
+def crash(transport, folder, stage, victim):
+    run = build("data")
+    saver = Checkpointer(folder, *run, keep=1)
+    train(*run, range(1))
+    saver.save(1, {"at": 1})
+    saver.finish()
+    train(*run, range(1, 2))
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if transport.rank == victim:
+            die_at(stage, patch)
+        saver.save(2, {"at": 2})
+        saver.finish()
+
+
+def resume_and_save(transport, folder):
+    run = build("data", seed=5)
+    saver = Checkpointer(folder, *run, keep=1)
+    begun = saver.resume()
+    train(*run, range(begun.step, 3))
+    for step in (2, 3):
+        saver.save(step, {"at": step})
+    saver.finish()
+    return begun.step, begun.loader
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("ranks", "stage", "good_step"), [
+    (1, "nothing written", 1), (2, "data written", 1), (1, "metadata written", 1),
+    (1, "manifest written but not in place", 1), (1, "old ones half removed", 2)])
+def test_killed_while_saving(tmp_path, caplog, ranks, stage, good_step):
+    outcomes = run_processes(ranks, crash, str(tmp_path), stage, 0)
+    assert outcomes[0].exit_code == KILLED
+    for other in outcomes[1:]:
+        assert other.error.startswith("RuntimeError: checkpoint ") and "was not written" in other.error
+        assert "\n" not in other.error and other.seconds < 15
+    assert [path.name for path in step_folders(tmp_path)] == ["step_00000001", "step_00000002"]
+    with caplog.at_level(logging.WARNING, "distca"):
+        assert latest(tmp_path, build()[0]) == tmp_path / f"step_{good_step:08d}"
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (good_step == 1)
+    assert all("step_00000002 is torn and not used: it has no manifest.json" in line for line in warned)
+
+    begun = values(run_processes(ranks, resume_and_save, str(tmp_path)))[0]
+    assert begun == (good_step, {"at": good_step})
+    assert [path.name for path in step_folders(tmp_path)] == ["step_00000003"]
+    assert latest(tmp_path, build()[0]) is not None
+
+
+def die_with_megabytes_in_flight(transport, folder):
+    """Rank 1 dies while both ranks write; rank 0 is told."""
+    model, optimizer = build("data")
+    saver = Checkpointer(folder, model, optimizer)
+    saver.save(1, {})
+    saver.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        if transport.rank == 1:
+            die_at("nothing written", patch)
+        saver.save(2, {})
+        saver.finish()
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_dies_while_saving_is_reported_by_the_others(tmp_path):
+    outcomes = run_processes(2, die_with_megabytes_in_flight, str(tmp_path))
+    assert outcomes[1].exit_code == KILLED
+    assert "step_00000002 was not written" in outcomes[0].error
+    assert latest(tmp_path, build()[0]).name == "step_00000001"
+
+
+def disagree(transport, folder):
+    """Ranks that see different folders, and one that cannot write; neither leaves anything behind."""
+    errors = []
+    for mine in (f"{folder}/{transport.rank}", f"{folder}/shared" if transport.rank == 0 else f"{folder}/file/below"):
+        if transport.rank == 0:
+            Path(folder, "file").touch()
+        dist.barrier()
+        with pytest.raises(ValueError) as caught:
+            Checkpointer(mine, *build("data"))
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_do_not_share_a_folder_are_refused_in_one_line(tmp_path):
+    answers = values(run_processes(2, disagree, str(tmp_path)))
+    for rank, (apart, unwritable) in enumerate(answers):
+        assert f"{tmp_path}/{rank}" in apart and "another folder on rank 1" in apart and "share" in apart
+        assert unwritable == answers[0][1] and f"{tmp_path}/file/below" in unwritable and "\n" not in unwritable
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "file"]
+
+
+# One process, no process group: what makes a checkpoint good, and what is done with the others.
+
+
+def save_steps(folder, steps, keep=10, width=6):
+    run = build(width=width)
+    saver = Checkpointer(folder, *run, keep=keep)
+    for step in steps:
+        train(*run, range(step, step + 1))
+        saver.save(step, {"at": step})
+    saver.finish()
+    return run, saver
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    save_steps(folder, (1, 2, 3))
+    return folder
+
+
+@pytest.fixture
+def copy(three, tmp_path):
+    return Path(shutil.copytree(three, tmp_path / "copy"))
+
+
+def edit(path, **changes):
+    fields = json.loads((path / manifest.MANIFEST).read_text())
+    (path / manifest.MANIFEST).write_text(json.dumps(fields | changes))
+
+
+def spoil(path, how):
+    if how == "no manifest":
+        (path / manifest.MANIFEST).unlink()
+    elif how == "truncated":
+        os.truncate(path / "__0_0.distcp", 1000)
+    elif how == "file missing":
+        (path / ".metadata").unlink()
+    elif how == "other format":
+        edit(path, format="someone else's")
+    elif how == "other version":
+        edit(path, version=2)
+    elif how == "no step":
+        edit(path, step=None)
+    elif how == "other name":
+        edit(path, step=7)
+    elif how == "not json":
+        (path / manifest.MANIFEST).write_text('{"format": "dist')
+    elif how == "other files":
+        (path / manifest.MANIFEST).unlink()
+        (path / "notes.txt").write_text("mine")
+    elif how == "other model":
+        shutil.rmtree(path)
+        save_steps(path.parent.with_name("other"), (3,), width=4)
+        shutil.copytree(path.parent.with_name("other") / path.name, path)
+
+
+REASONS = {
+    "no manifest": ("torn", "no manifest.json"), "truncated": ("torn", "__0_0.distcp has 1000 bytes of"),
+    "file missing": ("torn", ".metadata is missing"), "other format": ("foreign", "not of the format"),
+    "other version": ("foreign", "version 2"), "no step": ("foreign", "'step'"),
+    "other name": ("foreign", "step_00000007"), "not json": ("foreign", "cannot be read"),
+    "other files": ("foreign", "notes.txt"),
+    "other model": ("foreign", "down.bias is float32 [4] there and float32 [6] here")}
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_a_torn_or_foreign_checkpoint_is_named_and_the_last_good_one_used(copy, caplog, how):
+    newest, (verdict, reason) = copy / "step_00000003", REASONS[how]
+    spoil(newest, how)
+    model, optimizer = build(seed=5)
+    with caplog.at_level(logging.WARNING, "distca"):
+        state = Checkpointer(copy, model, optimizer).resume()
+    assert state.step == 2 and state.loader == {"at": 2}
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{newest} is {verdict} and not used: " in line and reason in line and "\n" not in line
+    with pytest.raises(ValueError, match=f"step_00000003 is {verdict}: "):
+        load(newest, model, optimizer)
+
+
+def test_nothing_good_is_no_checkpoint(copy):
+    for path in step_folders(copy):
+        spoil(path, "no manifest")
+    assert latest(copy, build()[0]) is None
+    assert latest(copy / "nowhere", build()[0]) is None
+    assert Checkpointer(copy, *build()).resume() is None
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_of_any_other_size_is_torn(copy, data):
+    path, model = copy / "step_00000001", describe(build()[0])
+    assert judge(path, model) == ("good", "")
+    file = data.draw(st.sampled_from(sorted(item for item in path.iterdir() if item.name != manifest.MANIFEST)))
+    content = file.read_bytes()
+    file.write_bytes((content * 2)[:data.draw(st.integers(0, 2 * len(content)).filter(lambda n: n != len(content)))])
+    verdict, reason = judge(path, model)
+    assert verdict == "torn" and file.name in reason
+    file.write_bytes(content)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_manifest_but_the_true_one_is_good(copy, data):
+    path, model = copy / "step_00000001", describe(build()[0])
+    file = path / manifest.MANIFEST
+    content = file.read_bytes()
+    fields = json.loads(content)
+    values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+                          lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner,
+                                                                                      max_size=2), max_leaves=4)
+    name = data.draw(st.sampled_from(["", "cut", "format", "version", "step", "model"]))
+    if name == "":
+        changed = json.dumps(data.draw(values)).encode()
+    elif name == "cut":
+        changed = content[:data.draw(st.integers(0, len(content) - 1))]
+    else:
+        changed = json.dumps(fields | {name: data.draw(values.filter(lambda x: x != fields[name]))}).encode()
+    file.write_bytes(changed)
+    verdict, reason = judge(path, model)
+    assert verdict == "foreign" and reason
+    file.write_bytes(content)
+
+
+def test_older_ones_go_only_once_a_newer_one_is_complete(tmp_path, monkeypatch):
+    run, saver = save_steps(tmp_path, (1, 2, 3), keep=2)
+    assert [path.name for path in step_folders(tmp_path)] == ["step_00000002", "step_00000003"]
+    gate = Gate(monkeypatch)
+    saver.save(4, {})
+    assert saver.in_flight
+    assert [judge(path, describe(run[0]))[0] for path in step_folders(tmp_path)][:2] == ["good", "good"]
+    assert latest(tmp_path, run[0]).name == "step_00000003"
+    gate.open.set()
+    saver.finish()
+    assert [path.name for path in step_folders(tmp_path)] == ["step_00000003", "step_00000004"]
+
+
+def test_foreign_folders_stay_and_torn_ones_go(copy, caplog):
+    spoil(copy / "step_00000001", "other files")
+    spoil(copy / "step_00000002", "truncated")
+    (copy / "step_00000009").mkdir()
+    (copy / "step_00000009" / "notes.txt").write_text("mine")
+    (copy / "notes").mkdir()
+    run = build()
+    saver = Checkpointer(copy, *run, keep=1)
+    saver.save(9, {})
+    saver.finish()
+    assert sorted(path.name for path in copy.iterdir()) == ["notes", "step_00000001", "step_00000009",
+                                                            "step_00000009.1"]
+    assert (copy / "step_00000009.1" / "notes.txt").read_text() == "mine"
+    assert "step_00000009 is not of this run" in caplog.text
+    assert latest(copy, run[0]).name == "step_00000009"
+
+
+def test_room_is_made_beside_what_was_put_aside_before(tmp_path):
+    target = tmp_path / "step_00000001"
+    for _ in range(2):
+        target.mkdir()
+        (target / "notes.txt").touch()
+        make_room(target, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001.1", "step_00000001.2"]
+
+
+def test_more_files_of_a_crashed_save_do_not_remain(tmp_path):
+    """A save of four ranks was cut short; the same step is then saved by one."""
+    (tmp_path / "step_00000001").mkdir()
+    for rank in range(4):
+        (tmp_path / "step_00000001" / f"__{rank}_0.distcp").touch()
+    save_steps(tmp_path, (1,))
+    assert sorted(path.name for path in (tmp_path / "step_00000001").iterdir()) == [
+        ".metadata", "__0_0.distcp", "manifest.json"]
+
+
+def test_a_save_that_fails_says_so_and_leaves_the_last_one(tmp_path, monkeypatch):
+    run, saver = save_steps(tmp_path, (1,), keep=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", full)
+        saver.save(2, {})
+        with pytest.raises(RuntimeError, match=r"step_00000002 was not written: rank 0: OSError: .*No space left"):
+            saver.finish()
+    assert latest(tmp_path, run[0]).name == "step_00000001"
+    saver.save(2, {})
+    saver.finish()
+    assert [path.name for path in step_folders(tmp_path)] == ["step_00000002"]
+
+
+def test_bytes_that_changed_are_an_error_with_the_path(copy):
+    file = copy / "step_00000003" / ".metadata"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.raises(RuntimeError, match="step_00000003 could not be read: rank 0: "):
+        load(file.parent, *build())
+
+
+def test_a_step_is_saved_once(tmp_path, monkeypatch):
+    run, saver = save_steps(tmp_path, (1,))
+    again = Checkpointer(tmp_path, *run)
+    assert again.resume().step == 1
+
+    def never(*_):
+        raise AssertionError("a complete checkpoint is not written again")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", never)
+    for one in (saver, again):
+        one.save(1, {})
+        one.finish()
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path):
+    model, optimizer = build()
+    saver = Checkpointer(tmp_path, model, optimizer)
+    saver.save(0, {"at": 0})
+    saver.finish()
+    assert not optimizer.state
+    train(model, optimizer, range(2))
+    other, fresh = build(seed=5)
+    assert Checkpointer(tmp_path, other, fresh).resume().step == 0
+    assert not fresh.state
+    train(other, fresh, range(2))
+    assert_same(everything(other, fresh), everything(model, optimizer))
+
+
+def test_options_of_the_optimizer_are_the_new_runs_own(three):
+    model, optimizer = build(seed=5, betas=(0.5, 0.6))
+    assert Checkpointer(three, model, optimizer).resume().step == 3
+    assert [(group["betas"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        ((0.5, 0.6), 1e-2, 0.1), ((0.5, 0.6), 1e-2, 0.0)]
+
+
+def test_many_saves_hold_on_to_nothing(tmp_path):
+    run = build()
+    saver = Checkpointer(tmp_path, *run, keep=1)
+    train(*run, range(1))
+
+    def alive(step):
+        saver.save(step, {})
+        saver.finish()
+        gc.collect()
+        return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()), threading.active_count()
+
+    first = alive(1)
+    assert [alive(step) for step in range(2, 6)] == [first] * 4
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(ValueError) as caught:
+            Checkpointer(folder, *build())
+        line = str(caught.value)
+        assert line.startswith(f"checkpoint.folder = '{folder}' cannot be written") and "\n" not in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(ValueError, match="Permission denied"):
+        check_folder(tmp_path, resume=True)
+
+
+def test_a_fresh_run_does_not_mix_with_another(three, tmp_path):
+    with pytest.raises(ValueError, match=r"already holds step_00000003; set checkpoint.resume = true"):
+        Checkpointer(three, *build(), resume=False)
+    with pytest.raises(ValueError, match=r"checkpoint.keep = 0"):
+        Checkpointer(tmp_path, *build(), keep=0)
+    Checkpointer(tmp_path / "new", *build(), resume=False)
+    assert not list((tmp_path / "new").iterdir())

@@ -1,0 +1,332 @@
+"""Ranks start together, find each other and end together, whoever launched them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import distca
+from distca import cli
+from distca.train import launch as launching
+from distca.train.config import Settings
+from distca.train.launch import Place, first_host, launch, place_in
+from distca.train.machine import check_machine, device_for, dtype_for, threads_for
+
+ROOT = Path(distca.__file__).parents[1]
+FOLDER = Path(__file__).parent
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node3",
+            "MASTER_PORT": "29500"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "8,4", "SLURM_STEP_NODELIST": "gpu-[007-008]", "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_ID": "0"}
+
+
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch):
+    for name in (*TORCHRUN, *SRUN, "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def mains(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import rank_mains
+
+    return rank_mains
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings().with_values({"log.folder": str(tmp_path), "run.threads": 1, "run.device": "cpu"})
+
+
+def _said(tmp_path):
+    return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+
+
+def _once_ready(tmp_path, num_ranks, act):
+    """Run `act` in a thread as soon as all ranks have said something."""
+    def watch():
+        deadline = time.monotonic() + 60
+        while len(_said(tmp_path)) < num_ranks:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.multiprocess
+def test_local_ranks_meet(mains, settings, tmp_path):
+    threads = min(2, os.cpu_count())  # torch starts no more than there are cores
+    assert launch(settings.with_values({"run.threads": threads}), mains.meet) == 0
+    said = _said(tmp_path)
+    places = [[one[name] for name in ("rank", "local_rank", "world", "ranks")] for one in said]
+    assert places == [[0, 0, 2, 2], [1, 1, 2, 2]]
+    assert [one["total"] for one in said] == [11.0, 11.0]
+    assert [one["threads"] for one in said] == [threads, threads]
+    assert len({os.getpid(), *(one["pid"] for one in said)}) == 3
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.multiprocess
+def test_the_first_failure_ends_all_and_is_the_one_reported(mains, settings, tmp_path, capfd):
+    begin = time.monotonic()
+    assert launch(settings, mains.second_fails) == 1
+    assert time.monotonic() - begin < 50
+    error = capfd.readouterr().err
+    assert error.startswith("distca: rank 1 failed:\nTraceback") and error.endswith("RuntimeError: rank one gave up\n")
+    assert not any(_is_running(one["pid"]) for one in _said(tmp_path))
+
+
+@pytest.mark.multiprocess
+def test_what_ranks_refuse_is_said_once_in_one_line(mains, settings, capfd):
+    assert launch(settings, mains.all_refuse) == 2
+    assert capfd.readouterr().err == "distca: error: optimizer.lr is -1.0; give a number above 0\n"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("main", "code", "words"), [
+    ("foreign_value_error", 1, ["rank 0 failed", "Traceback", "foreign_value_error"]),
+    ("second_returns_five", 5, ["rank 1", "exit code 5"]),
+    ("second_is_killed", 128 + signal.SIGKILL, ["rank 1", "SIGKILL"]),
+])
+def test_every_way_to_fail_is_told(mains, settings, capfd, main, code, words):
+    ranks = 1 if main == "foreign_value_error" else 2
+    assert launch(settings.with_values({"run.ranks": ranks}), getattr(mains, main)) == code
+    error = capfd.readouterr().err
+    assert all(word in error for word in words)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("main", "sent", "code", "saved"), [
+    ("stop_when_asked", [signal.SIGTERM], 0, True),
+    ("stop_when_asked", [signal.SIGINT], 130, True),
+    ("never_stop", [signal.SIGINT, signal.SIGINT], 130, False),
+    ("wait_without_listening", [signal.SIGTERM], 128 + signal.SIGTERM, False),
+])
+def test_signals_reach_the_ranks(mains, settings, tmp_path, capfd, main, sent, code, saved):
+    def send():
+        for number in sent:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    sender = _once_ready(tmp_path, 1, send)
+    begin = time.monotonic()
+    assert launch(settings.with_values({"run.ranks": 1}), getattr(mains, main)) == code
+    assert time.monotonic() - begin < 50
+    sender.join()
+    (said,) = _said(tmp_path)
+    assert said.get("saved", False) is saved
+    assert not _is_running(said["pid"])
+    assert ("did not stop in time" in capfd.readouterr().err) is (main == "never_stop")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_do_not_stop_in_time_are_ended(mains, settings, tmp_path):
+    sender = _once_ready(tmp_path, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    hasty = settings.with_values({"run.ranks": 1, "run.timeout_seconds": 1})
+    assert launch(hasty, mains.never_stop) == 128 + signal.SIGTERM
+    sender.join()
+    assert not _is_running(_said(tmp_path)[0]["pid"])
+
+
+@pytest.mark.multiprocess
+def test_ranks_do_not_outlive_their_launcher(tmp_path):
+    code = f"""if __name__ == "__main__":
+    import rank_mains
+    from distca.train.config import Settings
+    from distca.train.launch import launch
+    launch(Settings().with_values({{"log.folder": {str(tmp_path)!r}, "run.ranks": 1}}), rank_mains.never_stop)
+"""
+    (tmp_path / "launcher.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
+    launcher = subprocess.Popen([sys.executable, str(tmp_path / "launcher.py")], env=environment, cwd=tmp_path)
+    _once_ready(tmp_path, 1, launcher.kill).join()
+    assert launcher.wait(timeout=60) == -signal.SIGKILL
+    pid = _said(tmp_path)[0]["pid"]
+    deadline = time.monotonic() + 20
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(pid)
+
+
+def test_torchrun_places_a_process():
+    assert place_in(TORCHRUN) == Place(5, 8, 1, 4, "node3", 29500)
+    assert place_in(TORCHRUN | SRUN) == place_in(TORCHRUN)
+    assert place_in(TORCHRUN).environment() == TORCHRUN
+
+
+def test_srun_places_a_process():
+    place = place_in(SRUN)
+    assert (place.rank, place.world, place.local_rank, place.local_world, place.address) == (9, 12, 1, 4, "gpu-007")
+    others = [place_in(SRUN | {"SLURM_PROCID": str(rank)}) for rank in range(12)]
+    assert len({(one.address, one.port) for one in others}) == 1 and 1024 < place.port < 65536
+    other_step = place_in(SRUN | {"SLURM_STEP_ID": "1"})
+    assert other_step.port != place.port
+    given = place_in(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert (given.address, given.port) == ("10.0.0.1", 4000)
+
+
+@pytest.mark.parametrize("environ", [
+    {},
+    {"RANK": "0"},
+    {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"},  # a batch script, before any srun
+    {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a shell or a single task
+])
+def test_alone_means_local_ranks(environ):
+    assert place_in(environ) is None
+
+
+@pytest.mark.parametrize(("environ", "words"), [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR", "LOCAL_RANK", "torchrun"]),
+    (TORCHRUN | {"WORLD_SIZE": "two"}, ["WORLD_SIZE", "'two'"]),
+    ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, ["SLURM_LOCALID", "None"]),
+])
+def test_half_a_place_is_refused(environ, words):
+    with pytest.raises(ValueError) as refused:
+        place_in(environ)
+    assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize(("nodes", "host"), [
+    ("n1", "n1"), ("n1,n2", "n1"), ("a[07-09,12],b", "a07"), ("rack[1-2]n[03-04]", "rack1n03"), ("x[5]y,z", "x5y"),
+    ("gpu-[001,004-010]", "gpu-001"),
+])
+def test_first_host_of_a_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings, monkeypatch):
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launching, "_prepare", lambda settings, place: None)
+    seen = []
+
+    def main(settings):
+        seen.append((settings.run.ranks, os.environ["RANK"], os.environ["WORLD_SIZE"], launching.here().local_world))
+        return 7
+
+    assert launch(settings.with_values({"run.ranks": 1}), main) == 7
+    assert seen == [(12, "9", "12", 4)]
+    with pytest.raises(ValueError, match=r"parallel.tensor is 8 but there are 12 ranks"):
+        launch(settings.with_values({"run.ranks": 8, "parallel.tensor": 8}), main)
+
+
+def test_outside_of_a_launch_there_is_no_place():
+    with pytest.raises(ValueError, match="torchrun"):
+        launching.here()
+
+
+def test_threads_share_the_cores(settings):
+    cores = len(os.sched_getaffinity(0))
+    automatic = settings.with_values({"run.threads": 0})
+    assert threads_for(settings, 4, {}) == 1
+    assert threads_for(automatic, 1, {}) == cores and threads_for(automatic, 10 * cores, {}) == 1
+    assert threads_for(automatic, 8, {"SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": "6"}) == 6
+
+
+def test_auto_is_what_fits_the_device(settings):
+    import torch
+
+    cpu = device_for(settings, 3)
+    assert cpu == torch.device("cpu") and dtype_for(settings, cpu) == torch.float32
+    assert dtype_for(settings, torch.device("cuda", 0)) == torch.bfloat16
+    assert dtype_for(settings.with_values({"run.dtype": "float64"}), cpu) == torch.float64
+
+
+def _llama_folder(tmp_path, **changes):
+    content = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps({**content, **changes}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"attention.kernel": "cudnn"}, ["attention.kernel", "'cudnn'", "GPU"]),
+    ({"data.source": "text", "data.path": "no/such"}, ["data.path", "no/such"]),
+    ({"data.source": "megatron", "data.path": "no/such.bin"}, ["data.path", "no/such.idx"]),
+    ({"data.source": "text", "data.path": ".", "data.tokenizer": "none.json"}, ["data.tokenizer", "none.json"]),
+    ({"log.folder": "file/runs"}, ["log.folder", "file/runs"]),
+    ({"checkpoint.folder": "file"}, ["checkpoint.folder", "'file'"]),
+    ({"run.device": "cuda"}, ["run.device", "cuda", "cpu"]),
+    ({"log.tensorboard": True}, ["log.tensorboard", "pip install tensorboard"]),
+    ({"model.load": "no/model"}, ["model.load", "no/model", "config.json"]),
+])
+def test_what_this_machine_cannot_do_is_refused(settings, tmp_path, monkeypatch, values, words):
+    import torch
+
+    from distca.train import machine
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "tensorboard" else "there")
+    with pytest.raises(ValueError) as refused:
+        check_machine(settings.with_values(values))
+    assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
+
+
+def test_a_loaded_models_own_heads_are_checked(settings, tmp_path, monkeypatch):
+    from distca.train import machine
+
+    monkeypatch.setattr(machine, "find_spec", lambda name: "there")
+    loaded = settings.with_values({"model.load": _llama_folder(tmp_path), "run.ranks": 6})
+    check_machine(loaded.with_values({"parallel.tensor": 3}))
+    with pytest.raises(ValueError, match="3 KV heads"):
+        check_machine(loaded.with_values({"parallel.tensor": 2}))
+    _llama_folder(tmp_path, intermediate_size="wide")
+    with pytest.raises(ValueError, match=r"no Llama configuration"):
+        check_machine(loaded)
+
+
+def test_bad_settings_start_nothing(settings, monkeypatch, capsys):
+    monkeypatch.setattr(launching, "_LocalRanks", None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--batch.tokens_per_rank", "33", "--log.folder", settings.log.folder])
+    captured = capsys.readouterr()
+    assert (stop.value.code, captured.out) == (2, "")
+    assert captured.err.startswith("distca: error: batch.tokens_per_rank is 33") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_commands_exit_code_is_the_runs(monkeypatch, code):
+    monkeypatch.setattr(launching, "launch", lambda settings, main: code)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train"])
+    assert stop.value.code == code
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_torchrun_starts_the_same_mains(tmp_path):
+    code = ("import sys, rank_mains\nfrom distca.train.config import Settings\nfrom distca.train.launch import launch\n"
+            f"sys.exit(launch(Settings().with_values({{'log.folder': {str(tmp_path)!r}}}), rank_mains.meet))\n")
+    (tmp_path / "main.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+         "--nproc-per-node", "2", str(tmp_path / "main.py")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}", "GLOO_SOCKET_IFNAME": "lo"}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [one["total"] for one in _said(tmp_path)] == [11.0, 11.0]

@@ -1,0 +1,213 @@
+"""What a person sees: lines, a panel, a log with one curve, a summary whose figures are the records'."""
+
+import io
+import json
+import math
+import sys
+import types
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from distca.train.config import Settings, load_settings
+from distca.train.observe import BARS, Observer, clock, curve, size
+from distca.train.records import StepRecord, Tally
+
+RECORD = StepRecord(
+    step=1, loss=5.5, lr=1e-3, grad_norm=2.25, tokens=8192, seconds=2.0, tokens_per_second=4096.0, work_before=1.75,
+    work_after=1.05, bytes_per_layer=12.5e6, exposed_seconds=0.5, host_seconds=0.1, memory_bytes=3 * 10**9,
+    plan_seconds=0.01)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings().with_values({"log.folder": str(tmp_path / "runs" / "one"), "run.steps": 4})
+
+
+def _console(terminal=False):
+    return Console(file=io.StringIO(), width=100, force_terminal=terminal, color_system=None, highlight=False)
+
+
+def _text(console):
+    return console.file.getvalue()
+
+
+def _steps(settings):
+    lines = (_folder(settings) / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _folder(settings):
+    return Path(settings.log.folder)
+
+
+def _four():
+    """Four steps whose means are easy to say."""
+    return [replace(RECORD, step=step, loss=6.0 - step, seconds=float(step), tokens_per_second=8192 / step,
+                    exposed_seconds=0.1 * step, host_seconds=0.0, work_before=1.0 + step, work_after=1.0,
+                    bytes_per_layer=1e6 * step, memory_bytes=step * 10**9) for step in (1, 2, 3, 4)]
+
+
+def _observed(settings, records, console, **close):
+    observer = Observer(settings, 0, 2, console)
+    for record in records:
+        observer.step(record)
+    return observer.close(**close)
+
+
+@pytest.mark.parametrize(("every", "shown"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3, 4]), (100, [4])])
+def test_without_a_terminal_there_is_a_line_every_so_many_steps(settings, every, shown):
+    console = _console()
+    _observed(settings.with_values({"log.every": every}), _four(), console)
+    lines = [line for line in _text(console).splitlines() if line.startswith("step")]
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == shown
+    last = lines[-1]
+    for words in ("step 4/4", "loss 2.0000", "2,048 tokens/s", "work 5.00→1.00", "4 MB/layer", "exposed 10.0 %",
+                  "memory 4 GB", "norm 2.25", "lr 1.00e-03"):
+        assert words in last
+    assert "\x1b" not in _text(console)
+
+
+def test_in_a_terminal_the_panel_shows_the_same_figures_and_is_closed(settings):
+    console = _console(terminal=True)
+    observer = Observer(settings, 0, 2, console)
+    observer.step(replace(RECORD, step=3))
+    observer.close(stopped=True)
+    text = _text(console)
+    for words in ("step 3/4", "5.5000", "4,096 tokens/s", "1.75 → 1.05", "12.5 MB a layer", "25.0 % of the step",
+                  "3 GB", "tiny on 2 ranks, 8,192 tokens a step", "attention disaggregated"):
+        assert words in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor comes back
+    assert "step 3/4  loss" not in text
+
+
+def test_the_summary_states_what_the_run_came_to(settings):
+    console = _console()
+    summary = _observed(settings, _four(), console)
+    assert (summary.steps, summary.last_step, summary.tokens) == (4, 4, 4 * 8192)
+    assert summary.seconds == pytest.approx(10) and summary.tokens_per_second == pytest.approx(4 * 8192 / 10)
+    assert (summary.first_loss, summary.final_loss) == (5.0, 2.0)
+    assert summary.work_before == pytest.approx((2 + 3 + 4 + 5) / 4) and summary.work_after == pytest.approx(1)
+    assert summary.bytes_per_layer == pytest.approx(2.5e6) and summary.exposed_share == pytest.approx(0.1)
+    assert summary.memory_bytes == 4 * 10**9 and summary.work_gain == pytest.approx(3.5)
+    text = _text(console)
+    for words in ("Finished: 4 steps, 32,768 tokens", "0:10 in steps", "5.0000 → 2.0000", "3,277 tokens/s",
+                  "3.50 → 1.00", "3.50 times less", "2.5 MB a layer", "10.0 % of the steps", "4 GB at most",
+                  settings.log.folder):
+        assert words in text
+    saved = json.loads((_folder(settings) / "summary.json").read_text())
+    assert saved["ended"] == "Finished" and {name: saved[name] for name in asdict(summary)} == asdict(summary)
+
+
+@pytest.mark.parametrize(("records", "stopped", "words"), [
+    (4, True, "Finished"), (2, True, "Stopped after step 2 of 4"), (2, False, "Ended early after step 2 of 4"),
+    (0, True, "Stopped before the first step"), (0, False, "No step was left"),
+])
+def test_the_summary_says_how_the_run_ended(settings, records, stopped, words):
+    console = _console()
+    summary = _observed(settings, _four()[:records], console, stopped=stopped)
+    assert words in _text(console) and (summary is None) is (records == 0)
+
+
+def test_balance_that_gained_nothing_is_not_praised(settings):
+    console = _console()
+    _observed(settings, [replace(RECORD, work_before=1.5, work_after=1.5)], console)
+    assert "nothing to gain" in _text(console) and "times less" not in _text(console)
+
+
+def test_the_log_holds_every_step_and_the_settings(settings):
+    _observed(settings.with_values({"log.every": 50}), _four(), _console())
+    assert _steps(settings) == [asdict(record) for record in _four()]
+    assert load_settings(_folder(settings) / "settings.toml", {}) == settings.with_values({"log.every": 50})
+
+
+def test_a_resumed_run_continues_the_curve_and_a_new_one_starts_it_again(settings):
+    _observed(settings, _four(), _console())
+    with (_folder(settings) / "steps.jsonl").open("a") as log:
+        log.write('{"step": 5, "lo')  # torn by a crash
+    _observed(settings, [replace(RECORD, step=3, loss=9.0)], _console())
+    assert [(one["step"], one["loss"]) for one in _steps(settings)] == [(1, 5.0), (2, 4.0), (3, 9.0)]
+    _observed(settings, [RECORD], _console())
+    assert [one["step"] for one in _steps(settings)] == [1]
+
+
+def test_a_loss_that_is_no_number_is_still_json(settings):
+    console = _console()
+    _observed(settings, [replace(RECORD, loss=math.nan), replace(RECORD, step=2, grad_norm=math.inf)], console)
+    text = (_folder(settings) / "steps.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    assert [one["loss"] for one in _steps(settings)] == [None, 5.5]
+    assert "loss nan" in _text(console)
+    saved = (_folder(settings) / "summary.json").read_text()
+    assert json.loads(saved)["first_loss"] is None and "NaN" not in saved
+
+
+def test_other_ranks_are_silent(settings, capsys):
+    observer = Observer(settings, 1, 2)
+    observer.step(RECORD)
+    assert observer.close() is None
+    assert capsys.readouterr().out == "" and not _folder(settings).exists()
+
+
+def test_tensorboard_gets_the_figures(settings, monkeypatch):
+    written, closed = [], []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            assert folder == settings.log.folder
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    _observed(settings.with_values({"log.tensorboard": True}), _four(), _console())
+    assert ("loss", 3.0, 3) in written and ("work_after", 1.0, 4) in written and closed == [True]
+    assert {step for _, _, step in written} == {1, 2, 3, 4}
+
+
+def test_missing_tensorboard_is_one_line(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard") as refused:
+        Observer(settings.with_values({"log.tensorboard": True}), 0, 1, _console())
+    assert "\n" not in str(refused.value)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))
+def test_tally_is_the_mean_over_records(values):
+    tally = Tally()
+    for step, value in enumerate(values, start=1):
+        tally.add(replace(RECORD, step=step, seconds=value, exposed_seconds=value / 4, work_before=value))
+    summary = tally.summary()
+    assert summary.work_before == pytest.approx(sum(values) / len(values))
+    assert summary.exposed_share == pytest.approx(0.25)
+    assert summary.tokens_per_second == pytest.approx(8192 * len(values) / sum(values))
+
+
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf)), max_size=50))
+def test_curve_is_as_long_as_its_values_and_keeps_their_order(values):
+    drawn = curve(values)
+    assert len(drawn) == len(values)
+    finite = [(value, bar) for value, bar in zip(values, drawn, strict=True) if math.isfinite(value)]
+    assert all(bar in BARS for _, bar in finite) and drawn.count(" ") == len(values) - len(finite)
+    heights = [BARS.index(bar) for _, bar in sorted(finite)]
+    assert heights == sorted(heights)
+
+
+@pytest.mark.parametrize(("number", "text"), [
+    (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (12.5e6, "12.5 MB"), (123_456_789, "123 MB"), (4.2e9, "4.2 GB"),
+    (5e12, "5 TB"), (7.3e15, "7300 TB"),
+])
+def test_sizes_are_readable(number, text):
+    assert size(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3599.6, "1:00:00"), (7322, "2:02:02")])
+def test_times_are_readable(seconds, text):
+    assert clock(seconds) == text

@@ -1,0 +1,319 @@
+"""Real ranks over gloo: whatever the mesh, loss, gradients and clipping are those of one process with all documents."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from distca.kernels import dense_attention
+from distca.runtime.core_attention import CoreAttention
+from distca.spec import ModelShape
+from distca.testing import misplaced_plan, row_index, run_processes
+from distca.train.hf import load_hf, save_hf
+from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, write_parameter
+from distca.train.parallel import check_tensor, clip_grad_norm, parallelize
+from distca.workload.packing import pack
+
+SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))  # 61: no mesh divides the vocabulary
+ROWS = {                                                         # lengths of the documents of each data rank's two rows
+    "even": [[[9, 7], [16]], [[3, 3, 10], [1, 15]]],
+    "odd": [[[9, 4], [2, 11]], [[13], [1, 1, 11]]],              # 13 tokens: no number of tensor ranks divides them
+}
+CLIP = 0.05
+PATIENT = {"timeout_seconds": 120.0, "deadline_seconds": 240.0}  # for machines that others use too
+
+
+@dataclass(frozen=True)
+class Case:
+    data: int
+    tensor: int = 1
+    fsdp: bool = True
+    tied: bool = False
+    recompute: bool = False
+    dtype: torch.dtype = torch.float64
+    rows: str = "even"
+    meta: bool = False
+
+
+CASES = {
+    "two ranks": (
+        Case(2), Case(2, tied=True, recompute=True), Case(2, fsdp=False), Case(2, dtype=torch.float32),
+        Case(1, 2, rows="odd"), Case(1, 2, tied=True, recompute=True, rows="odd"),
+        Case(1, 2, dtype=torch.float32, meta=True), Case(2, dtype=torch.bfloat16), Case(1, 2, dtype=torch.bfloat16),
+    ),
+    "four ranks": (
+        Case(2, 2), Case(2, 2, rows="odd", tied=True, recompute=True), Case(2, 2, fsdp=False),
+        Case(2, 2, dtype=torch.float32, meta=True), Case(2, 2, dtype=torch.bfloat16),
+    ),
+}
+
+
+def generator(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+def row(data_rank, number, lengths):
+    """Tokens, labels and positions of one row; the same wherever it is asked for."""
+    tokens = torch.randint(0, 61, (sum(lengths),), generator=generator(10 * data_rank + number))
+    labels = torch.cat([torch.cat((document[1:], torch.tensor([-100]))) for document in tokens.split(lengths)])
+    return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
+
+
+def summed_loss(decoder, rows, lengths):
+    """All rows step by step together, as ping-pong drives them: every segment runs once per row before backward."""
+    rotaries = [decoder.rotary(positions) for _, _, positions in rows]
+    states = [decoder.segments[0](tokens, rotary) for (tokens, _, _), rotary in zip(rows, rotaries, strict=True)]
+    for segment in list(decoder.segments)[1:]:
+        outs = [dense_attention(q, k, v, length) for (_, q, k, v), length in zip(states, lengths, strict=True)]
+        last = segment is decoder.segments[-1]
+        states = [segment(state[0], out, *([] if last else [rotary]))
+                  for state, out, rotary in zip(states, outs, rotaries, strict=True)]
+    return sum(chunked_cross_entropy(hidden, decoder.head_weight, labels, 5)[0]
+               for hidden, (_, labels, _) in zip(states, rows, strict=True))
+
+
+def gradients(decoder):
+    return {name: p.grad for name, p in decoder.named_parameters()}
+
+
+def in_one_process(case):
+    """Loss, gradients, norm and clipped gradients of a plain decoder that holds all data ranks' rows."""
+    decoder = Decoder(replace(SHAPE, tied=case.tied), generator=generator()).to(own_dtype(case))
+    lengths = [of_row for rank in ROWS[case.rows][:case.data] for of_row in rank]
+    rows = [row(rank, number, of_row)
+            for rank, numbers in enumerate(ROWS[case.rows][:case.data]) for number, of_row in enumerate(numbers)]
+    loss = summed_loss(decoder, rows, lengths) / num_labels(case)
+    loss.backward()
+    grads = {name: grad.clone() for name, grad in gradients(decoder).items()}
+    norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), CLIP)
+    return float(loss.detach()), grads, float(norm), gradients(decoder)
+
+
+def own_dtype(case):
+    return torch.float32 if case.dtype == torch.bfloat16 else case.dtype
+
+
+def num_labels(case):
+    return sum(length - 1 for rank in ROWS[case.rows][:case.data] for of_row in rank for length in of_row)
+
+
+def spread(case):
+    mesh = init_device_mesh("cpu", (case.data, case.tensor), mesh_dim_names=("data", "tensor"))
+    decoder = Decoder(replace(SHAPE, tied=case.tied), generator=generator(), device="meta" if case.meta else None)
+    if not case.meta:
+        decoder = decoder.to(own_dtype(case))
+    parallelize(decoder, mesh, tensor=case.tensor, fsdp=case.fsdp, dtype=case.dtype,
+                activation_checkpointing=case.recompute)
+    if case.meta:
+        decoder.to_empty(device="cpu")
+        decoder.reset_parameters(generator())
+    return decoder, mesh["data"]
+
+
+def differences(case):
+    """How far this rank is from one process: loss, then the farthest gradient, norm and clipped gradient."""
+    decoder, data = spread(case)
+    lengths = ROWS[case.rows][data.get_local_rank()]
+    rows = [row(data.get_local_rank(), number, of_row) for number, of_row in enumerate(lengths)]
+    share = decoder(lambda decoder: summed_loss(decoder, rows, lengths)) / num_labels(case)
+    share.backward()
+    loss = share.detach().double()
+    dist.all_reduce(loss, group=data.get_group())
+    want_loss, want_grads, want_norm, want_clipped = in_one_process(case)
+    farthest = {"loss": abs(float(loss) - want_loss), "gradient": farthest_from(want_grads, gradients(decoder))}
+    norm = clip_grad_norm(decoder.parameters(), CLIP)
+    assert want_norm > 2 * CLIP
+    return farthest | {"norm": abs(float(norm) - want_norm),
+                       "clipped": farthest_from(want_clipped, gradients(decoder))}
+
+
+def farthest_from(want, got):
+    assert want.keys() == got.keys()
+    assert all(grad.abs().max() > 0 for grad in want.values())
+    farthest = 0.0
+    for name, grad in got.items():
+        write_parameter(expected := torch.empty_like(grad), want[name])
+        apart = (grad.to_local() - expected.to_local()).abs()
+        farthest = max(farthest, float(apart.max()) if apart.numel() else 0.0)
+    return farthest
+
+
+def compare_all(transport, which):
+    return [differences(case) for case in CASES[which]]
+
+
+def other_ways(transport, folder):
+    """What else a step and a run need of four ranks, each as a list of things that must be true."""
+    case = Case(2, 2, dtype=torch.float32, tied=True)
+    return {"weights": same_weights(case, Path(folder)), "kept": what_a_rank_keeps(), "refused": refused(),
+            "trained": [abs(ours - alone) for ours, alone in zip(train(Case(2, 2)), train(None), strict=True)],
+            "exchanged": [exchanged(recompute) for recompute in (False, True)]}
+
+
+def same_weights(case, folder):
+    """Weights are a single process's, whatever the mesh; they survive a folder that all ranks write and read."""
+    decoder, _ = spread(case)
+    alone = Decoder(decoder.shape, generator=generator())
+
+    def equal(one):
+        return all(torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, alone.get_parameter(name))
+                   for name, p in one.named_parameters())
+
+    checks = [equal(decoder)]
+    save_hf(folder, decoder)
+    dist.barrier()
+    decoder.reset_parameters(generator(99))
+    checks.append(not equal(decoder))
+    load_hf(folder, decoder)
+    checks.append(equal(decoder))
+    load_hf(folder, again := Decoder(decoder.shape, generator=generator(98)))
+    return [*checks, equal(again)]
+
+
+def what_a_rank_keeps():
+    """Parameters between steps, for each way to shard; and in which dtypes a bfloat16 step computes."""
+    held = {fsdp: sum(p.to_local().numel() for p in spread(Case(2, 2, fsdp=fsdp))[0].parameters())
+            for fsdp in (True, False)}
+    decoder, _ = spread(Case(2, 2, dtype=torch.bfloat16))
+    tokens, _, positions = row(0, 0, [4])
+    rotary, inside = decoder.rotary(positions), []
+    decoder.segments[1].pre.register_forward_pre_hook(lambda module, args: inside.append(args[1]))
+
+    def run(decoder):
+        x, q, _, _ = decoder.segments[0](tokens, rotary)
+        return decoder.segments[1](x, q, rotary)
+
+    with torch.no_grad():
+        dtypes = [str(x.dtype) for x in (*decoder(run), *decoder.parameters())]
+    unchanged = all(torch.equal(one, other) and one.dtype == other.dtype
+                    for one, other in zip(inside[0], rotary, strict=True))
+    return held, dtypes, unchanged
+
+
+def refused():
+    messages = []
+    for shape, changes in (((2, 2), {"tensor": 1}), ((1, 4), {"tensor": 4})):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        options = {"fsdp": True, "dtype": torch.float32, "activation_checkpointing": False} | changes
+        with pytest.raises(ValueError) as caught:
+            parallelize(Decoder(SHAPE), mesh, **options)
+        messages.append(str(caught.value))
+    return messages
+
+
+def train(case):
+    """Losses of three steps, with a look without gradients before each; on all ranks, or with None all alone."""
+    if case is None:
+        decoder, ranks, group = Decoder(SHAPE, generator=generator()).double(), [0, 1], None
+    else:
+        decoder, data = spread(case)
+        ranks, group = [data.get_local_rank()], data.get_group()
+    lengths = [of_row for rank in ranks for of_row in ROWS["odd"][rank]]
+    rows = [row(rank, number, of_row) for rank in ranks for number, of_row in enumerate(ROWS["odd"][rank])]
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for _ in range(3):
+        with torch.no_grad():
+            looked = decoder(lambda decoder: summed_loss(decoder, rows, lengths))
+        total = decoder(lambda decoder: summed_loss(decoder, rows, lengths))
+        assert float(total.detach() - looked) == 0.0
+        (total / num_labels(Case(2, rows="odd"))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        summed = total.detach().clone()
+        if group is not None:
+            dist.all_reduce(summed, group=group)
+        losses.append(float(summed))
+    assert losses[2] < losses[1] < losses[0]
+    return losses
+
+
+def exchanged(recompute):
+    """Attention on other ranks, two rows in flight at once: farthest gradient from dense attention in one process."""
+    decoder, data = spread(Case(2, 2, recompute=recompute))
+    plans = [misplaced_plan(pack(lengths, ranks=2, tokens_per_rank=64), 2, SHAPE.model)
+             for lengths in ([90, 30, 8], [60, 68])]
+    assert all((plan.tasks.home != plan.tasks.server).any() for plan in plans)
+    attend = CoreAttention(data.get_group())
+    rank = data.get_local_rank()
+    rows = [documents(plan.layout, row_index(plan.layout, rank)) for plan in plans]
+
+    def run(decoder):
+        rotaries = [decoder.rotary(positions) for _, _, positions in rows]
+        states = [decoder.segments[0](tokens, rotary) for (tokens, _, _), rotary in zip(rows, rotaries, strict=True)]
+        for segment in list(decoder.segments)[1:]:
+            pending = [attend.start(q, k, v, plan) for (_, q, k, v), plan in zip(states, plans, strict=True)]
+            after = []
+            for number, one in enumerate(pending):
+                attend.serve(one)
+                extra = [] if segment is decoder.segments[-1] else [rotaries[number]]
+                after.append(segment(states[number][0], attend.finish(one), *extra))
+            states = after
+        return sum(chunked_cross_entropy(hidden, decoder.head_weight, labels, 50)[0]
+                   for hidden, (_, labels, _) in zip(states, rows, strict=True))
+
+    decoder(run).backward()
+    alone = Decoder(SHAPE, generator=generator()).double()
+    whole = [documents(plan.layout, torch.arange(plan.layout.num_tokens)) for plan in plans]
+    summed_loss(alone, whole, [plan.layout.lengths.tolist() for plan in plans]).backward()
+    return farthest_from(gradients(alone), gradients(decoder))
+
+
+def documents(layout, index):
+    """Tokens, labels and positions of a layout's documents laid end to end, at these places."""
+    return [column[index] for column in row(7, 0, layout.lengths.tolist())]
+
+
+def values(outcomes):
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("which", CASES)
+def test_loss_and_gradients_equal_a_single_process(which):
+    cases = CASES[which]
+    for rank in values(run_processes(cases[0].data * cases[0].tensor, compare_all, which, **PATIENT)):
+        for case, farthest in zip(cases, rank, strict=True):
+            assert max(farthest.values()) < LIMITS[case.dtype], (case, farthest)
+
+
+@pytest.mark.multiprocess
+def test_weights_memory_precision_training_and_attention_elsewhere(tmp_path):
+    pytest.importorskip("safetensors")
+    ranks = values(run_processes(4, other_ways, str(tmp_path), **PATIENT))
+    norms = (2 * SHAPE.model.num_layers + 1) * SHAPE.model.hidden
+    total = sum(p.numel() for p in Decoder(SHAPE, device="meta").parameters())
+    assert sum(rank["kept"][0][True] for rank in ranks) == total + norms       # cut by all four, norms by two
+    assert sum(rank["kept"][0][False] for rank in ranks) == 2 * (total + norms)
+    for rank in ranks:
+        assert all(rank["weights"])
+        _, dtypes, unchanged = rank["kept"]
+        assert set(dtypes[:4]) == {"torch.bfloat16"} and set(dtypes[4:]) == {"torch.float32"} and unchanged
+        assert "tensor is 1 but the mesh has 2" in rank["refused"][0]
+        assert "tensor is 4 but model 'small' has num_kv_heads 2" in rank["refused"][1]
+        assert max(rank["trained"]) < 1e-9
+        assert max(rank["exchanged"]) < 1e-10
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"num_heads": 3, "num_kv_heads": 3}, "num_heads 3"), ({"num_kv_heads": 1}, "num_kv_heads 1"),
+    ({"ffn": 41}, "ffn 41"), ({"vocab": 1}, "vocabulary of 1"),
+])
+def test_what_tensor_ranks_cannot_share_is_refused(changes, message):
+    check_tensor(SHAPE.model, 2)
+    with pytest.raises(ValueError, match=f"tensor is 2 .*{message}"):
+        check_tensor(replace(SHAPE.model, **changes), 2)
+
+
+def test_clipping_without_gradients_is_refused():
+    with pytest.raises(ValueError, match="no parameter has a gradient"):
+        clip_grad_norm(Decoder(SHAPE).parameters(), 1.0)

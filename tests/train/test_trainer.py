@@ -1,0 +1,107 @@
+"""Whole runs in real processes: where attention ran must not change the loss, nor must being interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--model.name", "tiny", "--data.max_document", "700", "--optimizer.warmup_steps", "3", "--run.threads", "1",
+         "--run.timeout_seconds", "120"]
+TOKENS = 1024  # of all ranks
+
+
+def command(folder: Path, ranks: int, *more: str, tensor: int = 1) -> list[str]:
+    return [sys.executable, "-m", "distca", "train", *SMALL, "--run.ranks", str(ranks), "--parallel.tensor", str(tensor),
+            "--batch.tokens_per_rank", str(TOKENS * tensor // ranks), "--log.folder", str(folder), *more]
+
+
+def train(folder: Path, ranks: int, *more: str, tensor: int = 1) -> list[float]:
+    """The losses of a run, step by step."""
+    done = subprocess.run(command(folder, ranks, *more, tensor=tensor), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(folder)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """20 steps of one process that holds all documents, with two nano-batches and with one."""
+    return {ping_pong: train(tmp_path_factory.mktemp("alone"), 1, "--run.steps", "20", "--attention.mode", "home",
+                             "--batch.ping_pong", ping_pong) for ping_pong in ("true", "false")}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("ranks", "tensor", "mode", "ping_pong", "fsdp"), [
+    (2, 1, "disaggregated", "true", "true"),
+    (2, 1, "disaggregated", "false", "false"),
+    (2, 1, "per_document_cp", "true", "false"),
+    (4, 2, "disaggregated", "true", "true"),
+    pytest.param(2, 1, "home", "true", "true", marks=pytest.mark.slow),
+    pytest.param(2, 1, "home", "false", "true", marks=pytest.mark.slow),
+    pytest.param(2, 2, "disaggregated", "false", "false", marks=pytest.mark.slow),
+    pytest.param(4, 1, "disaggregated", "true", "true", marks=pytest.mark.slow),
+    pytest.param(4, 1, "per_document_cp", "false", "true", marks=pytest.mark.slow),
+    pytest.param(4, 1, "home", "true", "false", marks=pytest.mark.slow),
+])
+def test_the_loss_does_not_depend_on_where_attention_ran(ranks, tensor, mode, ping_pong, fsdp, alone, tmp_path):
+    curve = train(tmp_path, ranks, "--run.steps", "20", "--attention.mode", mode, "--batch.ping_pong", ping_pong,
+                  "--parallel.fsdp", fsdp, tensor=tensor)
+    assert curve == pytest.approx(alone[ping_pong], abs=1e-5)
+    assert curve[-1] < curve[0]
+    if mode == "disaggregated" and ranks // tensor > 1:
+        assert sum(logged(tmp_path, "bytes_per_layer")) > 0      # attention did travel
+
+
+@pytest.mark.multiprocess
+def test_a_killed_run_resumes_where_it_was(tmp_path):
+    whole = train(tmp_path / "whole", 2, "--run.steps", "12")
+    options = ("--run.steps", "12", "--checkpoint.folder", str(tmp_path / "saved"), "--checkpoint.every", "3")
+    process = subprocess.Popen(command(tmp_path / "cut", 2, *options), stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "saved").glob("step_*/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(losses(tmp_path / "cut")) < 12
+    train(tmp_path / "cut", 2, *options)
+    assert losses(tmp_path / "cut") == whole                     # bit for bit on as many ranks
+
+
+@pytest.mark.multiprocess
+def test_sigterm_saves_and_exits_well(tmp_path):
+    options = ("--run.steps", "1000", "--checkpoint.folder", str(tmp_path / "saved"))
+    process = subprocess.Popen(command(tmp_path / "log", 2, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not ((tmp_path / "log/steps.jsonl").exists() and losses(tmp_path / "log")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert list((tmp_path / "saved").glob("step_*/manifest.json")), output
+    steps = len(losses(tmp_path / "log"))
+    more = train(tmp_path / "log", 1, "--run.steps", str(steps + 2), "--checkpoint.folder", str(tmp_path / "saved"))
+    assert len(more) == steps + 2                                # goes on, on another number of ranks
+
+
+@pytest.mark.multiprocess
+def test_a_trace_shows_every_rank(tmp_path):
+    train(tmp_path, 2, "--run.steps", "2", "--log.trace_step", "2")
+    events = json.loads((tmp_path / "trace_step_2.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert {"exchange", "attention forward", "attention backward", "optimizer"} <= {event["name"] for event in spans}
+    assert all(event["dur"] >= 0 for event in spans)
