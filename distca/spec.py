@@ -116,7 +116,7 @@ MODELS = {
     for model in (
         ModelShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
         ModelShape("llama-34b", 48, 8192, 64, 8, 128, 22016, 32016),
-        ModelShape("tiny", 4, 256, 8, 2, 32, 704, 257),
+        ModelShape("tiny", 2, 256, 8, 2, 32, 704, 257),
     )
 }
 

@@ -1,7 +1,6 @@
 """A run that was saved goes on: on any number of ranks, after any crash, from the last good checkpoint."""
 
 import gc
-import json
 import logging
 import os
 import shutil
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -24,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from distca.testing import run_processes
 from distca.train import checkpoint, manifest
 from distca.train.checkpoint import Checkpointer, describe, latest, load
-from distca.train.manifest import check_folder, judge, make_room, step_folders
+from distca.train.manifest import judge, step_folders
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
               pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")]
@@ -259,7 +256,7 @@ def test_killed_while_saving(tmp_path, caplog, ranks, stage, good_step):
     assert latest(tmp_path, build()[0]) is not None
 
 
-def die_with_megabytes_in_flight(transport, folder):
+def die_while_both_write(transport, folder):
     """Rank 1 dies while both ranks write; rank 0 is told."""
     model, optimizer = build("data")
     saver = Checkpointer(folder, model, optimizer)
@@ -274,7 +271,7 @@ def die_with_megabytes_in_flight(transport, folder):
 
 @pytest.mark.multiprocess
 def test_a_rank_that_dies_while_saving_is_reported_by_the_others(tmp_path):
-    outcomes = run_processes(2, die_with_megabytes_in_flight, str(tmp_path))
+    outcomes = run_processes(2, die_while_both_write, str(tmp_path))
     assert outcomes[1].exit_code == KILLED
     assert "step_00000002 was not written" in outcomes[0].error
     assert latest(tmp_path, build()[0]).name == "step_00000001"
@@ -302,9 +299,6 @@ def test_ranks_that_do_not_share_a_folder_are_refused_in_one_line(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "file"]
 
 
-# One process, no process group: what makes a checkpoint good, and what is done with the others.
-
-
 def save_steps(folder, steps, keep=10, width=6):
     run = build(width=width)
     saver = Checkpointer(folder, *run, keep=keep)
@@ -327,102 +321,25 @@ def copy(three, tmp_path):
     return Path(shutil.copytree(three, tmp_path / "copy"))
 
 
-def edit(path, **changes):
-    fields = json.loads((path / manifest.MANIFEST).read_text())
-    (path / manifest.MANIFEST).write_text(json.dumps(fields | changes))
-
-
-def spoil(path, how):
+@pytest.mark.parametrize("how", ["no manifest", "truncated", "other model"])
+def test_a_torn_or_foreign_checkpoint_is_refused_and_the_last_good_one_used(copy, caplog, how):
+    newest = copy / "step_00000003"
+    verdict = "foreign" if how == "other model" else "torn"
     if how == "no manifest":
-        (path / manifest.MANIFEST).unlink()
+        (newest / manifest.MANIFEST).unlink()
     elif how == "truncated":
-        os.truncate(path / "__0_0.distcp", 1000)
-    elif how == "file missing":
-        (path / ".metadata").unlink()
-    elif how == "other format":
-        edit(path, format="someone else's")
-    elif how == "other version":
-        edit(path, version=2)
-    elif how == "no step":
-        edit(path, step=None)
-    elif how == "other name":
-        edit(path, step=7)
-    elif how == "not json":
-        (path / manifest.MANIFEST).write_text('{"format": "dist')
-    elif how == "other files":
-        (path / manifest.MANIFEST).unlink()
-        (path / "notes.txt").write_text("mine")
-    elif how == "other model":
-        shutil.rmtree(path)
-        save_steps(path.parent.with_name("other"), (3,), width=4)
-        shutil.copytree(path.parent.with_name("other") / path.name, path)
-
-
-REASONS = {
-    "no manifest": ("torn", "no manifest.json"), "truncated": ("torn", "__0_0.distcp has 1000 bytes of"),
-    "file missing": ("torn", ".metadata is missing"), "other format": ("foreign", "not of the format"),
-    "other version": ("foreign", "version 2"), "no step": ("foreign", "'step'"),
-    "other name": ("foreign", "step_00000007"), "not json": ("foreign", "cannot be read"),
-    "other files": ("foreign", "notes.txt"),
-    "other model": ("foreign", "down.bias is float32 [4] there and float32 [6] here")}
-
-
-@pytest.mark.parametrize("how", REASONS)
-def test_a_torn_or_foreign_checkpoint_is_named_and_the_last_good_one_used(copy, caplog, how):
-    newest, (verdict, reason) = copy / "step_00000003", REASONS[how]
-    spoil(newest, how)
+        os.truncate(newest / "__0_0.distcp", 1000)
+    else:
+        shutil.rmtree(newest)
+        save_steps(copy, (3,), width=4)
     model, optimizer = build(seed=5)
     with caplog.at_level(logging.WARNING, "distca"):
         state = Checkpointer(copy, model, optimizer).resume()
     assert state.step == 2 and state.loader == {"at": 2}
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"{newest} is {verdict} and not used: " in line and reason in line and "\n" not in line
+    assert f"{newest} is {verdict} and not used: " in line
     with pytest.raises(ValueError, match=f"step_00000003 is {verdict}: "):
         load(newest, model, optimizer)
-
-
-def test_nothing_good_is_no_checkpoint(copy):
-    for path in step_folders(copy):
-        spoil(path, "no manifest")
-    assert latest(copy, build()[0]) is None
-    assert latest(copy / "nowhere", build()[0]) is None
-    assert Checkpointer(copy, *build()).resume() is None
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_file_of_any_other_size_is_torn(copy, data):
-    path, model = copy / "step_00000001", describe(build()[0])
-    assert judge(path, model) == ("good", "")
-    file = data.draw(st.sampled_from(sorted(item for item in path.iterdir() if item.name != manifest.MANIFEST)))
-    content = file.read_bytes()
-    file.write_bytes((content * 2)[:data.draw(st.integers(0, 2 * len(content)).filter(lambda n: n != len(content)))])
-    verdict, reason = judge(path, model)
-    assert verdict == "torn" and file.name in reason
-    file.write_bytes(content)
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_manifest_but_the_true_one_is_good(copy, data):
-    path, model = copy / "step_00000001", describe(build()[0])
-    file = path / manifest.MANIFEST
-    content = file.read_bytes()
-    fields = json.loads(content)
-    values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-                          lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner,
-                                                                                      max_size=2), max_leaves=4)
-    name = data.draw(st.sampled_from(["", "cut", "format", "version", "step", "model"]))
-    if name == "":
-        changed = json.dumps(data.draw(values)).encode()
-    elif name == "cut":
-        changed = content[:data.draw(st.integers(0, len(content) - 1))]
-    else:
-        changed = json.dumps(fields | {name: data.draw(values.filter(lambda x: x != fields[name]))}).encode()
-    file.write_bytes(changed)
-    verdict, reason = judge(path, model)
-    assert verdict == "foreign" and reason
-    file.write_bytes(content)
 
 
 def test_older_ones_go_only_once_a_newer_one_is_complete(tmp_path, monkeypatch):
@@ -436,32 +353,6 @@ def test_older_ones_go_only_once_a_newer_one_is_complete(tmp_path, monkeypatch):
     gate.open.set()
     saver.finish()
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000003", "step_00000004"]
-
-
-def test_foreign_folders_stay_and_torn_ones_go(copy, caplog):
-    spoil(copy / "step_00000001", "other files")
-    spoil(copy / "step_00000002", "truncated")
-    (copy / "step_00000009").mkdir()
-    (copy / "step_00000009" / "notes.txt").write_text("mine")
-    (copy / "notes").mkdir()
-    run = build()
-    saver = Checkpointer(copy, *run, keep=1)
-    saver.save(9, {})
-    saver.finish()
-    assert sorted(path.name for path in copy.iterdir()) == ["notes", "step_00000001", "step_00000009",
-                                                            "step_00000009.1"]
-    assert (copy / "step_00000009.1" / "notes.txt").read_text() == "mine"
-    assert "step_00000009 is not of this run" in caplog.text
-    assert latest(copy, run[0]).name == "step_00000009"
-
-
-def test_room_is_made_beside_what_was_put_aside_before(tmp_path):
-    target = tmp_path / "step_00000001"
-    for _ in range(2):
-        target.mkdir()
-        (target / "notes.txt").touch()
-        make_room(target, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001.1", "step_00000001.2"]
 
 
 def test_more_files_of_a_crashed_save_do_not_remain(tmp_path):
@@ -548,26 +439,11 @@ def test_many_saves_hold_on_to_nothing(tmp_path):
     assert [alive(step) for step in range(2, 6)] == [first] * 4
 
 
-def test_an_unwritable_folder_is_one_line(tmp_path):
+def test_bad_settings_are_one_line_before_training(three, tmp_path):
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        with pytest.raises(ValueError) as caught:
-            Checkpointer(folder, *build())
-        line = str(caught.value)
-        assert line.startswith(f"checkpoint.folder = '{folder}' cannot be written") and "\n" not in line
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_refused(tmp_path):
-    tmp_path.chmod(0o555)
-    with pytest.raises(ValueError, match="Permission denied"):
-        check_folder(tmp_path, resume=True)
-
-
-def test_a_fresh_run_does_not_mix_with_another(three, tmp_path):
-    with pytest.raises(ValueError, match=r"already holds step_00000003; set checkpoint.resume = true"):
+    with pytest.raises(ValueError, match=r"checkpoint.folder = .* cannot be written"):
+        Checkpointer(tmp_path / "file" / "below", *build())
+    with pytest.raises(ValueError, match=r"already holds step_00000003"):
         Checkpointer(three, *build(), resume=False)
     with pytest.raises(ValueError, match=r"checkpoint.keep = 0"):
         Checkpointer(tmp_path, *build(), keep=0)
-    Checkpointer(tmp_path / "new", *build(), resume=False)
-    assert not list((tmp_path / "new").iterdir())

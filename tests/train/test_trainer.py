@@ -16,8 +16,9 @@ TOKENS = 1024  # of all ranks
 
 
 def command(folder: Path, ranks: int, *more: str, tensor: int = 1) -> list[str]:
-    return [sys.executable, "-m", "distca", "train", *SMALL, "--run.ranks", str(ranks), "--parallel.tensor", str(tensor),
-            "--batch.tokens_per_rank", str(TOKENS * tensor // ranks), "--log.folder", str(folder), *more]
+    return [sys.executable, "-m", "distca", "train", *SMALL, "--run.ranks", str(ranks),
+            "--parallel.tensor", str(tensor), "--batch.tokens_per_rank", str(TOKENS * tensor // ranks),
+            "--log.folder", str(folder), *more]
 
 
 def train(folder: Path, ranks: int, *more: str, tensor: int = 1) -> list[float]:
