@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench sweep clean
 
 demo: $(INSTALLED)
-	$(BIN)/distca plan prolong --ranks 16 --tokens-per-rank 65536 --seed 5 --plot demo.png
-	$(BIN)/distca plan prolong --ranks 16 --tokens-per-rank 65536 --seed 5 --placement balanced
+	$(BIN)/distca train examples/demo.toml
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+sweep: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

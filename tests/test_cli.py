@@ -307,6 +307,10 @@ def test_every_command_of_the_guides_runs(run, monkeypatch, name):
         command, *arguments = shlex.split(line, comments=True)
         if command == "make":
             assert arguments[0] in targets
+        elif command == "distca" and arguments[0] == "train":    # one short step of it
+            short = ["--run.steps", "1", "--batch.tokens_per_rank", "128", "--log.folder", os.path.abspath("log")]
+            done = subprocess.run([sys.executable, "-m", "distca", *arguments, *short], cwd=ROOT, capture_output=True)
+            assert done.returncode == 0, (line, done.stderr)
         elif command in ("distca", ".venv/bin/distca"):
             code, _, err = run(*arguments)
             assert (code, err) == (0, ""), line

@@ -45,19 +45,26 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """The documents of a corpus end to end, epoch after epoch, each epoch in an order of its own."""
+    """The documents of a corpus end to end, epoch after epoch, each epoch in an order of its own.
+
+    Documents longer than `max_document` are cut into documents of their own, each with its own place in the order.
+    """
 
     def __init__(self, lengths: np.ndarray, *, seed: int, max_document: int = 0) -> None:
         for field, value in (("data.seed", seed), ("data.max_document", max_document)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{field} is {value!r}; give a whole number of at least 0")
         self._lengths = np.ascontiguousarray(lengths, dtype=np.int64)
-        self._documents = np.flatnonzero(self._lengths)
-        if len(self._documents) == 0:
+        if not self._lengths.any():
             raise ValueError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
-        self._longest_piece = max_document or int(self._lengths.max())
+        longest = max_document or int(self._lengths.max())
+        count = -(-self._lengths // longest)                     # pieces of each document
+        self._document = np.repeat(np.arange(len(count)), count)
+        self._begin = (np.arange(len(self._document)) - np.repeat(np.cumsum(count) - count, count)) * longest
+        self._end = np.minimum(self._begin + longest, self._lengths[self._document])
         self._about: dict[str, int | str] = {
             "seed": seed,
+            "max_document": max_document,
             "num_documents": len(self._lengths),
             "num_tokens": int(self._lengths.sum()),
             "lengths_digest": hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest(),
@@ -72,13 +79,13 @@ class Stream:
         pieces: list[Piece] = []
         left = num_tokens
         while left > 0:
-            document = int(self._order[self._index])
-            length = int(self._lengths[document])
-            stop = self._offset + min(left, self._longest_piece, length - self._offset)
-            pieces.append(Piece(document, self._offset, stop))
-            left -= stop - self._offset
-            self._offset = stop
-            if stop == length:
+            at = int(self._order[self._index])
+            start, end = int(self._begin[at]) + self._offset, int(self._end[at])
+            stop = min(start + left, end)
+            pieces.append(Piece(int(self._document[at]), start, stop))
+            left -= stop - start
+            self._offset += stop - start
+            if stop == end:
                 self._index, self._offset = self._index + 1, 0
                 if self._index == len(self._order):
                     self._enter(self._epoch + 1)
@@ -95,14 +102,13 @@ class Stream:
         self._check_same_data(state)
         if epoch != self._epoch:
             self._enter(epoch)
-        if index >= len(self._order) or offset >= self._lengths[self._order[index]]:
+        if index >= len(self._order) or offset >= (self._end - self._begin)[self._order[index]]:
             raise ValueError(f"the saved data position, document {index} of the epoch at token {offset}, is outside "
                              "the corpus; use another checkpoint")
         self._index, self._offset, self._taken = index, offset, taken
 
     def _enter(self, epoch: int) -> None:
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._documents))
-        self._order = self._documents[order]
+        self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._document))
         self._epoch, self._index, self._offset = epoch, 0, 0
 
     def _check_same_data(self, state: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from distca.train.config import Settings
-from distca.train.records import RunSummary, StepRecord, Tally, as_json
+from distca.train.records import RECENT, RunSummary, StepRecord, Tally, as_json
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
@@ -172,7 +172,8 @@ def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: 
     gain = f"{summary.work_gain:.2f} times less" if summary.work_gain > 1.005 else "nothing to gain"
     rows = (
         ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
-        ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}"),
+        ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
+                 f"{min(summary.steps, RECENT)} steps"),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
         ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
                            f"{gain}"),

@@ -6,7 +6,10 @@ A record holds figures of the whole run, not of one rank, and a summary is made 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import asdict, dataclass
+
+RECENT = 30  # steps whose mean loss tells more than the last one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class RunSummary:
     tokens: int
     seconds: float  # inside steps
     first_loss: float
-    final_loss: float
+    final_loss: float  # of the last step
+    recent_loss: float  # mean of the last steps, at most RECENT of them
     tokens_per_second: float
     work_before: float
     work_after: float
@@ -60,9 +64,11 @@ class Tally:
         self.work_before = self.work_after = self.bytes_per_layer = 0.0
         self.first: StepRecord | None = None
         self.last: StepRecord | None = None
+        self.recent: deque[float] = deque(maxlen=RECENT)
 
     def add(self, record: StepRecord) -> None:
         self.first, self.last = self.first or record, record
+        self.recent.append(record.loss)
         self.steps += 1
         self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
         for name in ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after",
@@ -76,7 +82,8 @@ class Tally:
         seconds = max(self.seconds, 1e-9)
         return RunSummary(
             steps=self.steps, last_step=self.last.step, tokens=self.tokens, seconds=self.seconds,
-            first_loss=self.first.loss, final_loss=self.last.loss, tokens_per_second=self.tokens / seconds,
+            first_loss=self.first.loss, final_loss=self.last.loss,
+            recent_loss=sum(self.recent) / len(self.recent), tokens_per_second=self.tokens / seconds,
             work_before=self.work_before / self.steps, work_after=self.work_after / self.steps,
             bytes_per_layer=self.bytes_per_layer / self.steps, exposed_share=self.exposed_seconds / seconds,
             host_share=self.host_seconds / seconds, memory_bytes=self.memory_bytes)

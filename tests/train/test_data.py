@@ -66,7 +66,7 @@ def refusal(call, *args, **kwargs):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), seeds, st.integers(1, 60), st.integers(0, 9))
-def test_an_epoch_is_every_token_once_in_documents_that_keep_their_order(lengths, seed, num_tokens, max_document):
+def test_an_epoch_is_every_token_once_and_pieces_stay_whole(lengths, seed, num_tokens, max_document):
     stream = Stream(np.array(lengths), seed=seed, max_document=max_document)
     total = sum(lengths)
     taken = []
@@ -79,8 +79,10 @@ def test_an_epoch_is_every_token_once_in_documents_that_keep_their_order(lengths
     for epoch in (taken[:total], taken[total:2 * total]):
         assert sorted(epoch) == [(document, place) for document, length in enumerate(lengths)
                                  for place in range(length)]
-        begins = [document for document, place in epoch if place == 0]
-        assert epoch == [(document, place) for document in begins for place in range(lengths[document])]
+        longest = max_document or max(lengths)
+        begins = [(document, place) for document, place in epoch if place % longest == 0]
+        assert epoch == [(document, place) for document, begin in begins
+                         for place in range(begin, min(begin + longest, lengths[document]))]
 
 
 def test_a_document_that_does_not_fit_opens_the_next_batch():

@@ -106,3 +106,11 @@ def test_a_trace_shows_every_rank(tmp_path):
     assert {event["pid"] for event in spans} == {0, 1}
     assert {"exchange", "attention forward", "attention backward", "optimizer"} <= {event["name"] for event in spans}
     assert all(event["dur"] >= 0 for event in spans)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_memory_is_flat_over_300_steps(tmp_path):
+    train(tmp_path, 2, "--run.steps", "300", "--batch.tokens_per_rank", "256")
+    peak = logged(tmp_path, "memory_bytes")
+    assert peak[-1] <= 1.05 * peak[99]

@@ -1,0 +1,59 @@
+"""The overlap benchmark picks the slowest network that can hide, and says why where it cannot have one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+ROOT = Path(__file__).parents[1]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("overlap_benchmark", ROOT / "benchmarks/overlap.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+overlap = load()
+
+
+def test_the_rate_is_what_the_tightest_window_needs_and_what_may_stick_out():
+    trips = [overlap.Trip(1_000, 1, 2.0), overlap.Trip(1_000, 1, 0.0)]
+    assert overlap.slowest_rate(trips, 1.0) == pytest.approx(1_000)   # the first hides; the second is all exposed
+    assert overlap.slowest_rate(trips, 4.0) == pytest.approx(2_000 / 6)  # neither hides
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**8), st.floats(0, 5)), min_size=1), st.floats(1e-3, 10))
+def test_no_slower_rate_would_do(trips, allowed_seconds):
+    trips = [overlap.Trip(num_bytes, 1, window) for num_bytes, window in trips]
+    rate = overlap.slowest_rate(trips, allowed_seconds)
+    assert overlap.sticking_out_seconds(trips, rate) <= allowed_seconds
+    assert overlap.sticking_out_seconds(trips, rate * 0.999) > allowed_seconds
+
+
+def test_nothing_to_exchange_is_refused():
+    with pytest.raises(ValueError, match="raise --tokens"):
+        overlap.slowest_rate([overlap.Trip(0, 0, 1.0)], 1.0)
+
+
+@pytest.mark.parametrize(("missing", "reason"), [("root", "need root"), ("tc", "install iproute2")])
+def test_skips_with_a_reason_where_the_network_is_not_allowed(missing, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(overlap.os, "geteuid", lambda: 1000 if missing == "root" else 0)
+    monkeypatch.setattr(overlap.shutil, "which", lambda tool: None if tool == missing else f"/sbin/{tool}")
+    monkeypatch.setattr(overlap.subprocess, "run", lambda *_, **__: pytest.fail("nothing may be made"))
+    monkeypatch.setattr(overlap.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["overlap.py", "--output", str(tmp_path / "overlap.json")])
+    assert overlap.main() == 0
+    assert reason in capsys.readouterr().out
+    assert reason in json.loads((tmp_path / "overlap.json").read_text())["skipped"]
