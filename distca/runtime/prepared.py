@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +17,7 @@ from distca.dispatch.tables import RankTables
 from distca.kernels import Kernel, TaskRows
 from distca.kernels.interface import accumulation_dtype
 from distca.planning.plan import Plan
-from distca.runtime.wire import Combination, Field, Segments, Stamp, combination, segments
+from distca.runtime.wire import Stamp, ToHomes, ToServers, Trip
 
 
 class Shapes(NamedTuple):
@@ -45,61 +48,53 @@ class Shapes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
-    """One exchange: where fields stand on the wire when it leaves and when it arrives."""
-
-    leaving: Segments
-    arriving: Segments
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """A plan made ready for one rank, one set of shapes and one kernel."""
 
     tables: RankTables
-    rows: Any                   # the kernel's own form of the task rows
-    travels: bool               # False: no rank of this plan sends anything
-    inputs: Trip                # q, k, v: homes -> servers
-    outputs: Trip               # out, lse: servers -> homes
-    backward_inputs: Trip       # q, k, v, out, dout, lse: homes -> servers
-    backward_inputs_kept: Trip  # out, dout, lse, where servers keep q, k and v
-    gradients: Trip             # dq, dk, dv: servers -> homes
-    queries: Combination
-    keys: Combination
-    sent_stamp: Stamp           # on the segments of `inputs`
-    expected_stamp: Stamp
+    rows: Any                        # the kernel's own form of the task rows
+    travels: bool                    # False: no rank of this plan sends anything
+    inputs: ToServers                # q, k, v, stamped
+    outputs: ToHomes                 # out, lse
+    backward_inputs: ToServers       # q, k, v, out, dout, lse
+    backward_inputs_kept: ToServers  # out, dout, lse, where servers keep q, k and v
+    gradients: ToHomes               # dq, dk, dv
 
 
 def prepare(plan: Plan, rank: int, kernel: Kernel, shapes: Shapes, window: int | None) -> Prepared:
     tables = build(plan, rank)
     rows = TaskRows(tables.q_begin, tables.q_end, tables.k_begin, tables.k_end, tables.q_offset)
-    q, kv, lse = shapes.q_bytes, shapes.kv_bytes, shapes.lse_bytes
+    q, kv, lse = ("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("q", shapes.lse_bytes)
     moved = plan.traffic()
-    inputs = _trip(tables, [("q", q), ("k", kv), ("k", kv)], stamped=True)
-    number = digest(plan)
+    here = shapes.device
     return Prepared(
         tables=tables,
-        rows=kernel.prepare(rows, shapes.device, window),
+        rows=kernel.prepare(rows, here, window),
         travels=bool(moved.q_tokens.sum() or moved.kv_tokens.sum()),
-        inputs=inputs,
-        outputs=_trip(tables.reversed(), [("q", q), ("q", lse)]),
-        backward_inputs=_trip(tables, [("q", q), ("k", kv), ("k", kv), ("q", q), ("q", q), ("q", lse)]),
-        backward_inputs_kept=_trip(tables, [("q", q), ("q", q), ("q", lse)]),
-        gradients=_trip(tables.reversed(), [("q", q), ("k", kv), ("k", kv)]),
-        queries=combination(tables.queries),
-        keys=combination(tables.keys),
-        sent_stamp=Stamp.of(number, inputs.leaving, shapes.device),
-        expected_stamp=Stamp.of(number, inputs.arriving, shapes.device),
+        inputs=copied_on(here, ToServers.of(tables, [q, kv, kv], Stamp.of(digest(plan), here))),
+        outputs=copied_on(here, ToHomes.of(tables, [q, lse], merged_heads=shapes.num_heads)),
+        backward_inputs=copied_on(here, ToServers.of(tables, [q, kv, kv, q, q, lse])),
+        backward_inputs_kept=copied_on(here, ToServers.of(tables, [q, q, lse])),
+        gradients=copied_on(here, ToHomes.of(tables, [q, kv, kv])),
     )
 
 
-def _trip(tables: RankTables, fields: list[tuple[str, int]], *, stamped: bool = False) -> Trip:
-    sides = {"q": tables.queries, "k": tables.keys}
-    return Trip(
-        leaving=segments([Field(sides[name].send, size) for name, size in fields], tables.num_ranks, stamped=stamped),
-        arriving=segments([Field(sides[name].receive, size) for name, size in fields], tables.num_ranks,
-                          stamped=stamped),
-    )
+def copied_on(device: torch.device, trip: Trip) -> Trip:
+    """The trip with one launch a step on a GPU where triton is installed; elsewhere as it is, with torch's copies."""
+    if device.type != "cuda" or not _has_triton():
+        return trip
+    from distca.runtime.gpu_copies import on_gpu
+
+    return on_gpu(trip, device)
+
+
+@cache
+def _has_triton() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logging.getLogger("distca").warning("triton is not installed, so torch copies around attention, in many "
+                                            "launches; pip install triton")
+    return found
 
 
 def digest(plan: Plan) -> int:

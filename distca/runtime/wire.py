@@ -1,8 +1,9 @@
-"""Copies between a home's row, the wire and a server's buffer.
+"""Where tensors stand on the wire, and the copies between a home's row, the wire and a server's buffer.
 
 A segment of the wire, one per peer, holds several fields one after another (queries, keys, values; or outputs and
-log-sum-exps): each field's runs in table order. Where everything lies is worked out once per plan; a layer then makes
-one batched copy each way. Results that several servers computed for the same token are merged or summed in float32.
+log-sum-exps): each field's runs in table order. Where everything lies is worked out once per plan. Results that several
+servers computed for the same token are merged or summed in float32. The trips here copy with torch, on any device;
+`gpu_copies` has the same trips in one launch a step.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from distca.dispatch.tables import LocalRuns, Runs, Side
+from distca.dispatch.tables import LocalRuns, RankTables, Runs, Side
 from distca.kernels.interface import accumulation_dtype, merge
 
 ALIGNMENT = 16  # bytes; every field of a segment begins on it, whatever its element size
 STAMP_BYTES = 16
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +66,139 @@ def segments(fields: Sequence[Field], num_ranks: int, *, stamped: bool = False) 
     return Segments(splits.tolist(), copies, stamps)
 
 
-def pack(tensors: Sequence[torch.Tensor], segments: Segments, device: torch.device) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A plan's digest on every segment, so that a rank notices when another follows a different plan."""
+
+    value: torch.Tensor  # [STAMP_BYTES] uint8
+
+    @classmethod
+    def of(cls, digest: int, device: torch.device) -> Stamp:
+        value = torch.frombuffer(bytearray(digest.to_bytes(STAMP_BYTES, "little", signed=True)), dtype=torch.uint8)
+        return cls(value.to(device))
+
+    def put(self, wire: torch.Tensor, segments: Segments) -> None:
+        for at in segments.stamps.values():
+            wire[at:at + STAMP_BYTES] = self.value
+
+    def strangers(self, wire: torch.Tensor, segments: Segments) -> list[int]:
+        """Peers whose segments carry another stamp; waits for the wire."""
+        carried = [wire[at:at + STAMP_BYTES] for at in segments.stamps.values()]
+        wrong = (torch.stack(carried) != self.value).any(dim=1).tolist() if carried else []
+        return [peer for peer, is_wrong in zip(segments.stamps, wrong, strict=True) if is_wrong]
+
+
+@dataclass(frozen=True, slots=True)
+class ToServers:
+    """A trip of the row's tensors from homes to servers."""
+
+    sides: Sequence[Side]        # per field: queries or keys
+    token_bytes: Sequence[int]   # per field
+    leaving: Segments
+    arriving: Segments
+    stamp: Stamp | None          # on every segment
+
+    @classmethod
+    def of(cls, tables: RankTables, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> ToServers:
+        """`fields` are ("q" or "k", bytes of a token)."""
+        sides, sizes = _sides(tables, fields)
+        leaving, arriving = (
+            segments([Field(runs, size) for runs, size in zip(which, sizes, strict=True)], tables.num_ranks,
+                     stamped=stamp is not None)
+            for which in ([side.send for side in sides], [side.receive for side in sides]))
+        return cls(sides, sizes, leaving, arriving, stamp)
+
+    def ready(self, row: Tensors) -> Tensors:
+        """The row's tensors in the form that `pack` and `unpack` read."""
+        return row
+
+    def pack(self, row: Tensors) -> torch.Tensor:
+        wire = pack(row, self.leaving)
+        if self.stamp is not None:
+            self.stamp.put(wire, self.leaving)
+        return wire
+
+    def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
+        """The server's buffers: what arrived and what stays home, in task order."""
+        buffers = server_buffers(row, self.sides)
+        for tensor, buffer, side in zip(row, buffers, self.sides, strict=True):
+            if not side.is_row:
+                copy_local(tensor, buffer, side.local)
+        if wire is not None:
+            unpack(wire, buffers, self.arriving)
+        return buffers
+
+
+@dataclass(frozen=True, slots=True)
+class ToHomes:
+    """A trip of the server's results back to homes, where the parts of each token come together."""
+
+    sides: Sequence[Side]        # per field, as on the way to servers
+    token_bytes: Sequence[int]
+    leaving: Segments
+    arriving: Segments
+    combinations: Sequence[Combination]
+    merged_heads: int | None     # the fields are out and log-sum-exp of so many heads, which merge; else all are summed
+
+    @classmethod
+    def of(
+        cls, tables: RankTables, fields: Sequence[tuple[str, int]], merged_heads: int | None = None
+    ) -> ToHomes:
+        sides, sizes = _sides(tables, fields)
+        leaving, arriving = (
+            segments([Field(runs, size) for runs, size in zip(which, sizes, strict=True)], tables.num_ranks)
+            for which in ([side.receive for side in sides], [side.send for side in sides]))
+        how = {"q": combination(tables.queries), "k": combination(tables.keys)}
+        return cls(sides, sizes, leaving, arriving, [how[name] for name, _ in fields], merged_heads)
+
+    def ready(self, buffers: Tensors) -> Tensors:
+        """The server's results in the form that `pack` and `unpack` read."""
+        return buffers
+
+    def pack(self, buffers: Tensors) -> torch.Tensor:
+        return pack(buffers, self.leaving)
+
+    def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
+        """The row's results: own ones and those that arrived, merged or summed in the order of the tables."""
+        rows = home_rows(buffers, self.sides)
+        sources = [[buffer, *([] if wire is None else run_views(wire, buffer, copies))]
+                   for buffer, copies in zip(buffers, self.arriving.copies, strict=True)]
+        for group in [(0, 1)] if self.merged_heads else [(field,) for field in range(len(rows))]:
+            if not untouched(self.sides[group[0]]):
+                combine, empty = (merge_attention, (0.0, -torch.inf)) if self.merged_heads else (add, (0.0,))
+                bring_together(tuple(rows[field] for field in group), tuple(sources[field] for field in group),
+                               self.combinations[group[0]], combine, empty)
+        return rows
+
+
+Trip = TypeVar("Trip", ToServers, ToHomes)
+
+
+def _sides(tables: RankTables, fields: Sequence[tuple[str, int]]) -> tuple[list[Side], list[int]]:
+    sides = {"q": tables.queries, "k": tables.keys}
+    return [sides[name] for name, _ in fields], [size for _, size in fields]
+
+
+def untouched(side: Side) -> bool:
+    """Every token is served at home, once and in the row's order: the server's results are the row's."""
+    return side.is_row and len(side.send.peer) == 0
+
+
+def server_buffers(row: Tensors, sides: Sequence[Side]) -> Tensors:
+    """The row's tensors themselves where they are the server's buffers, else empty buffers."""
+    return tuple(tensor if side.is_row else tensor.new_empty((side.buffer_tokens, *tensor.shape[1:]))
+                 for tensor, side in zip(row, sides, strict=True))
+
+
+def home_rows(buffers: Tensors, sides: Sequence[Side]) -> Tensors:
+    """The server's results themselves where they are the row's, else empty rows."""
+    return tuple(buffer if untouched(side) else buffer.new_empty((len(side.parts), *buffer.shape[1:]))
+                 for buffer, side in zip(buffers, sides, strict=True))
+
+
+def pack(tensors: Tensors, segments: Segments) -> torch.Tensor:
     """Tokens onto the wire: uint8, one segment per peer."""
-    wire = torch.empty(segments.num_bytes, dtype=torch.uint8, device=device)
+    wire = empty_wire(segments, tensors[0].device)
     to, source = [], []
     for tensor, copies in zip(tensors, segments.copies, strict=True):
         for start, length, at in copies:
@@ -74,30 +208,11 @@ def pack(tensors: Sequence[torch.Tensor], segments: Segments, device: torch.devi
     return wire
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """A plan's digest on every segment, so that a rank notices when another follows a different plan."""
-
-    peers: list[int]
-    index: torch.Tensor  # [peers, 8] bytes of the wire that hold it
-    value: torch.Tensor  # [8] uint8
-
-    @classmethod
-    def of(cls, digest: int, segments: Segments, device: torch.device) -> Stamp:
-        at = torch.tensor(list(segments.stamps.values()), dtype=torch.int64).view(-1, 1) + torch.arange(8)
-        value = torch.frombuffer(bytearray(digest.to_bytes(8, "little", signed=True)), dtype=torch.uint8)
-        return cls(list(segments.stamps), at.to(device), value.to(device))
-
-    def put(self, wire: torch.Tensor) -> None:
-        wire[self.index] = self.value
-
-    def strangers(self, wire: torch.Tensor) -> list[int]:
-        """Peers whose segments carry another stamp; waits for the wire."""
-        wrong = (wire[self.index] != self.value).any(dim=1).tolist()
-        return [peer for peer, is_wrong in zip(self.peers, wrong, strict=True) if is_wrong]
+def empty_wire(segments: Segments, device: torch.device) -> torch.Tensor:
+    return torch.empty(segments.num_bytes, dtype=torch.uint8, device=device)
 
 
-def unpack(wire: torch.Tensor, tensors: Sequence[torch.Tensor], segments: Segments) -> None:
+def unpack(wire: torch.Tensor, tensors: Tensors, segments: Segments) -> None:
     """Tokens from the wire into their places."""
     to, source = [], []
     for tensor, copies in zip(tensors, segments.copies, strict=True):
@@ -166,15 +281,11 @@ def combination(side: Side) -> Combination:
     return Combination(int(several.sum()), compact, copies, combines)
 
 
-Combine = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], None]
+Combine = Callable[[Tensors, Tensors], None]
 
 
 def bring_together(
-    rows: tuple[torch.Tensor, ...],
-    sources: tuple[list[torch.Tensor], ...],
-    how: Combination,
-    combine: Combine,
-    empty: tuple[float, ...],
+    rows: Tensors, sources: tuple[list[torch.Tensor], ...], how: Combination, combine: Combine, empty: tuple[float, ...]
 ) -> None:
     """Fill each of `rows` from its sources; `combine` folds a part into the running result of all fields at once."""
     for row, parts in zip(rows, sources, strict=True):
@@ -193,12 +304,12 @@ def bring_together(
             row[start:start + tokens] = total[compact:compact + tokens]
 
 
-def add(running: tuple[torch.Tensor, ...], part: tuple[torch.Tensor, ...]) -> None:
+def add(running: Tensors, part: Tensors) -> None:
     for total, piece in zip(running, part, strict=True):
         total += piece
 
 
-def merge_attention(running: tuple[torch.Tensor, ...], part: tuple[torch.Tensor, ...]) -> None:
+def merge_attention(running: Tensors, part: Tensors) -> None:
     """Fold a partial (out, lse) into the running one."""
     out, lse = merge(running[0], running[1], *part)
     running[0].copy_(out)

@@ -1,0 +1,165 @@
+"""Tables of blocks for copies in one launch: which bytes of which tensor go where, made once per plan.
+
+Tables count in units: the largest power of two up to 16 bytes that divides a token of every field of the trip, so that
+any heads and dims fit; in bf16, dims that 8 divides and heads that 4 divides give 16 bytes, the fastest. A few runs
+make a hundred thousand blocks, so runs are laid out here and the device cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+
+from distca.dispatch.tables import Side
+from distca.runtime.wire import ALIGNMENT, STAMP_BYTES, Segments, ToHomes, ToServers, untouched
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Blocks to copy between numbered tensors."""
+
+    table: torch.Tensor  # int64 [blocks, 5]: source, target, first unit there, first unit here, units
+    unit: int            # bytes
+    block: int           # most bytes of a block; a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Blocks of rows to fill with the sum of their parts, which come in the order of the dispatch tables."""
+
+    table: torch.Tensor  # int64 [blocks, 6]: field, first unit, units, units of its stretch before it, its parts [a, b)
+    parts: torch.Tensor  # int64 [parts, 2]: on the wire or in the own buffer, unit where the stretch begins there
+    unit: int            # bytes
+    block: int           # most bytes of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Merges:
+    """Blocks of (token, head) rows to fill with the merged attention of their parts."""
+
+    table: torch.Tensor  # int64 [blocks, 5]: first row, rows, rows of its stretch before it, its parts [a, b)
+    parts: torch.Tensor  # int64 [parts, 3]: on the wire or own, where the stretch begins there: unit of out, row of lse
+    unit: int            # bytes of out
+    block: int           # most rows of a block; a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Tokens of a row that have the same parts: own runs first, then those that come back, in the tables' order."""
+
+    begin: np.ndarray    # [stretches]
+    length: np.ndarray   # [stretches]
+    first: np.ndarray    # [stretches + 1] into the columns below
+    run: np.ndarray      # [parts] own runs, then runs that come back
+    skipped: np.ndarray  # [parts] tokens of the run before the stretch
+
+
+def packing(trip: ToServers | ToHomes, device: torch.device, block: int) -> Copies:
+    """Fields, and the stamp as one source more, onto the wire."""
+    runs = [(field, 0, start * size, at, length * size)
+            for field, (size, copies) in enumerate(zip(trip.token_bytes, trip.leaving.copies, strict=True))
+            for start, length, at in copies]
+    runs += [(len(trip.token_bytes), 0, 0, at, STAMP_BYTES) for at in trip.leaving.stamps.values()]
+    return _copies(runs, trip.token_bytes, device, block)
+
+
+def unpacking(trip: ToServers, device: torch.device, block: int) -> Copies:
+    """The wire, source 0, and the row's tensors, sources 1 and on, into the server's buffers."""
+    runs: list[tuple[int, int, int, int, int]] = []
+    for field, (side, size) in enumerate(zip(trip.sides, trip.token_bytes, strict=True)):
+        runs += [(0, field, at, start * size, length * size) for start, length, at in trip.arriving.copies[field]]
+        if not side.is_row:
+            runs += [(1 + field, field, row * size, buffer * size, length * size) for row, buffer, length in zip(
+                side.local.row.tolist(), side.local.buffer.tolist(), side.local.length.tolist(), strict=True)]
+    return _copies(runs, trip.token_bytes, device, block)
+
+
+def _copies(
+    runs: list[tuple[int, int, int, int, int]], token_bytes: Sequence[int], device: torch.device, block: int
+) -> Copies:
+    """Of runs (source, target, first byte there, first byte here, bytes).
+
+    Blocks that read the same bytes follow each other, for the cache: keys often go to many servers.
+    """
+    unit = gcd(ALIGNMENT, *token_bytes)
+    columns = np.array(runs, dtype=np.int64).reshape(-1, 5)
+    columns[:, 2:] //= unit
+    run, begin, count = chunks(columns[:, 4], block // unit, columns[:, 2], device)
+    table = _upload(columns, device)[run]
+    table[:, 2:4] += begin[:, None]
+    table[:, 4] = count
+    return Copies(table[torch.argsort((table[:, 0] << 48) + table[:, 2])], unit, block)
+
+
+def chunks(
+    length: np.ndarray, block: int, at: np.ndarray, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut runs that begin `at` wherever a multiple of `block` is: each piece's run, begin in it and length."""
+    phase = at % block
+    num = -(-(phase + length) // block) * (length > 0)
+    of_run = _upload(np.stack([num, np.cumsum(num) - num, phase, length]), device)
+    run = torch.repeat_interleave(of_run[0], output_size=int(num.sum()))
+    _, first, phases, lengths = of_run[:, run]
+    edge = (torch.arange(len(run), device=device) - first) * block - phases
+    begin = edge.clamp(min=0)
+    return run, begin, torch.minimum(edge + block, lengths) - begin
+
+
+def stretches(side: Side) -> Stretches:
+    start = np.concatenate([side.local.row, side.send.start])
+    stop = start + np.concatenate([side.local.length, side.send.length])
+    edges = np.unique(np.concatenate([[0, len(side.parts)], start, stop]))
+    first = np.searchsorted(edges, start)
+    num = np.searchsorted(edges, stop) - first
+    run = np.repeat(np.arange(len(start)), num)
+    stretch = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
+    order = np.lexsort((run, stretch))
+    run, stretch = run[order], stretch[order]
+    return Stretches(edges[:-1], np.diff(edges), np.searchsorted(stretch, np.arange(len(edges))), run,
+                     edges[stretch] - start[run])
+
+
+def _places(side: Side, of: Stretches, field: int, size: int, arriving: Segments) -> tuple[np.ndarray, np.ndarray]:
+    """Per part: is it on the wire, and at which byte of the wire or of the own buffer does its stretch begin."""
+    begin = np.concatenate([side.local.buffer * size,
+                            np.array([at for *_, at in arriving.copies[field]], dtype=np.int64)])
+    return of.run >= len(side.local.row), begin[of.run] + of.skipped * size
+
+
+def sums(trip: ToHomes, device: torch.device, block: int) -> Sums:
+    unit = gcd(ALIGNMENT, *trip.token_bytes)
+    blocks, parts = [_upload(np.empty((0, 6)), device)], [np.empty((0, 2), dtype=np.int64)]
+    for field, (side, size) in enumerate(zip(trip.sides, trip.token_bytes, strict=True)):
+        if not untouched(side):
+            of, per_token = stretches(side), size // unit
+            first = of.first + sum(map(len, parts))
+            stretch, before, count = chunks(of.length * per_token, block // unit, of.begin * per_token, device)
+            begin, a, b = _upload(np.stack([of.begin * per_token, first[:-1], first[1:]]), device)[:, stretch]
+            blocks.append(torch.stack([torch.full_like(count, field), begin + before, count, before, a, b], dim=1))
+            is_on_wire, at = _places(side, of, field, size, trip.arriving)
+            parts.append(np.stack([is_on_wire, at // unit], axis=1))
+    return Sums(torch.cat(blocks), _upload(np.concatenate(parts), device), unit, block)
+
+
+def merges(trip: ToHomes, device: torch.device, block: int) -> Merges:
+    """`block` is in bytes of out."""
+    assert trip.merged_heads is not None
+    side, heads, (out_size, lse_size) = trip.sides[0], trip.merged_heads, trip.token_bytes
+    unit, rows = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())
+    if untouched(side):
+        return Merges(_upload(np.empty((0, 5)), device), _upload(np.empty((0, 3)), device), unit, rows)
+    of = stretches(side)
+    stretch, before, count = chunks(of.length * heads, rows, of.begin * heads, device)
+    begin, a, b = _upload(np.stack([of.begin * heads, of.first[:-1], of.first[1:]]), device)[:, stretch]
+    (is_on_wire, out_at), (_, lse_at) = (_places(side, of, field, size, trip.arriving)
+                                         for field, size in enumerate((out_size, lse_size)))
+    parts = np.stack([is_on_wire, out_at // unit, lse_at * heads // lse_size], axis=1)
+    return Merges(torch.stack([begin + before, count, before, a, b], dim=1), _upload(parts, device), unit, rows)
+
+
+def _upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(table, dtype=np.int64)).to(device)

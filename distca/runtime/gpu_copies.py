@@ -1,0 +1,193 @@
+"""The trips of `wire` on a GPU, where many small copies and unfused sums would cost more than the bytes they move.
+
+Every step is one launch over a table of blocks that was made once per plan: packing copies all runs of all fields, and
+the stamps, onto the wire; unpacking copies what arrived and what stays home into the server's buffers; and coming home
+reads every part of a token once, merges or sums them in float32 and writes the result once. Parts come in a fixed
+order, so results do not change from run to run. Nothing waits for the GPU. Tensors that are not contiguous are made so
+first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import triton
+import triton.language as tl
+
+from distca.runtime.copy_tables import Copies, Merges, Sums, merges, packing, sums, unpacking
+from distca.runtime.wire import ALIGNMENT, Tensors, ToHomes, ToServers, Trip, empty_wire, home_rows, server_buffers
+
+COPY_BYTES = 2**15  # one program's share of a copy
+PART_BYTES = 2**14  # and of a sum or a merge
+NUM_WARPS = 8
+WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuToServers(ToServers):
+    packing: Copies
+    unpacking: Copies
+
+    def ready(self, row: Tensors) -> Tensors:
+        return tuple(map(_dense, row)) if len(self.packing.table) or len(self.unpacking.table) else row
+
+    def pack(self, row: Tensors) -> torch.Tensor:
+        wire = empty_wire(self.leaving, row[0].device)
+        copy(self.packing, row if self.stamp is None else (*row, self.stamp.value), (wire,))
+        return wire
+
+    def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
+        buffers = server_buffers(row, self.sides)
+        copy(self.unpacking, (row[0] if wire is None else _dense(wire), *row), buffers)
+        return buffers
+
+
+@dataclass(frozen=True, slots=True)
+class GpuToHomes(ToHomes):
+    packing: Copies
+    combining: Sums | Merges
+
+    def ready(self, buffers: Tensors) -> Tensors:
+        return tuple(map(_dense, buffers)) if len(self.packing.table) or len(self.combining.table) else buffers
+
+    def pack(self, buffers: Tensors) -> torch.Tensor:
+        wire = empty_wire(self.leaving, buffers[0].device)
+        copy(self.packing, buffers, (wire,))
+        return wire
+
+    def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
+        rows = home_rows(buffers, self.sides)
+        combine(self.combining, buffers[0] if wire is None else _dense(wire), buffers, rows)
+        return rows
+
+
+def on_gpu(trip: Trip, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES) -> Trip:
+    """The same trip in one launch a step; the bytes, powers of two, are what one program takes."""
+    same = {field.name: getattr(trip, field.name) for field in fields(trip)}
+    same["packing"] = packing(trip, device, copy_bytes)
+    if isinstance(trip, ToServers):
+        return GpuToServers(**same, unpacking=unpacking(trip, device, copy_bytes))
+    table = sums if trip.merged_heads is None else merges
+    return GpuToHomes(**same, combining=table(trip, device, part_bytes))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copy(how: Copies, sources: Tensors, targets: Tensors) -> None:
+    if len(how.table):
+        word, words_a_unit = WORDS[how.unit]
+        with torch.cuda.device_of(how.table):
+            _copy_block[(len(how.table),)](
+                how.table, sources, targets, WORD=word, WORDS_A_UNIT=words_a_unit,
+                BLOCK=how.block // how.unit * words_a_unit, num_warps=NUM_WARPS)
+
+
+def combine(how: Sums | Merges, wire: torch.Tensor, buffers: Tensors, rows: Tensors) -> None:
+    if len(how.table) == 0:
+        return
+    item, grid = rows[0].element_size(), (len(how.table),)
+    with torch.cuda.device_of(how.table):
+        if isinstance(how, Sums):
+            _sum_block[grid](how.table, how.parts, wire, buffers, rows, UNIT=how.unit // item, BLOCK=how.block // item,
+                             num_warps=NUM_WARPS)
+        else:
+            dim = rows[0].shape[-1]
+            _merge_block[grid](how.table, how.parts, wire, *buffers, *rows, UNIT=how.unit // item, DIM=dim,
+                               PADDED_DIM=triton.next_power_of_2(dim), ROWS=how.block, num_warps=NUM_WARPS)
+
+
+@triton.jit
+def _copy_block(
+    table: tl.tensor, sources: tl.tuple, targets: tl.tuple, WORD: tl.constexpr, WORDS_A_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    entry = table + tl.program_id(0).to(tl.int64) * 5
+    source = _chosen(sources, tl.load(entry), WORD) + tl.load(entry + 2) * WORDS_A_UNIT
+    target = _chosen(targets, tl.load(entry + 1), WORD) + tl.load(entry + 3) * WORDS_A_UNIT
+    word = tl.arange(0, BLOCK)
+    inside = word < tl.load(entry + 4).to(tl.int32) * WORDS_A_UNIT
+    tl.store(target + word, tl.load(source + word, mask=inside), mask=inside)
+
+
+@triton.jit
+def _sum_block(
+    table: tl.tensor, parts: tl.tensor, wire: tl.tensor, buffers: tl.tuple, rows: tl.tuple, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    KIND: tl.constexpr = rows[0].dtype.element_ty
+    WIDE: tl.constexpr = tl.float64 if KIND.is_fp64() else tl.float32
+    entry = table + tl.program_id(0).to(tl.int64) * 6
+    field = tl.load(entry)
+    skipped = tl.load(entry + 3)
+    element = tl.arange(0, BLOCK)
+    inside = element < tl.load(entry + 2).to(tl.int32) * UNIT
+    on_wire = wire.to(tl.pointer_type(KIND), bitcast=True)
+    buffer = _chosen(buffers, field, KIND)
+    total = tl.zeros([BLOCK], WIDE)
+    for part in range(tl.load(entry + 4), tl.load(entry + 5)):
+        source = tl.where(tl.load(parts + part * 2) != 0, on_wire, buffer)
+        source += (tl.load(parts + part * 2 + 1) + skipped) * UNIT
+        total += tl.load(source + element, mask=inside).to(WIDE)
+    row = _chosen(rows, field, KIND) + tl.load(entry + 1) * UNIT
+    tl.store(row + element, total.to(KIND), mask=inside)
+
+
+@triton.jit
+def _merge_block(
+    table: tl.tensor, parts: tl.tensor, wire: tl.tensor, buffer: tl.tensor, lse_buffer: tl.tensor, out: tl.tensor,
+    lse: tl.tensor, UNIT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
+) -> None:
+    """Rows are the (token, head) pairs in order: out [rows, DIM], lse [rows]."""
+    KIND: tl.constexpr = out.dtype.element_ty
+    WIDE: tl.constexpr = lse.dtype.element_ty
+    entry = table + tl.program_id(0).to(tl.int64) * 5
+    first, last = tl.load(entry + 3), tl.load(entry + 4)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    inside = row < tl.load(entry + 1).to(tl.int32)
+    tile_inside = inside[:, None]
+    if PADDED_DIM != DIM:
+        tile_inside = tile_inside & (dim < DIM)[None, :]
+    there = tl.load(entry + 2) + row                             # rows of a part from where the stretch begins
+    lse_wire, out_wire = wire.to(tl.pointer_type(WIDE), bitcast=True), wire.to(tl.pointer_type(KIND), bitcast=True)
+
+    largest = tl.full([ROWS], float("-inf"), WIDE)
+    weight = tl.zeros([ROWS], WIDE)
+    for part in range(first, last):
+        source = tl.where(tl.load(parts + part * 3) != 0, lse_wire, lse_buffer) + tl.load(parts + part * 3 + 2)
+        one = tl.load(source + there, mask=inside, other=float("-inf"))
+        before, largest = largest, tl.maximum(largest, one)
+        shift = _finite(largest)
+        weight = weight * tl.exp(before - shift) + tl.exp(one - shift)
+    together = tl.where(weight == 0, float("-inf"), _finite(largest) + tl.log(weight))
+
+    total = tl.zeros([ROWS, PADDED_DIM], WIDE)
+    tile = there[:, None] * DIM + dim[None, :]
+    for part in range(first, last):
+        is_on_wire = tl.load(parts + part * 3) != 0
+        source = tl.where(is_on_wire, lse_wire, lse_buffer) + tl.load(parts + part * 3 + 2)
+        share = tl.exp(tl.load(source + there, mask=inside, other=float("-inf")) - _finite(together))
+        source = tl.where(is_on_wire, out_wire, buffer) + tl.load(parts + part * 3 + 1) * UNIT
+        total += share[:, None] * tl.load(source + tile, mask=tile_inside, other=0.0).to(WIDE)
+    here = tl.load(entry) + row
+    tl.store(lse + here, together, mask=inside)
+    tl.store(out + here[:, None] * DIM + dim[None, :], total.to(KIND), mask=tile_inside)
+
+
+@triton.jit
+def _finite(lse: tl.tensor) -> tl.tensor:
+    """-inf - -inf would be nan; what saw no key weighs nothing against any number."""
+    return tl.where(lse == float("-inf"), 0.0, lse)
+
+
+@triton.jit
+def _chosen(tensors: tl.tuple, number: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    pointer = tensors[0].to(tl.pointer_type(KIND), bitcast=True)
+    for i in tl.static_range(1, len(tensors)):
+        pointer = tl.where(number == i, tensors[i].to(tl.pointer_type(KIND), bitcast=True), pointer)
+    return pointer

@@ -1,0 +1,87 @@
+"""Block tables cover every byte once and name every part of every token."""
+
+import importlib.util
+import logging
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.dispatch.build import build
+from distca.runtime import prepared
+from distca.runtime.copy_tables import chunks, packing, stretches, unpacking
+from distca.runtime.wire import Stamp, ToServers
+from distca.spec import ModelShape
+from distca.testing import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
+from distca.workload.layout import layout_from_rows
+
+CPU = torch.device("cpu")
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+
+
+@st.composite
+def tables(draw):
+    """One rank's tables of a senseless plan."""
+    seed, ranks = draw(st.integers(0, 100_000)), draw(st.integers(1, 4))
+    layout = random_layout(seed, draw(st.sampled_from(LAYOUT_KINDS)), ranks, draw(st.integers(1, 30)))
+    plan = scattered_plan(seed, layout, ranks + draw(st.integers(0, 2)), MODEL)
+    return build(plan, draw(st.integers(0, plan.num_servers - 1)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), max_size=8), st.integers(1, 16))
+def test_chunks_cover_every_run_once_and_end_on_blocks(runs, block):
+    at, length = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    run, begin, count = (column.numpy() for column in chunks(length, block, at, CPU))
+    covered = [[i for r, b, c in zip(run, begin, count, strict=True) if r == which for i in range(b, b + c)]
+               for which in range(len(at))]
+    assert covered == [list(range(n)) for n in length]
+    assert ((count > 0) & (count <= block)).all()
+    assert all((at[r] + b) % block == 0 for r, b in zip(run, begin, strict=True) if b)
+
+
+@settings(deadline=None)
+@given(tables())
+def test_stretches_name_every_part_of_every_token(tables):
+    for side in (tables.queries, tables.keys):
+        of = stretches(side)
+        runs = [*zip(side.local.row, side.local.length, strict=True),
+                *zip(side.send.start, side.send.length, strict=True)]
+        expected = [[(r, token - start) for r, (start, n) in enumerate(runs) if start <= token < start + n]
+                    for token in range(tables.row_tokens)]
+        named = [[(of.run[p], of.skipped[p] + token) for p in range(of.first[s], of.first[s + 1])]
+                 for s in range(len(of.begin)) for token in range(of.length[s])]
+        assert named == expected and [len(parts) for parts in named] == side.parts.tolist()
+
+
+@settings(deadline=None)
+@given(tables(), st.sampled_from([(16, 32), (6, 4), (7, 5)]), st.sampled_from([16, 64, 4096]))
+def test_copies_write_every_byte_once(tables, sizes, block):
+    trip = ToServers.of(tables, [("q", sizes[0]), ("k", sizes[1])], Stamp.of(3, CPU))
+    for copies, room in ((packing(trip, CPU, block), {0: trip.leaving.num_bytes}),
+                         (unpacking(trip, CPU, block), {0: tables.queries.buffer_tokens * sizes[0],
+                                                        1: tables.keys.buffer_tokens * sizes[1]})):
+        written = {target: np.zeros(size, dtype=int) for target, size in room.items()}
+        for _, target, _, here, count in copies.table.tolist():
+            assert 0 < count * copies.unit <= block
+            assert (here + count) * copies.unit <= room[target]
+            written[target][here * copies.unit:(here + count) * copies.unit] += 1
+        assert all((times <= 1).all() for times in written.values())
+        padding = [sum(-(tokens * size) % 16 for tokens in side.send.tokens_per_peer(tables.num_ranks).tolist())
+                   for side, size in zip(trip.sides, sizes, strict=True)]
+        missing = sum(int((times == 0).sum()) for times in written.values())
+        unneeded = sum(padding) if len(room) == 1 else sum(
+            room[field] for field, side in enumerate(trip.sides) if side.is_row)
+        assert missing == unneeded
+
+
+def test_without_triton_torch_copies_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    prepared._has_triton.cache_clear()
+    trip = ToServers.of(build(misplaced_plan(layout_from_rows([[4], [4]]), 2, MODEL), 0), [("q", 16), ("k", 16)])
+    with caplog.at_level(logging.WARNING, logger="distca"):
+        assert prepared.copied_on(CPU, trip) is trip and not caplog.records
+        for _ in range(2):
+            assert prepared.copied_on(torch.device("cuda"), trip) is trip
+    assert [record.message.split(";")[-1] for record in caplog.records] == [" pip install triton"]
+    prepared._has_triton.cache_clear()

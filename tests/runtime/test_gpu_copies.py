@@ -1,0 +1,244 @@
+"""Trips in one launch a step do what torch's copies do: sums to the bit, merges to rounding, attention to the formula.
+
+Needs a GPU, or triton's interpreter: TRITON_INTERPRET=1.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from distca.dispatch.build import build
+from distca.kernels import kernel_named
+from distca.planning.greedy import balance
+from distca.runtime import prepared
+from distca.runtime.call import Call
+from distca.runtime.prepared import Shapes, prepare
+from distca.runtime.wire import Stamp, ToHomes, ToServers
+from distca.spec import ModelShape
+from distca.testing import (
+    LAYOUT_KINDS,
+    dense_on_one,
+    from_rows,
+    misplaced_plan,
+    random_layout,
+    random_qkv,
+    row_index,
+    scattered_layout,
+    scattered_plan,
+)
+from distca.workload.layout import layout_from_rows
+
+pytest.importorskip("triton", reason="triton is not installed; pip install triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from distca.runtime.gpu_copies import on_gpu  # noqa: E402
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+SEEDS = range(6)
+SHAPES = [(4, 2, 8, torch.bfloat16), (4, 4, 8, torch.float64), (3, 1, 5, torch.float16), (2, 1, 16, torch.bfloat16),
+          (4, 1, 12, torch.float32), (1, 1, 1, torch.bfloat16)]  # units of 16, 16, 2, 8, 16 and 2 bytes
+SMALL = {"copy_bytes": 256, "part_bytes": 128}                   # so that runs are cut into many blocks
+
+
+def some_plan(seed):
+    """Any layout and any pool, planned well or senselessly."""
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(1, 5))
+    layout = random_layout(seed, LAYOUT_KINDS[seed % len(LAYOUT_KINDS)], ranks, int(rng.integers(1, 31)))
+    if seed % 3 == 0:
+        return balance(layout, MODEL, tolerance=0.0)
+    return scattered_plan(seed, layout, ranks + int(rng.integers(0, 3)), MODEL)
+
+
+def shared_by_three():
+    """A plan in which some queries have three parts."""
+    layout = scattered_layout(1, np.array([7, 90, 33]), ranks=4)
+    return next(plan for seed in range(100)
+                if max(build(plan := scattered_plan(seed, layout, 4, MODEL), rank).queries.parts.max(initial=0)
+                       for rank in range(4)) >= 3)
+
+
+def random_tensor(generator, tokens, trailing, dtype):
+    return torch.randn(tokens, *trailing, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def exchanged(wires, trips):
+    """What arrives at every rank, when each sends its wire."""
+    segments = [wire.split(trip.leaving.splits) for wire, trip in zip(wires, trips, strict=True)]
+    for rank, trip in enumerate(trips):
+        assert [len(sent[rank]) for sent in segments] == trip.arriving.splits
+    return [torch.cat([sent[rank] for sent in segments]) for rank in range(len(trips))]
+
+
+def same(got, want):
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_servers_get_what_torch_would_give_them(shape, options, seed):
+    plan, (heads, kv_heads, dim, dtype) = some_plan(seed), shape
+    generator = torch.Generator().manual_seed(seed)
+    shapes = Shapes(*shape, DEVICE)
+    kinds = {"q": ((heads, dim), dtype, shapes.q_bytes), "k": ((kv_heads, dim), dtype, shapes.kv_bytes),
+             "lse": ((heads,), shapes.lse_dtype, shapes.lse_bytes)}
+    names = ["q", "k", "k", "q", "lse"]
+    ranks = range(plan.num_servers)
+    tables = [build(plan, rank) for rank in ranks]
+    plain = [ToServers.of(table, [("k" if name == "k" else "q", kinds[name][2]) for name in names],
+                          Stamp.of(-5, DEVICE)) for table in tables]
+    fast = [on_gpu(trip, DEVICE, **options) for trip in plain]
+    rows = [tuple(random_tensor(generator, table.row_tokens, *kinds[name][:2]) for name in names) for table in tables]
+    arrived = exchanged([trip.pack(trip.ready(row)) for trip, row in zip(fast, rows, strict=True)], fast)
+    for row, wire, torch_trip, trip in zip(rows, arrived, plain, fast, strict=True):
+        assert trip.stamp.strangers(wire, trip.arriving) == []
+        same(trip.unpack(wire, trip.ready(row)), torch_trip.unpack(wire, row))
+    in_torch = exchanged([trip.pack(row) for trip, row in zip(plain, rows, strict=True)], plain)
+    for row, wire, other, trip in zip(rows, arrived, in_torch, plain, strict=True):
+        same(trip.unpack(wire, row), trip.unpack(other, row))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_summed_as_torch_sums_them(shape, options, seed):
+    plan, (heads, kv_heads, dim, dtype) = some_plan(seed), shape
+    generator = torch.Generator().manual_seed(seed)
+    shapes = Shapes(*shape, DEVICE)
+    tables = [build(plan, rank) for rank in range(plan.num_servers)]
+    plain = [ToHomes.of(table, [("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("k", shapes.kv_bytes)])
+             for table in tables]
+    fast = [on_gpu(trip, DEVICE, **options) for trip in plain]
+    results = [(random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype),
+                *(random_tensor(generator, table.keys.buffer_tokens, (kv_heads, dim), dtype) for _ in range(2)))
+               for table in tables]
+    arrived = exchanged([trip.pack(buffers) for trip, buffers in zip(fast, results, strict=True)], fast)
+    for buffers, wire, torch_trip, trip in zip(results, arrived, plain, fast, strict=True):
+        got, want = trip.unpack(wire, buffers), torch_trip.unpack(wire, buffers)
+        if INTERPRETED and dtype == torch.bfloat16:              # the interpreter truncates to bf16, GPUs round
+            torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=0.0)
+        else:
+            same(got, want)
+
+
+def merged_both_ways(plan, shape, options, seed, unseen):
+    """(out, lse) of every rank by torch and by one launch; a share of the parts saw no key."""
+    heads, _, dim, dtype = shape
+    generator = torch.Generator().manual_seed(seed)
+    shapes = Shapes(*shape, DEVICE)
+    tables = [build(plan, rank) for rank in range(plan.num_servers)]
+    plain = [ToHomes.of(table, [("q", shapes.q_bytes), ("q", shapes.lse_bytes)], merged_heads=heads)
+             for table in tables]
+    fast = [on_gpu(trip, DEVICE, **options) for trip in plain]
+    results = []
+    for table in tables:
+        out = random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype)
+        lse = 20 * random_tensor(generator, table.queries.buffer_tokens, (heads,), shapes.lse_dtype)
+        blind = (torch.rand(lse.shape, generator=generator) < unseen).to(DEVICE)
+        results.append((out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)))
+    arrived = exchanged([trip.pack(buffers) for trip, buffers in zip(fast, results, strict=True)], fast)
+    return [(trip.unpack(wire, buffers), torch_trip.unpack(wire, buffers))
+            for buffers, wire, torch_trip, trip in zip(results, arrived, plain, fast, strict=True)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_of_a_query_merge_as_in_torch(shape, options, seed):
+    for got, want in merged_both_ways(some_plan(seed), shape, options, seed, unseen=0.5 * (seed % 2)):
+        close_attention(got, want)
+
+
+def close_attention(got, want):
+    """Weights are exp(lse - lse) of numbers near 50, which loses about that many roundings."""
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        rounding = torch.finfo(one.dtype).eps
+        tolerance = 2 * rounding if one.dtype.itemsize == 2 else 200 * rounding
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_parts_merge_and_single_ones_stay_as_they_are(shape):
+    plan = shared_by_three()
+    single = combined = 0
+    for rank, (got, want) in enumerate(merged_both_ways(plan, shape, SMALL, 0, 0.2)):
+        close_attention(got, want)
+        alone = torch.from_numpy(build(plan, rank).queries.parts == 1).to(DEVICE)
+        same([x[alone] for x in got], [x[alone] for x in want])
+        single, combined = single + int(alone.sum()), combined + int((~alone).sum())
+    assert single and combined
+
+
+class Stepping:
+    """Ranks that take turns: whoever waits finds that all others have sent."""
+
+    def __init__(self, rank, posted):
+        self.rank, self.posted, self.number = rank, posted, 0
+
+    def exchange(self, send, send_splits, recv_splits):
+        self.posted[self.number, self.rank] = send.split(send_splits)
+        self.awaited, self.number = self.number, self.number + 1
+        return self
+
+    def wait(self):
+        ranks = sorted(rank for number, rank in self.posted if number == self.awaited)
+        return torch.cat([self.posted[self.awaited, rank][self.rank] for rank in ranks])
+
+
+def strided(x):
+    return torch.stack([x, -x], dim=-1)[..., 0]
+
+
+def misaligned(x):
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:]
+    return flat.view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("form", [torch.Tensor.contiguous, strided, misaligned])
+@pytest.mark.parametrize("make", [
+    shared_by_three,
+    lambda: misplaced_plan(layout_from_rows([[], [20, 3], [9]]), 3, MODEL),
+    lambda: balance(layout_from_rows([[60], [20, 3, 7]]), MODEL, tolerance=0.0),
+    lambda: balance(layout_from_rows([[10], [10]]), MODEL),
+], ids=["shared", "misplaced", "balanced", "at_home"])
+def test_attention_is_exact(make, form, keep, monkeypatch):
+    monkeypatch.setattr(prepared, "copied_on", lambda device, trip: on_gpu(trip, device))
+    plan = make()
+    q, k, v, dout = (x.to(DEVICE) for x in random_qkv(0, plan.layout.num_tokens))
+    kernel, posted = kernel_named("dense"), {}
+    ranks = range(plan.num_servers)
+    calls = [Call(Stepping(rank, posted), kernel,
+                  prepare(plan, rank, kernel, Shapes(4, 2, 8, torch.float64, DEVICE), None), None, keep, True)
+             for rank in ranks]
+    index = [row_index(plan.layout, rank).to(DEVICE) for rank in ranks]
+    rows = [[form(x[here]) for x in (q, k, v)] for here in index]
+    for call, row in zip(calls, rows, strict=True):
+        call.start_forward(*row)
+    kept = [call.serve_forward() for call in calls]
+    results = [call.finish_forward() for call in calls]
+    for call, row, (out, lse), here in zip(calls, rows, results, index, strict=True):
+        call.finish_backward(*row, out, form(dout[here]), lse)
+    for call, held in zip(calls, kept, strict=True):
+        call.serve_backward(held if keep else ())
+    gradients = [call.start_backward() for call in calls]
+    actual = [(out, *grads) for (out, _), grads in zip(results, gradients, strict=True)]
+    expected = dense_on_one(q, k, v, dout, plan.layout.lengths)
+    for got, want in zip(zip(*actual, strict=True), expected, strict=True):
+        torch.testing.assert_close(from_rows(got, plan.layout), want, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_all_at_home_is_not_copied():
+    plan = balance(layout_from_rows([[10], [10]]), MODEL)
+    trip = on_gpu(ToHomes.of(build(plan, 0), [("q", 64), ("k", 32)]), DEVICE)
+    buffers = torch.ones(10, 4, 8, dtype=torch.bfloat16, device=DEVICE), torch.ones(10, 2, 8, device=DEVICE)
+    assert all(row is buffer for row, buffer in zip(trip.unpack(None, buffers), buffers, strict=True))
