@@ -308,7 +308,8 @@ def test_every_command_of_the_guides_runs(run, monkeypatch, name):
         if command == "make":
             assert arguments[0] in targets
         elif command == "distca" and arguments[0] == "train":    # one short step of it
-            short = ["--run.steps", "1", "--batch.tokens_per_rank", "128", "--log.folder", os.path.abspath("log")]
+            short = ["--run.steps", "1", "--batch.tokens_per_rank", "128", "--log.folder", os.path.abspath("log"),
+                     "--log.trace_step", "0"]
             done = subprocess.run([sys.executable, "-m", "distca", *arguments, *short], cwd=ROOT, capture_output=True)
             assert done.returncode == 0, (line, done.stderr)
         elif command in ("distca", ".venv/bin/distca"):

@@ -191,8 +191,9 @@ def curve(values: list[float]) -> str:
     """Numbers as a row of little bars, the lowest to the highest; what is no number is a gap."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] if math.isfinite(value) else " "
+                   for value in values)
 
 
 def size(num_bytes: float) -> str:

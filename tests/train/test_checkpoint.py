@@ -435,8 +435,9 @@ def test_many_saves_hold_on_to_nothing(tmp_path):
         gc.collect()
         return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()), threading.active_count()
 
-    first = alive(1)
-    assert [alive(step) for step in range(2, 6)] == [first] * 4
+    alive(1)
+    counts = [alive(step) for step in range(2, 7)]
+    assert counts[-1][0] <= counts[0][0] and counts[-1][1] <= counts[0][1]  # one save's tensors more would show
 
 
 def test_bad_settings_are_one_line_before_training(three, tmp_path):
