@@ -280,7 +280,10 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
         if isinstance(error, ValueError) and _is_ours(error):
             code, text = 2, f"distca: error: {' '.join(str(error).split())}"
         tell.send(Failure(time.time(), place.rank, code, text))
-    sys.exit(code)
+    tell.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter's own end would race with threads of torch that are still ending
 
 
 def _is_ours(error: ValueError) -> bool:
