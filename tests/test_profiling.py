@@ -101,7 +101,7 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
         profiling.attention_seconds(chosen, None, 128, 256)
 
 
-@pytest.mark.parametrize(("least", "most", "expected"), [(1, 30, (2, 33)), (5, 5, (7, 7)), (1, 1, (2, 3))])
+@pytest.mark.parametrize(("least", "most", "expected"), [(1, 30, (3, 33)), (5, 5, (8, 8)), (1, 1, (3, 4))])
 def test_samples_keep_to_their_number(least, most, expected):
     calls = []
     seconds = profiling.samples(lambda: calls.append(1), torch.device("cpu"), budget_seconds=1e-3, least=least,
@@ -170,6 +170,12 @@ def test_bad_options_get_one_line(run, options, fragments):
     assert (code, out) == (2, "") and err.startswith("distca: error: ") and err.count("\n") == 1
     for fragment in fragments:
         assert fragment in err
+
+
+def test_one_disturbed_run_is_not_the_measurement(monkeypatch):
+    clock = iter([5.0, 0.2])                                     # beyond the budget, the first by accident
+    monkeypatch.setattr(profiling, "_on_host", lambda run, count: [next(clock)])
+    assert profiling.samples(lambda: None, torch.device("cpu"), budget_seconds=0.1) == [0.2]
 
 
 @pytest.mark.parametrize("name", shipped_names())
