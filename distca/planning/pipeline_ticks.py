@@ -1,0 +1,161 @@
+"""Order a pipeline's work so that all stages attend in the same phase at the same time.
+
+Stages can share their attention only while they run the same kind of work, and 1F1B mixes forward with backward. Here
+a tick is all forward or all backward, and a stage that is idle in it serves the attention of the others.
+
+With S stages and M micro-batches the order is the best there is. The last stage runs M forwards and the first of them
+has S-1 forward ticks before it, so M+S-1 forward ticks are the fewest. With so few, every stage runs its forwards back
+to back: stage s runs micro-batch m in forward tick m+s, as nothing earlier is ready and nothing later leaves the
+stages behind it enough ticks. Likewise stage s runs it in backward tick m+(S-1-s). Only how forward and backward ticks
+interleave is left to choose. Backward tick b needs b+1 forwards of the last stage, hence forward tick b+S-1, and to
+run each backward tick as soon as it may is the least memory on every stage at once: stage s keeps at most
+min(M, 2(S-s)-1) micro-batches, where 1F1B keeps min(M, S-s). Both take 2(M+S-1) ticks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+IDLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ticks:
+    """What every stage runs in every tick."""
+
+    micro_batch: np.ndarray  # [ticks, stages] -1 where the stage is idle
+    backward: np.ndarray     # [ticks, stages] bool; an idle stage of a same-phase tick has the tick's phase
+    num_micro_batches: int
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("micro_batch", np.int64), ("backward", np.bool_)):
+            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)
+
+    @property
+    def num_ticks(self) -> int:
+        return self.micro_batch.shape[0]
+
+    @property
+    def num_stages(self) -> int:
+        return self.micro_batch.shape[1]
+
+    @property
+    def active(self) -> np.ndarray:
+        """[ticks, stages] whether the stage runs a micro-batch."""
+        return self.micro_batch != IDLE
+
+    @property
+    def same_phase(self) -> bool:
+        """No tick mixes forward with backward."""
+        forward, backward = self._runs(False), self._runs(True)
+        return not (forward.any(axis=1) & backward.any(axis=1)).any()
+
+    def phase(self, tick: int) -> bool:
+        """Whether the tick is backward; only ticks of one phase have one."""
+        active = self.active[tick]
+        phases = self.backward[tick][active] if active.any() else self.backward[tick]
+        if phases.any() != phases.all():
+            raise ValueError(f"tick {tick} mixes forward with backward and has no phase; use same_phase_ticks")
+        return bool(phases[0])
+
+    def peak_live(self) -> np.ndarray:
+        """[stages] the most micro-batches whose forward is done and whose backward is not, over all ticks."""
+        live = np.cumsum(self._runs(False).astype(np.int64) - self._runs(True), axis=0)
+        return live.max(axis=0)
+
+    def bubble_share(self) -> float:
+        """Idle stage-ticks over all stage-ticks."""
+        return float(1.0 - self.active.mean())
+
+    def validate(self) -> None:
+        """Prove that every stage runs each micro-batch once forward and once backward, and never before its input."""
+        if self.micro_batch.ndim != 2 or self.micro_batch.shape != self.backward.shape or self.micro_batch.size == 0:
+            raise ValueError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
+                             "both one row per tick and one column per stage")
+        _positive("num_micro_batches", self.num_micro_batches)
+        outside = self.micro_batch[(self.micro_batch < IDLE) | (self.micro_batch >= self.num_micro_batches)]
+        if len(outside):
+            raise ValueError(f"micro_batch names {outside[0]} but num_micro_batches is {self.num_micro_batches}; use 0 "
+                             f"to {self.num_micro_batches - 1}, or {IDLE} for idle")
+        forward, backward = self._tick_of(False), self._tick_of(True)
+        _check_after(forward[1:], forward[:-1], "forward", 1, "the stage before it")
+        _check_after(backward[-1:], forward[-1:], "backward", self.num_stages - 1, "its forward")
+        _check_after(backward[:-1], backward[1:], "backward", 0, "the stage behind it")
+
+    def _runs(self, backward: bool) -> np.ndarray:
+        return self.active & (self.backward == backward)         # [ticks, stages]
+
+    def _tick_of(self, backward: bool) -> np.ndarray:
+        """[stages, micro-batches] the tick in which each runs; ValueError where one runs twice or never."""
+        tick, stage = np.nonzero(self._runs(backward))
+        micro_batch = self.micro_batch[tick, stage]
+        count = np.zeros((self.num_stages, self.num_micro_batches), dtype=np.int64)
+        np.add.at(count, (stage, micro_batch), 1)
+        if (count != 1).any():
+            at_stage, at_micro_batch = np.argwhere(count != 1)[0]
+            raise ValueError(f"stage {at_stage} runs micro-batch {at_micro_batch} {count[at_stage, at_micro_batch]} "
+                             f"times {'backward' if backward else 'forward'}; run it exactly once")
+        ticks = np.empty_like(count)
+        ticks[stage, micro_batch] = tick
+        return ticks
+
+
+def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
+    """All forward or all backward in each tick: S forward ticks, then backward and forward in turn, then backward."""
+    stage, micro_batch = _grid(num_stages, num_micro_batches)
+    num_each = num_micro_batches + num_stages - 1                # ticks of either phase
+    nth = np.arange(num_each)
+    forward_at = nth + np.maximum(nth - num_stages + 1, 0)       # [forward ticks] position among all ticks
+    backward_at = nth + np.minimum(nth + num_stages, num_each)   # [backward ticks]
+    return _ticks(forward_at[micro_batch + stage], backward_at[micro_batch + num_stages - 1 - stage])
+
+
+def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
+    """1F1B with every forward and every backward one tick long; the phases mix, so attention cannot be shared.
+
+    Stage s runs S-1-s forwards to warm up and then one forward and one backward in turn, each as early as it can.
+    """
+    stage, micro_batch = _grid(num_stages, num_micro_batches)
+    warming = micro_batch < num_stages - stage                   # the first forward of the turns waits for no backward
+    forward = np.where(warming, micro_batch + stage, 2 * micro_batch + stage)
+    backward = 2 * (micro_batch + num_stages) - 1 - stage
+    return _ticks(forward, backward)
+
+
+def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Stages as a column and micro-batches as a row."""
+    _positive("num_stages", num_stages)
+    _positive("num_micro_batches", num_micro_batches)
+    return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
+
+
+def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
+    """The table of a schedule that is given as the tick of each [stage, micro-batch], forward and backward."""
+    num_stages, num_micro_batches = forward.shape
+    micro_batch = np.full((int(backward.max()) + 1, num_stages), IDLE)
+    is_backward = np.zeros(micro_batch.shape, dtype=bool)
+    stage, number = np.indices(forward.shape)
+    micro_batch[forward, stage] = number
+    micro_batch[backward, stage] = number
+    is_backward[backward, stage] = True
+    idle = micro_batch == IDLE
+    is_backward |= idle & (is_backward | idle).all(axis=1, keepdims=True)
+    return Ticks(micro_batch, is_backward, num_micro_batches)
+
+
+def _check_after(tick: np.ndarray, needed: np.ndarray, phase: str, first_stage: int, what: str) -> None:
+    """Every [stage, micro-batch] of `tick` comes after the same place of `needed`."""
+    early = np.argwhere(tick <= needed)
+    if len(early):
+        stage, micro_batch = early[0]
+        raise ValueError(f"stage {stage + first_stage} runs micro-batch {micro_batch} {phase} in tick "
+                         f"{tick[stage, micro_batch]} but {what} is in tick {needed[stage, micro_batch]}; run it later")
+
+
+def _positive(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")

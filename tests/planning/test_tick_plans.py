@@ -1,0 +1,214 @@
+"""Plans of ticks: exact, level over the ranks of all stages, with the documents where the ticks put them."""
+
+from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.baselines.at_home import at_home
+from distca.cost.latency_table import analytic_table
+from distca.planning import tick_plans
+from distca.planning.greedy import balance
+from distca.planning.pipeline_ticks import one_forward_one_backward, same_phase_ticks
+from distca.planning.plan import max_over_mean
+from distca.planning.tasks import TaskTable
+from distca.planning.tick_plans import (
+    layers_of_stages,
+    plan_ticks,
+    plan_ticks_by,
+    served_in_bubbles,
+    tick_layout,
+    work_over_ticks,
+)
+from distca.spec import MODELS
+from distca.testing import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
+from distca.workload.documents import sample_lengths
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+
+LLAMA = MODELS["llama3-8b"]
+TABLE = analytic_table(LLAMA, 550e12, max_kv_len=131_072)
+seeds = st.integers(0, 2**32)
+
+
+@st.composite
+def steps(draw):
+    """Ticks, layouts, layers and a pool: ranks alike, unequal, some that serve nothing, dedicated servers."""
+    num_stages, num_data, num_micro_batches = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)))
+    num_tokens = draw(st.integers(1, 1500))
+    layouts = [random_layout(draw(seeds), draw(st.sampled_from(LAYOUT_KINDS)), num_data, num_tokens)
+               for _ in range(num_micro_batches)]
+    layers = draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
+    num_ranks, num_dedicated = num_stages * num_data, draw(st.integers(0, 2))
+    speed = draw(st.sampled_from([None, np.ones(num_ranks + num_dedicated)])
+                 | st.builds(random_speeds, seeds, st.just(num_ranks), st.just(num_dedicated)))
+    return same_phase_ticks(num_stages, num_micro_batches), layouts, layers, speed
+
+
+def rows_of(layout, rank):
+    """A rank's slices in row order, without the numbers of their documents."""
+    mine = layout.rank == rank
+    return list(zip(layout.lengths[layout.document[mine]].tolist(), layout.start[mine].tolist(),
+                    layout.stop[mine].tolist(), strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([None, None, TABLE]))
+def test_every_tick_is_exact_level_and_holds_its_micro_batches(step, tolerance, cost):
+    ticks, layouts, layers, speed = step
+    num_data = layouts[0].num_ranks
+    plans = plan_ticks(ticks, layouts, LLAMA, layers=layers, tolerance=tolerance, speed=speed, cost=cost)
+    assert len(plans) == ticks.num_ticks
+    proven = set()
+    for row, depths in zip(ticks.micro_batch.tolist(), plans, strict=True):
+        deep = [layers[stage] if number >= 0 else 0 for stage, number in enumerate(row)]
+        assert len(depths) == max(deep)
+        for depth, plan in enumerate(depths):
+            holds = [number if deep[stage] > depth else -1 for stage, number in enumerate(row)]
+            assert plan.layout.num_ranks == len(holds) * num_data
+            for rank in range(plan.layout.num_ranks):
+                number = holds[rank // num_data]
+                assert rows_of(plan.layout, rank) == (rows_of(layouts[number], rank % num_data) if number >= 0 else [])
+            if id(plan) in proven:
+                continue
+            proven.add(id(plan))
+            plan.validate()
+            assert covers_exactly_once(plan.layout.lengths, plan.tasks)
+            assert np.array_equal(plan.speed, np.ones(plan.layout.num_ranks) if speed is None else speed)
+            reached = max_over_mean(plan.work(), plan.speed)
+            assert (reached <= 1 + tolerance + 1e-9) if plan.limit is None else (reached > 1 + tolerance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps())
+def test_equal_sets_share_a_plan_and_equal_inputs_give_equal_plans(step):
+    ticks, layouts, layers, speed = step
+    first, second = (plan_ticks(ticks, layouts, LLAMA, layers=layers, speed=speed) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        for plan, again in zip(one, other, strict=True):
+            assert all(np.array_equal(getattr(plan.tasks, name), getattr(again.tasks, name))
+                       for name in TaskTable.__slots__)
+            assert plan.limit == again.limit
+    for row, depths in zip(ticks.micro_batch, first, strict=True):
+        for depth in range(1, len(depths)):
+            same = all(number < 0 or count != depth for number, count in zip(row, layers, strict=True))
+            assert (depths[depth] is depths[depth - 1]) == same
+    level = plan_ticks(ticks, layouts, LLAMA, layers=[3] * ticks.num_stages, speed=speed)
+    assert all(depths[0] is depths[1] is depths[2] for depths in level)
+
+
+def skewed_step(num_stages=4, num_data=2, num_micro_batches=6, tokens_per_rank=8192):
+    layouts = [pack(sample_lengths("prolong", num_data * tokens_per_rank, seed=seed), ranks=num_data)
+               for seed in range(num_micro_batches)]
+    return same_phase_ticks(num_stages, num_micro_batches), layouts
+
+
+@pytest.mark.parametrize("num_dedicated", [0, 3])
+def test_bubbles_serve_their_share(num_dedicated):
+    ticks, layouts = skewed_step()
+    step = {"layouts": layouts, "layers": (2, 3, 3, 2)}
+    plans = plan_ticks(ticks, model=LLAMA, speed=np.ones(8 + num_dedicated), **step)
+    assert all(plan.limit is None for depths in plans for plan in depths)
+    for tick, depths in enumerate(plans):
+        alone = replace(ticks, micro_batch=ticks.micro_batch[tick:tick + 1], backward=ticks.backward[tick:tick + 1])
+        num_active = int(ticks.active[tick].sum())
+        working = 2 * num_active + num_dedicated                 # at most this many servers are not in a bubble
+        assert served_in_bubbles(alone, [depths]) >= 1 - 1.05 * working / (8 + num_dedicated)
+        assert (served_in_bubbles(alone, [depths]) == 0) == (num_active == 4)
+    largest, mean = work_over_ticks(plans)
+    largest_at_home, mean_at_home = work_over_ticks(plan_ticks_by(partial(at_home, model=LLAMA), ticks, **step))
+    assert largest <= 1.05 * mean * (1 + 1e-9)
+    assert mean_at_home == pytest.approx(mean * (8 + num_dedicated) / 8)
+    assert largest_at_home > 2 * mean_at_home                    # there was something to level
+
+
+def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch):
+    balancing = Mock(wraps=balance)
+    monkeypatch.setattr(tick_plans, "balance", balancing)
+    ticks, layouts = skewed_step()
+    plans = plan_ticks(ticks, layouts, LLAMA, layers=[2] * 4)
+    assert balancing.call_count == 6 + 4 - 1
+    forward = [depths[0] for tick, depths in enumerate(plans) if not ticks.phase(tick)]
+    backward = [depths[0] for tick, depths in enumerate(plans) if ticks.phase(tick)]
+    for one, other in zip(forward, backward, strict=True):
+        assert np.sort(one.work()).tolist() == np.sort(other.work()).tolist()
+        assert one.summary().bytes_total == other.summary().bytes_total
+    balancing.reset_mock()
+    slow_first = np.array([0.5] * 2 + [1.0] * 6)                 # another pool from the first stage than from the last
+    for depths in plan_ticks(ticks, layouts, LLAMA, layers=[2] * 4, speed=slow_first):
+        depths[0].validate()
+        assert max_over_mean(depths[0].work(), slow_first) <= 1.05 + 1e-9
+    assert balancing.call_count == 2 * (6 + 4 - 1)
+
+
+def test_a_limit_names_the_rank_that_has_it():
+    ticks = same_phase_ticks(3, 1)                               # F on stages 0, 1, 2 and B on 2, 1, 0
+    plans = plan_ticks(ticks, [layout_from_rows([[100]])], LLAMA, layers=(1, 1, 1))
+    for (plan,), stage in zip(plans, (0, 1, 2, 2, 1, 0), strict=True):
+        assert plan.limit.startswith(f"rank {stage} keeps")
+
+
+def test_documents_are_numbered_by_micro_batch_and_ranks_by_stage():
+    layouts = [layout_from_rows([[5], [7, 2]]), layout_from_rows([[3], [4]])]
+    layout = tick_layout((-1, 1, 0), layouts)
+    layout.validate()
+    assert layout.lengths.tolist() == [5, 7, 2, 3, 4]
+    assert layout.document.tolist() == [3, 4, 0, 1, 2]
+    assert layout.rank.tolist() == [2, 3, 4, 5, 5]
+    assert layout.tokens_per_rank().tolist() == [0, 0, 3, 4, 5, 9]
+
+
+def test_bubbles_and_work_by_hand():
+    one = [layout_from_rows([[256]])]
+    pairs = 256 * 257 // 2
+    at = plan_ticks_by(partial(at_home, model=LLAMA), same_phase_ticks(2, 1), one, layers=(2, 1))
+    assert [len(depths) for depths in at] == [2, 1, 1, 2]
+    assert work_over_ticks(at) == (6 * pairs, 3 * pairs)         # 6 layers on one of two ranks each
+    assert served_in_bubbles(same_phase_ticks(2, 1), at) == 0
+
+    ticks, two = same_phase_ticks(2, 2), [*one, layout_from_rows([[512]])]
+    moved = plan_ticks_by(partial(misplaced_plan, servers=2, model=LLAMA), ticks, two, layers=(1, 1))
+    assert served_in_bubbles(ticks, moved) == 0.5                # ends alone on a stage: all of it on the idle one
+    dedicated = plan_ticks_by(partial(misplaced_plan, servers=3, model=LLAMA), ticks, two, layers=(1, 1))
+    assert served_in_bubbles(ticks, dedicated) == 0.25           # stage 1's documents go to the server behind the ranks
+
+
+@pytest.mark.parametrize("num_layers, num_stages, expected", [
+    (8, 4, (2, 2, 2, 2)), (10, 4, (2, 3, 3, 2)), (7, 4, (2, 2, 2, 1)), (3, 2, (2, 1)), (5, 1, (5,)), (3, 3, (1, 1, 1))])
+def test_layers_by_hand(num_layers, num_stages, expected):
+    assert layers_of_stages(num_layers, num_stages) == expected
+
+
+@given(st.integers(1, 200), st.data())
+def test_layers_are_all_there_and_even(num_layers, data):
+    layers = layers_of_stages(num_layers, data.draw(st.integers(1, num_layers)))
+    assert sum(layers) == num_layers
+    assert max(layers) - min(layers) <= 1
+    assert layers[-1] == min(layers)
+
+
+def test_bad_inputs_are_named():
+    layout = layout_from_rows([[128], [128]])
+    good = {"ticks": same_phase_ticks(2, 2), "layouts": [layout] * 2, "layers": (1, 1)}
+    plan_ticks(**good, model=LLAMA)
+    wrong = [
+        ({"ticks": one_forward_one_backward(2, 2)}, r"^ticks mix forward with backward.*use same_phase_ticks$"),
+        ({"layouts": [layout]}, r"^layouts has 1 micro-batches but ticks has 2; give one layout per micro-batch$"),
+        ({"layouts": [layout, layout_from_rows([[9]])]}, r"^layouts\[1\] has 1 ranks but layouts\[0\] has 2; lay "),
+        ({"layers": (1,)}, r"^layers is \(1,\) but there are 2 stages; give each stage"),
+        ({"layers": (1, 0)}, r"^layers is \(1, 0\) but there are 2 stages; give each stage"),
+        ({"layers": (1, 1.5)}, r"^layers is \(1, 1.5\) but there are 2 stages; give each stage"),
+        ({"speed": (1, 1, 1)}, r"^speed has shape \(3,\) but there are 4 ranks; give one speed per rank"),
+        ({"tolerance": -1}, r"^tolerance is -1; give a number from 0 to 1"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            plan_ticks(**{**good, **change}, model=LLAMA)
+    with pytest.raises(ValueError, match=r"^num_stages is 5 but the model has 4 layers; use at most 4 stages"):
+        layers_of_stages(4, 5)
+    with pytest.raises(ValueError, match=r"^num_layers is 0; give a whole number of at least 1$"):
+        layers_of_stages(0, 1)
