@@ -8,8 +8,8 @@ One call has three steps, each of them an autograd node, so that two nano-batche
 
 Backward runs the same three in reverse: finish sends q, k, v, out, dout again (servers keep nothing, unless `keep`),
 serve computes gradients and sends them back, start waits and sums them. Whatever order forward interleaves two calls
-in, backward mirrors it for free. Nothing but tables lives outside autograd's saved tensors, so replay by activation
-checkpointing is an ordinary forward.
+in, backward mirrors it for free. It may follow another plan, since nothing of the forward stays with its servers.
+Nothing but tables lives outside autograd's saved tensors, so replay by activation checkpointing is an ordinary forward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from distca.planning.plan import Plan
 from distca.runtime.call import Call, another_plan
 from distca.runtime.prepared import Prepared, Shapes, digest, prepare
 from distca.runtime.recorder import RecordedKernel, RecordedTransport, Recorder
-from distca.runtime.roles import PLANS_REMEMBERED, Announcement, Announcer, Plans
+from distca.runtime.roles import PLANS_REMEMBERED, Announcement, Announcer, Plans, Steps, say_nothing
 from distca.runtime.transport import C10dTransport, Transport
 
 STATES = ("resend", "keep")
@@ -86,15 +87,20 @@ class CoreAttention:
         v: torch.Tensor,
         plan: Plan,
         *,
+        backward: Plan | None = None,
         scale: float | None = None,
         window: int | None = None,
     ) -> Pending:
-        """Send this rank's queries, keys and values on their way."""
-        _check_tensors(q, k, v, plan, self.transport)
+        """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""
+        way_back = plan if backward is None else backward
+        for one in (plan, way_back):
+            _check_tensors(q, k, v, one, self.transport)
+        if self.state == "keep" and way_back is not plan and self._digest(way_back) != self._digest(plan):
+            raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
+                             "'resend'")
         shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
-        announce = self._announcer(plan, shapes, scale, window)
-        announce("start_forward")
-        pending = Pending(self.begin(plan, shapes, scale, window), announce, (q, k, v))
+        pending = Pending(self.steps(plan, shapes, scale, window), self.steps(way_back, shapes, scale, window),
+                          self.state == "keep", (q, k, v))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
@@ -108,8 +114,14 @@ class CoreAttention:
         """Wait for this rank's own results."""
         return _Finish.apply(pending, pending.token, *pending.inputs)
 
+    def steps(
+        self, plan: Plan, shapes: Shapes, scale: float | None = None, window: int | None = None
+    ) -> Steps:
+        """The three steps of a forward or a backward that has not begun."""
+        return Steps(partial(self.begin, plan, shapes, scale, window), self._announcer(plan, shapes, scale, window))
+
     def begin(self, plan: Plan, shapes: Shapes, scale: float | None, window: int | None) -> Call:
-        """A call that is about to start forward; all ranks begin the same calls in the same order."""
+        """A call whose forward or backward begins; all ranks begin the same calls in the same order."""
         self._agree(plan, shapes.device)
         return self.call(plan, shapes, scale, window)
 
@@ -127,7 +139,7 @@ class CoreAttention:
         if dedicated and self.state == "keep":
             raise ValueError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
         if not dedicated or self.transport.rank != 0:
-            return _say_nothing
+            return say_nothing
         self._calls += 1
         about = Announcement("", self._calls, self._digest(plan), None, shapes, scale, window)
         return Announcer(self.transport, dedicated, self._told, plan, about)
@@ -165,8 +177,9 @@ class CoreAttention:
 class Pending:
     """A call between its steps, as autograd sees it: the token orders the steps, the inputs wait for the last one."""
 
-    call: Call
-    announce: Callable[[str], None]
+    forward: Steps
+    backward: Steps
+    keep: bool
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     token: torch.Tensor | None = None
 
@@ -174,33 +187,30 @@ class Pending:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Pending, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        ctx.call, ctx.announce = pending.call, pending.announce
-        pending.call.start_forward(q, k, v)
+        ctx.steps = pending.backward
+        pending.forward.take("start_forward", q, k, v)
         return q.new_zeros(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.announce("start_backward")
-        return None, *ctx.call.start_backward()
+        return None, *ctx.steps.take("start_backward")
 
 
 class _Serve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: Pending, token: torch.Tensor) -> torch.Tensor:
-        ctx.call, ctx.announce = pending.call, pending.announce
-        ctx.announce("serve_forward")
-        kept = ctx.call.serve_forward()
-        if ctx.call.keep:
+        ctx.steps = pending.backward
+        kept = pending.forward.take("serve_forward")
+        if pending.keep:
             ctx.save_for_backward(*kept)
         return token.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept = ctx.saved_tensors                                 # may replay a forward, so before the announcement
-        ctx.announce("serve_backward")
-        ctx.call.serve_backward(kept)
+        kept = ctx.saved_tensors                                 # may replay a forward, so before the step
+        ctx.steps.take("serve_backward", kept)
         return None, grad
 
 
@@ -209,18 +219,16 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: Any, pending: Pending, token: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        ctx.call, ctx.announce = pending.call, pending.announce
-        ctx.announce("finish_forward")
-        out, lse = ctx.call.finish_forward()
+        ctx.steps = pending.backward
+        out, lse = pending.forward.take("finish_forward")
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors                    # may replay a forward, so before the announcement
-        ctx.announce("finish_backward")
-        ctx.call.finish_backward(q, k, v, out, dout, lse)
+        q, k, v, out, lse = ctx.saved_tensors                    # may replay a forward, so before the step
+        ctx.steps.take("finish_backward", q, k, v, out, dout, lse)
         return None, dout.new_zeros(()), None, None, None
 
 
@@ -230,10 +238,6 @@ def _latest(remembered: OrderedDict[Any, Any], key: Any) -> Any:
     while len(remembered) > PLANS_REMEMBERED:
         remembered.popitem(last=False)
     return remembered[key]
-
-
-def _say_nothing(step: str) -> None:
-    """Without dedicated servers there is nobody to tell."""
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, transport: Transport) -> None:

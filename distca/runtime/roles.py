@@ -1,14 +1,17 @@
 """Who serves: every training rank in place, or ranks that do nothing else.
 
-In-place servers need no role: each rank runs its own steps. A dedicated rank owns no tokens and no model, so the first
-trainer announces each step to it, and it takes part in that step's exchange with an empty row. It holds nothing between
-a call's forward and its backward, so any of its tasks could run again elsewhere.
+In-place servers need no role: each rank runs its own steps. A rank that brings no tokens to a call takes the same steps
+with an empty row: a stage of a pipeline that would idle, or a dedicated rank. The latter has no model either, so the
+first trainer announces each step to it. It holds nothing between a call's forward and its backward, so any of its tasks
+could run again elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,7 +28,7 @@ _FIRST_STEPS, _LAST_STEPS = ("start_forward", "finish_backward"), ("finish_forwa
 
 
 class Announcement(NamedTuple):
-    """One step of one call. `plan` comes along the first time its key does."""
+    """One step of one direction of a call. `plan` comes along the first time its key does."""
 
     step: str
     call: int
@@ -69,9 +72,35 @@ class Announcer:
             self.transport.tell(message, server)
 
 
+class Steps:
+    """The three steps of one call's forward or backward on one rank; the first of them begins the call."""
+
+    def __init__(self, begin: Callable[[], Call], announce: Callable[[str], None]) -> None:
+        self._begin, self._announce = begin, announce
+        self._call: Call | None = None
+
+    def take(self, step: str, *tensors: Any) -> Any:
+        self._announce(step)
+        if self._call is None:
+            self._call = self._begin()
+        return getattr(self._call, step)(*tensors)
+
+    def take_empty(self, step: str, shapes: Shapes) -> None:
+        """The step of a rank that brings no tokens."""
+        q = torch.empty(0, shapes.num_heads, shapes.head_dim, dtype=shapes.dtype, device=shapes.device)
+        k = torch.empty(0, shapes.num_kv_heads, shapes.head_dim, dtype=shapes.dtype, device=shapes.device)
+        lse = torch.empty(0, shapes.num_heads, dtype=shapes.lse_dtype, device=shapes.device)
+        rows = {"start_forward": (q, k, k), "finish_backward": (q, k, k, q, q, lse)}
+        self.take(step, *rows.get(step, ()))
+
+
+def say_nothing(step: str) -> None:
+    """Without dedicated servers there is nobody to tell."""
+
+
 def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "cpu") -> int:
     """A dedicated rank's loop: take every announced step until `stop_servers`; returns the number of calls served."""
-    calls: dict[int, Call] = {}
+    calls: dict[int, Steps] = {}
     plans = Plans()
     served = 0
     while (heard := attention.transport.hear()) is not None:
@@ -79,10 +108,10 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
             plans.add(heard.plan_key, heard.plan)
         shapes = heard.shapes._replace(device=torch.device(device))
         if heard.step in _FIRST_STEPS:
-            begin = attention.begin if heard.step == "start_forward" else attention.call
-            calls[heard.call] = begin(plans[heard.plan_key], shapes, heard.scale, heard.window)
+            begin = partial(attention.begin, plans[heard.plan_key], shapes, heard.scale, heard.window)
+            calls[heard.call] = Steps(begin, say_nothing)
             served += heard.step == "start_forward"
-        _take(heard.step, calls[heard.call], shapes)
+        calls[heard.call].take_empty(heard.step, shapes)
         if heard.step in _LAST_STEPS:
             del calls[heard.call]
     return served
@@ -93,16 +122,3 @@ def stop_servers(attention: CoreAttention, plan: Plan) -> None:
     if attention.transport.rank == 0:
         for server in range(plan.layout.num_ranks, plan.num_servers):
             attention.transport.tell(None, server)
-
-
-def _take(step: str, call: Call, shapes: Shapes) -> None:
-    """One step with an empty row."""
-    q = torch.empty(0, shapes.num_heads, shapes.head_dim, dtype=shapes.dtype, device=shapes.device)
-    k = torch.empty(0, shapes.num_kv_heads, shapes.head_dim, dtype=shapes.dtype, device=shapes.device)
-    if step == "start_forward":
-        call.start_forward(q, k, k)
-    elif step == "finish_backward":
-        lse = torch.empty(0, shapes.num_heads, dtype=shapes.lse_dtype, device=shapes.device)
-        call.finish_backward(q, k, k, q, q, lse)
-    else:
-        getattr(call, step)()

@@ -92,7 +92,6 @@ class C10dTransport:
             raise _lost(self, error) from error
         return torch.cat(everyone).tolist()
 
-
     def tell(self, message: Any, rank: int) -> None:
         try:
             dist.send_object_list([message], group=self.control, group_dst=rank)
@@ -140,6 +139,7 @@ class LoopbackWorld:
         self.readers: dict[int, int] = {}                        # sequence -> ranks that have read all of it
         self.failed: BaseException | None = None
         self.told: list[deque[bytes]] = [deque() for _ in range(size)]  # messages to each rank, pickled
+        self.passed: dict[tuple[int, int], deque[torch.Tensor]] = {}    # (from, to) -> tensors on their way
 
     def run(self, body: Callable[[LoopbackTransport], Result]) -> list[Result]:
         """Run `body` once per rank, side by side; the first failure ends every rank and is raised."""
@@ -215,7 +215,6 @@ class LoopbackTransport:
         sequence, self.sequence = self.sequence, self.sequence + 1
         self.world.post(sequence, self.rank, "gather", value)
         return self.world.collect(sequence, self.rank)
-
 
     def tell(self, message: Any, rank: int) -> None:
         with self.world.changed:

@@ -2,7 +2,8 @@
 
 Tensors are copied first and written by a background thread, so training goes on meanwhile; what a save leaves behind
 when it is cut short is passed over by name, and the last good checkpoint is used. torch.distributed.checkpoint does the
-sharding: every tensor is stored under its own name with its global shape, so another number of ranks can read it.
+sharding: every tensor is stored under its own name with its global shape, so another number of ranks can read it. Ranks
+may hold different names, as the stages of a pipeline do: together they are the model, and each reads its own.
 """
 
 from __future__ import annotations
@@ -54,14 +55,27 @@ class TrainState:
 
 
 def describe(model: torch.nn.Module) -> dict[str, str]:
-    """Name, dtype and global shape of all that a checkpoint of this model holds: what another one must match."""
+    """Name, dtype and global shape of all that this rank's model holds."""
     return {name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
             for name, value in get_model_state_dict(model).items() if isinstance(value, torch.Tensor)}
 
 
+def describe_whole(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """What all ranks of the group hold together, every rank taking part: what a checkpoint must match."""
+    parts = [describe(model)]
+    if dist.is_initialized():
+        parts *= dist.get_world_size(group)
+        dist.all_gather_object(parts, parts[0], group=group)
+    whole: dict[str, str] = {}
+    for part in parts:
+        assert all(whole.get(name, told) == told for name, told in part.items())
+        whole |= part
+    return whole
+
+
 def latest(folder: str | Path, model: torch.nn.Module) -> Path | None:
     """The newest good checkpoint for this model; a newer one that is torn or foreign is named in a warning."""
-    return newest_good(Path(folder), describe(model))
+    return newest_good(Path(folder), describe_whole(model))
 
 
 def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
@@ -71,8 +85,12 @@ def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     To be called before the first backward. Parameter groups keep the options they were built with: a weight decay or
     learning rate that was changed is meant. Random states come back on the number of ranks that saved them.
     """
-    path = Path(path)
-    verdict, reason = judge(path, describe(model))
+    return _load(Path(path), model, optimizer, describe_whole(model, group), group)
+
+
+def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: Mapping[str, str],
+          group: dist.ProcessGroup | None) -> TrainState:
+    verdict, reason = judge(path, whole)
     if verdict != "good":
         raise ValueError(f"checkpoint {path} is {verdict}: {reason}")
     manifest = read_manifest(path)
@@ -110,6 +128,7 @@ class Checkpointer:
         self._pending: tuple[int, Future[Any]] | None = None
         self._newest: int | None = None                          # saved, being saved, or resumed from
         self._check_folder(resume)
+        self._whole = describe_whole(model, self._group)
 
     @property
     def in_flight(self) -> bool:
@@ -117,10 +136,10 @@ class Checkpointer:
 
     def resume(self) -> TrainState | None:
         """Go on from the newest good checkpoint, if there is one."""
-        path = self._from_first(lambda: newest_good(self.folder, describe(self.model)))
+        path = self._from_first(lambda: newest_good(self.folder, self._whole))
         if path is None:
             return None
-        state = load(path, self.model, self.optimizer, self._group)
+        state = _load(path, self.model, self.optimizer, self._whole, self._group)
         self._newest = state.step
         return state
 
@@ -134,7 +153,7 @@ class Checkpointer:
         rng = _rng_states(self.model)
         state["rng"] = {str(self._rank): rng}
         manifest = Manifest(
-            FORMAT, VERSION, step, self._num_ranks, str(torch.__version__), describe(self.model), with_optimizer,
+            FORMAT, VERSION, step, self._num_ranks, str(torch.__version__), self._whole, with_optimizer,
             sorted(rng), json.loads(json.dumps(loader_state)), {})
         stager = DefaultStager(StagingOptions(False, False, False, False))       # staged when async_save returns
         future = dcp.async_save(state, storage_writer=_Writer(self.folder, manifest, self.keep), async_stager=stager,

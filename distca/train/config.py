@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.spec import MODELS, model_named
+from distca.train.fits import check_pipeline, check_tensor
 
 Value = int | float | bool | str
 KERNELS = ("auto", "cudnn", "varlen", "sdpa", "dense")
@@ -102,9 +103,11 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a step.", least=1, common=True)
-    ping_pong: bool = _setting(True, "Split a step into two nano-batches, one computing while the other travels.",
-                               common=True)
+    tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a micro-batch.", least=1, common=True)
+    micro_batches: int = _setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
+                                  common=True)
+    ping_pong: bool = _setting(True, "Split a micro-batch into two nano-batches, one computing while the other "
+                                     "travels.", common=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,8 @@ class Attention:
 class Parallel:
     tensor: int = _setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
                            common=True)
+    pipeline: int = _setting(1, "Stages that the layers are cut into; attention is balanced over all of them.",
+                             least=1, common=True)
     fsdp: bool = _setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
 
 
@@ -208,12 +213,20 @@ class Settings:
 
     def _check_ranks(self) -> None:
         tensor, ranks, batch = self.parallel.tensor, self.run.ranks, self.batch
+        stages = self.parallel.pipeline
         if ranks % tensor:
             raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks (run.ranks); choose a size that "
                              "divides them")
+        if ranks // tensor % stages:
+            raise ValueError(f"parallel.pipeline is {stages} but there are {ranks} ranks (run.ranks), {tensor} to a "
+                             "layer (parallel.tensor); choose stages that divide the rest")
+        if stages > 1 and (self.attention.state, self.attention.mode) == ("keep", "disaggregated"):
+            raise ValueError(f"attention.state is 'keep' but with parallel.pipeline {stages} others serve a backward "
+                             "than its forward; use 'resend'")
         if not self.model.load:  # a loaded model's shape is its folder's to say
             shape = model_named(self.model.name)
             check_tensor(tensor, shape.name, shape.num_heads, shape.num_kv_heads, shape.ffn)
+            check_pipeline(self.parallel.pipeline, shape.name, shape.num_layers, self.model.tied)
         if batch.ping_pong and batch.tokens_per_rank % 2:
             raise ValueError(f"batch.tokens_per_rank is {batch.tokens_per_rank}, which two nano-batches cannot share; "
                              "make it even, or set batch.ping_pong to false")
@@ -269,14 +282,6 @@ def settings_table() -> str:
     """All settings as the Markdown table of the guide."""
     rows = [f"| `{known.name}` | `{_toml(known.default)}` | {known.meaning} |" for known in known_settings().values()]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
-
-
-def check_tensor(tensor: int, model: str, num_heads: int, num_kv_heads: int, ffn: int) -> None:
-    """Refuse a tensor-parallel size that cannot share a layer out evenly."""
-    for kind, number in (("heads", num_heads), ("KV heads", num_kv_heads), ("feed-forward columns", ffn)):
-        if number % tensor:
-            raise ValueError(f"parallel.tensor is {tensor} but model {model!r} has {number} {kind}; choose a size that "
-                             "divides them")
 
 
 def _from_toml(path: Path) -> dict[str, Value]:

@@ -4,7 +4,7 @@ A batch is a run of tokens from one endless stream of shuffled documents, so a p
 to save, and it means the same on any number of ranks. Every rank takes the same pieces, makes the same plan from
 their lengths, and reads only the tokens of its own slices. The next batch is made while this one trains.
 
-A document that does not fit into a batch is cut, and its rest opens the next batch as a document of its own; so is one
+A document that does not fit into a micro-batch is cut, and its rest opens the next as a document of its own; so is one
 longer than `max_document`, or one that ping and pong share. Nothing is attended to or predicted across a cut. A corpus
 that runs out begins anew in another order, within a batch too, so it may be smaller than one.
 """
@@ -22,15 +22,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from distca.baselines.at_home import at_home
-from distca.baselines.per_document_cp import per_document_cp
-from distca.planning.greedy import balance
-from distca.planning.plan import Plan, max_over_mean
 from distca.spec import ModelShape, unknown_name
 from distca.train.config import MODES, Settings
 from distca.train.corpora import Corpus
+from distca.train.step_plan import StepPlan, plan_step
 from distca.workload.layout import Layout
-from distca.workload.packing import NanoBatch, pack, pack_ping_pong
+from distca.workload.packing import NanoBatch
 
 IGNORED = -100  # the label of a token that has no next one
 Result = TypeVar("Result")
@@ -125,45 +122,33 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One rank's part of a batch or nano-batch, and the plan of its attention, which is the same on all ranks."""
+    """One rank's part of a micro-batch, or of its ping or pong."""
 
     tokens: torch.Tensor     # [tokens] int64
     labels: torch.Tensor     # [tokens] int64: the document's next token, wherever that lives; -100 at its end
     positions: torch.Tensor  # [tokens] int64: position in the document
-    plan: Plan
-    work_before: float       # max/mean work with documents in order and attention at home
-    work_after: float        # max/mean work under the plan
-    bytes_per_layer: int     # forward bytes that cross ranks, in all, counted in bf16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """What one rank trains on in one step."""
 
-    rows: tuple[Row, ...]  # one, or ping and pong with as many tokens each
+    micro_batches: tuple[tuple[Row, ...], ...]  # each one row, or ping and pong with as many tokens
+    plan: StepPlan         # the same on all ranks
     num_labels: int        # tokens with a next one, over all ranks and rows; what a mean loss divides by
     plan_seconds: float    # spent on layouts and plans, ahead of the step
     wait_seconds: float    # spent waiting for this batch, within the step
 
-
-class _DraftRow(NamedTuple):
-    """A row before it is tensors."""
-
-    columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, labels, positions
-    plan: Plan
-    work_before: float
-    work_after: float
-    bytes_per_layer: int
-
-    def as_tensors(self) -> Row:
-        tokens, labels, positions = (torch.from_numpy(column) for column in self.columns)
-        return Row(tokens, labels, positions, self.plan, self.work_before, self.work_after, self.bytes_per_layer)
+    @property
+    def rows(self) -> list[Row]:
+        return [row for rows in self.micro_batches for row in rows]
 
 
 class _Draft(NamedTuple):
     """A batch before it is tensors, and the position behind it."""
 
-    rows: list[_DraftRow]
+    columns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # [micro-batch][row] tokens, labels, positions
+    plan: StepPlan
     plan_seconds: float
     position: dict[str, int | str]
 
@@ -201,9 +186,8 @@ class Loader:
         wait_seconds = time.perf_counter() - begin
         self._position = draft.position
         self._ahead = _in_background(self._draft, self._position)
-        rows = tuple(row.as_tensors() for row in draft.rows)
-        num_labels = sum(row.plan.layout.num_tokens - row.plan.layout.num_documents for row in rows)
-        return Batch(rows, num_labels, draft.plan_seconds, wait_seconds)
+        micro_batches = tuple(tuple(Row(*map(torch.from_numpy, columns)) for columns in rows) for rows in draft.columns)
+        return Batch(micro_batches, draft.plan, draft.plan.num_labels, draft.plan_seconds, wait_seconds)
 
     def state(self) -> dict[str, int | str]:
         """The position of the batch that `next` gives next, whatever is already being made behind it."""
@@ -227,41 +211,16 @@ class Loader:
 
     def _draft(self, position: dict[str, int | str]) -> _Draft:
         self._stream.load(position)
-        pieces = self._stream.take(self._world * self._settings.batch.tokens_per_rank)
+        micro_batches = [self._stream.take(self._world * self._settings.batch.tokens_per_rank)
+                         for _ in range(self._settings.batch.micro_batches)]
         after = self._stream.state()
         begin = time.perf_counter()
-        nano_batches = self._nano_batches(np.array([piece.stop - piece.start for piece in pieces]))
-        plans = [self._plan(nano) for nano in nano_batches]
+        plan = plan_step([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
+                         self._settings, self._model, self._world)
         seconds = time.perf_counter() - begin
-        rows = [self._row(plan, nano, pieces) for plan, nano in zip(plans, nano_batches, strict=True)]
-        return _Draft(rows, seconds, after)
-
-    def _nano_batches(self, lengths: np.ndarray) -> tuple[NanoBatch, ...]:
-        """The layouts of a batch; per-document CP lays its own, out of one long row."""
-        attention = self._settings.attention
-        ranks = 1 if attention.mode == "per_document_cp" else self._world
-        if self._settings.batch.ping_pong:
-            return pack_ping_pong(lengths, ranks=ranks, placement=attention.placement, tolerance=attention.tolerance)
-        layout = pack(lengths, ranks=ranks, placement=attention.placement, tolerance=attention.tolerance)
-        return (NanoBatch(layout, np.arange(len(lengths)), np.zeros_like(lengths)),)
-
-    def _plan(self, nano: NanoBatch) -> Plan:
-        attention, tp = self._settings.attention, self._settings.parallel.tensor
-        if attention.mode == "home":
-            return at_home(nano.layout, self._model, tp=tp)
-        if attention.mode == "per_document_cp":
-            return per_document_cp(nano.layout, self._model, cp=self._world, tp=tp)
-        return balance(nano.layout, self._model, tolerance=attention.tolerance, tp=tp)
-
-    def _row(self, plan: Plan, nano: NanoBatch, pieces: list[Piece]) -> _DraftRow:
-        in_order = at_home(pack(plan.layout.lengths, ranks=self._world), self._model)
-        return _DraftRow(
-            columns=self._columns(plan.layout, nano, pieces),
-            plan=plan,
-            work_before=max_over_mean(in_order.work(), in_order.speed),
-            work_after=max_over_mean(plan.work(), plan.speed),
-            bytes_per_layer=int(plan.traffic().sent_bytes(plan.model, plan.tp).sum()),
-        )
+        columns = [[self._columns(layout, nano, pieces) for layout, nano in zip(layouts, nanos, strict=True)]
+                   for layouts, nanos, pieces in zip(plan.layouts, plan.nano_batches, micro_batches, strict=True)]
+        return _Draft(columns, plan, seconds, after)
 
     def _columns(self, layout: Layout, nano: NanoBatch, pieces: list[Piece]
                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

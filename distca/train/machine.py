@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.spec import model_named
-from distca.train.config import Settings, check_tensor
+from distca.train.config import Settings
+from distca.train.fits import check_pipeline, check_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +110,8 @@ def _loaded_head_dim(settings: Settings) -> int:
     path = Path(settings.model.load) / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        num_heads, hidden, ffn = (int(content[key]) for key in ("num_attention_heads", "hidden_size",
-                                                                "intermediate_size"))
+        num_heads, hidden, ffn, num_layers = (int(content[key]) for key in (
+            "num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers"))
     except FileNotFoundError:
         raise ValueError(f"model.load is {settings.model.load!r} but {path} is no file; name the folder of a Hugging "
                          "Face model") from None
@@ -119,4 +120,6 @@ def _loaded_head_dim(settings: Settings) -> int:
                          f"({type(error).__name__}: {error}); name another folder") from None
     check_tensor(settings.parallel.tensor, settings.model.load, num_heads,
                  int(content.get("num_key_value_heads") or num_heads), ffn)
+    check_pipeline(settings.parallel.pipeline, settings.model.load, num_layers,
+                   bool(content.get("tie_word_embeddings")))
     return int(content.get("head_dim") or hidden // num_heads)

@@ -35,7 +35,7 @@ class Manifest:
     step: int
     num_ranks: int
     torch: str
-    model: dict[str, str]        # parameter or buffer -> dtype and global shape
+    model: dict[str, str]        # parameter or buffer of the whole model -> dtype and global shape
     optimizer: bool              # False: saved before the optimizer's first step, when it had no state
     rng: list[str]               # devices whose random state was saved, rank by rank
     loader: dict[str, Any]

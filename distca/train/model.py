@@ -209,6 +209,7 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """[vocab, hidden]"""
+        assert self.head is not None or self.shape.tied, "only the last stage has the head"
         return self.segments[0].embed.weight if self.head is None else self.head.weight  # type: ignore[union-attr,return-value]
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
@@ -227,15 +228,20 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Norms one; matrices normal, those that write to the residual stream narrower the more layers add up there."""
+        """Norms one; matrices normal, those that write to the residual stream narrower the more layers add up there.
+
+        A stage draws the whole decoder's weights and keeps its own.
+        """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         narrow = INIT_STD / sqrt(2 * self.shape.model.num_layers)
-        for name, parameter in self.named_parameters():
-            whole = torch.ones(parameter.shape, device=generator.device)
-            if parameter.ndim > 1:
+        own = dict(self.named_parameters())
+        for name, like in Decoder(self.shape, device="meta").named_parameters():
+            whole = torch.ones(like.shape, device=generator.device)
+            if like.ndim > 1:
                 std = narrow if name.endswith(("post.output.weight", "mlp.down.weight")) else INIT_STD
                 whole.normal_(std=std, generator=generator)
-            write_parameter(parameter, whole)
+            if name in own:
+                write_parameter(own[name], whole)
 
 
 def write_parameter(parameter: torch.Tensor, whole: torch.Tensor) -> None:

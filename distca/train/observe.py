@@ -27,7 +27,7 @@ REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
 BARS = "▁▂▃▄▅▆▇█"
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "work_before", "work_after", "bytes_per_layer",
-          "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds")
+          "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles")
 
 
 class Observer:
@@ -131,6 +131,7 @@ class _LiveDisplay:
             ("loss", f"{record.loss:.4f}  {curve([one.loss for one in recent])}"),
             ("speed", f"{record.tokens_per_second:,.0f} tokens/s, {record.seconds:.2f} s a step"),
             ("attention work", f"{record.work_before:.2f} → {record.work_after:.2f} × the mean on the busiest rank"),
+            *([("pipeline", bubbles(record.bubble_share, record.served_in_bubbles))] if record.bubble_share else []),
             ("moved", f"{size(record.bytes_per_layer)} a layer"),
             ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
@@ -162,9 +163,10 @@ def open_log(path: Path, step: int) -> TextIO:
 
 
 def plain_line(record: StepRecord, steps: int) -> str:
+    served = f"bubbles {100 * record.bubble_share:.0f} %  " if record.bubble_share else ""
     return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
             f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s  "
-            f"work {record.work_before:.2f}→{record.work_after:.2f}  {size(record.bytes_per_layer)}/layer  "
+            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{size(record.bytes_per_layer)}/layer  "
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
 
 
@@ -177,6 +179,7 @@ def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: 
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
         ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
                            f"{gain}"),
+        *([("pipeline", bubbles(summary.bubble_share, summary.served_in_bubbles))] if summary.bubble_share else []),
         ("moved", f"{size(summary.bytes_per_layer)} a layer"),
         ("exposed", f"{100 * summary.exposed_share:.1f} % of the steps waiting for exchanges, "
                     f"{100 * summary.host_share:.1f} % for batches"),
@@ -194,6 +197,10 @@ def curve(values: list[float]) -> str:
     span = (high - low) or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] if math.isfinite(value) else " "
                    for value in values)
+
+
+def bubbles(share: float, served: float) -> str:
+    return f"{100 * share:.0f} % of the stages' ticks are bubbles; {100 * served:.0f} % of the attention ran in them"
 
 
 def size(num_bytes: float) -> str:
@@ -215,10 +222,12 @@ def _share(part: float, whole: float) -> str:
 
 
 def _title(settings: Settings, world: int) -> str:
-    tokens = settings.batch.tokens_per_rank * world // settings.parallel.tensor
+    parallel, batch = settings.parallel, settings.batch
+    tokens = batch.tokens_per_rank * batch.micro_batches * world // (parallel.tensor * parallel.pipeline)
     model = settings.model.load or settings.model.name
     ranks = f"{world} ranks" if world > 1 else "1 rank"
-    return f"{model} on {ranks}, {tokens:,} tokens a step, attention {settings.attention.mode}"
+    stages = f" in {parallel.pipeline} stages" if parallel.pipeline > 1 else ""
+    return f"{model} on {ranks}{stages}, {tokens:,} tokens a step, attention {settings.attention.mode}"
 
 
 def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:

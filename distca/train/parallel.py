@@ -6,12 +6,14 @@ the row's tokens. FSDP2 then shards every segment over the data ranks. The embed
 belong to the root: tied or not, they are gathered while `decoder(run)` runs and until its backward ends.
 
 Gradients are sums over data ranks, not means: the loss is already divided by the labels of all ranks. Segments may run
-any number of times before one backward; every use adds to the same gradient.
+any number of times before one backward; every use adds to the same gradient. So do several micro-batches in flight, as
+a pipeline has them: `accumulating` stands around each one's backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,12 +46,14 @@ def parallelize(
 ) -> None:
     """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
 
-    Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own. Without `fsdp`
-    every data rank keeps whole parameters. A decoder on the "meta" device stays there: follow with `to_empty` and
-    `reset_parameters` or `load_hf`.
+    A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
+    mesh, since all ranks make process groups together. Compute runs in `dtype`, parameters and the reduction of
+    gradients stay in the parameters' own. Without `fsdp` every data rank keeps whole parameters. A decoder on the
+    "meta" device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
     """
-    if mesh.mesh_dim_names != ("data", "tensor"):
-        raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor')")
+    if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
+        raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
+                         "or with 'pipeline' before them")
     if mesh["tensor"].size() != tensor:
         raise ValueError(f"tensor is {tensor} but the mesh has {mesh['tensor'].size()} tensor ranks; make them equal")
     check_tensor(decoder.shape.model, tensor)
@@ -57,10 +61,20 @@ def parallelize(
         assert isinstance(segment, Segment)
         segment.recompute = activation_checkpointing
     if not fsdp:                                                 # one shard, replicated: the same engine throughout
-        mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=("replica", "data", "tensor"))
+        mesh = _with_replicas(mesh)
     if tensor > 1:
         _cut_tensors(decoder, mesh["tensor"])
     _shard(decoder, mesh["data"] if fsdp else mesh["replica", "data"], dtype)
+
+
+def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with "replica" in place of "data", and a "data" of one rank after it."""
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(f"mesh has {mesh.size()} of {dist.get_world_size()} ranks; without fsdp all ranks make "
+                         "process groups together: give the whole mesh, with its pipeline dimension")
+    assert mesh.mesh_dim_names is not None
+    names = (*mesh.mesh_dim_names[:-2], "replica", "data", "tensor")
+    return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-2), mesh_dim_names=names)
 
 
 def check_tensor(model: ModelShape, tensor: int) -> None:
@@ -122,12 +136,36 @@ def _reshard_after_look(decoder: nn.Module, args: tuple[Any, ...], output: Any) 
         decoder.reshard()
 
 
+@contextmanager
+def accumulating(decoder: nn.Module, *, last: bool) -> Iterator[None]:
+    """Around the backward of each micro-batch of a step: gradients add up, and the `last` reduces them.
+
+    They are reduced once a step, not once a micro-batch: that many times fewer bytes, and in a pipeline no tick in
+    which all ranks wait for one stage's reduction. Until then a rank holds the whole gradient of its stage, in the
+    parameters' own dtype and not yet sharded. Micro-batches may be in flight in any order; parameters are gathered
+    again for each.
+    """
+    assert isinstance(decoder, FSDPModule)
+    _finishes_step(decoder, last)
+    try:
+        yield
+    finally:
+        _finishes_step(decoder, True)
+
+
+def _finishes_step(decoder: FSDPModule, last: bool) -> None:
+    decoder.set_requires_gradient_sync(last)
+    decoder.set_is_last_backward(last)                           # else what is prefetched goes on from one to the next
+
+
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that.
 
     Each rank adds up the squares it holds, a share of them where others hold the same, and one scalar is summed over
-    the mesh. All gradients live on one mesh, or on none.
+    the mesh, then over `group`, a rank of every pipeline stage. All gradients live on one mesh, or on none.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
@@ -141,6 +179,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         assert all(isinstance(grad, DTensor) and grad.device_mesh == first.device_mesh for grad in grads)
         for axis in range(first.device_mesh.ndim):
             dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+    if group is not None:
+        dist.all_reduce(square, group=group)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for own in held.values():

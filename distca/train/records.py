@@ -28,6 +28,8 @@ class StepRecord:
     host_seconds: float  # waiting for the batch and its plan
     memory_bytes: int
     plan_seconds: float  # making the plan, in the background
+    bubble_share: float = 0.0  # of the pipeline's ticks, over its stages, in which a stage has no micro-batch
+    served_in_bubbles: float = 0.0  # share of the attention that was computed in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class RunSummary:
     exposed_share: float  # of the time inside steps
     host_share: float
     memory_bytes: int  # the largest
+    bubble_share: float = 0.0
+    served_in_bubbles: float = 0.0
 
     @property
     def work_gain(self) -> float:
@@ -61,7 +65,7 @@ class Tally:
     def __init__(self) -> None:
         self.steps = self.tokens = self.memory_bytes = 0
         self.seconds = self.exposed_seconds = self.host_seconds = 0.0
-        self.work_before = self.work_after = self.bytes_per_layer = 0.0
+        self.work_before = self.work_after = self.bytes_per_layer = self.served_in_bubbles = 0.0
         self.first: StepRecord | None = None
         self.last: StepRecord | None = None
         self.recent: deque[float] = deque(maxlen=RECENT)
@@ -72,7 +76,7 @@ class Tally:
         self.steps += 1
         self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
         for name in ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after",
-                     "bytes_per_layer"):
+                     "bytes_per_layer", "served_in_bubbles"):
             setattr(self, name, getattr(self, name) + getattr(record, name))
 
     def summary(self) -> RunSummary | None:
@@ -86,7 +90,8 @@ class Tally:
             recent_loss=sum(self.recent) / len(self.recent), tokens_per_second=self.tokens / seconds,
             work_before=self.work_before / self.steps, work_after=self.work_after / self.steps,
             bytes_per_layer=self.bytes_per_layer / self.steps, exposed_share=self.exposed_seconds / seconds,
-            host_share=self.host_seconds / seconds, memory_bytes=self.memory_bytes)
+            host_share=self.host_seconds / seconds, memory_bytes=self.memory_bytes,
+            bubble_share=self.last.bubble_share, served_in_bubbles=self.served_in_bubbles / self.steps)
 
 
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | None]:

@@ -1,8 +1,8 @@
 """Train: documents in, checkpoints out, the same loss wherever attention ran.
 
-Every rank runs `run`. One step takes a planned batch, sends its rows through the decoder (two nano-batches that take
-turns, or one), divides the summed loss by the number of labels over all ranks, and updates. Nothing but attention knows
-that other ranks exist, apart from FSDP and the gradient's sum.
+Every rank runs `run`. One step takes a planned batch, sends its micro-batches through this rank's stage of the decoder
+in the batch's ticks, divides the summed loss by the number of labels over all ranks, and updates. Nothing but attention
+knows that other ranks exist, apart from FSDP, the neighbouring stages and the gradient's sum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import resource
 import signal
-from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -19,10 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from distca.runtime import ping_pong
+from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.core_attention import CoreAttention
+from distca.runtime.neighbours import C10dNeighbours
+from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
@@ -32,10 +34,12 @@ from distca.train.corpora import corpus_from
 from distca.train.data import Batch, Loader
 from distca.train.hf import load_hf
 from distca.train.machine import device_for, dtype_for
-from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, decoder_shape
+from distca.train.model import Decoder, DecoderShape, decoder_shape
 from distca.train.observe import Observer
 from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.records import StepRecord
+from distca.train.stage_work import StageWork
+from distca.train.stages import stage_of
 
 
 def run(settings: Settings) -> int:
@@ -65,21 +69,31 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        tensor = settings.parallel.tensor
-        self.mesh = init_device_mesh(device.type, (self.world // tensor, tensor), mesh_dim_names=("data", "tensor"))
+        tensor, stages = settings.parallel.tensor, settings.parallel.pipeline
+        self.mesh = init_device_mesh(device.type, (stages, self.world // tensor // stages, tensor),
+                                     mesh_dim_names=("pipeline", "data", "tensor"))
+        self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
         self.num_data = self.mesh["data"].size()
         dtype = dtype_for(settings, device)
         corpus = corpus_from(settings)
         shape = decoder_shape(settings.model, corpus.vocab or 1)
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                              model=shape.model)
-        self.decoder = build_decoder(settings, shape, dtype, device)
+        self.decoder = stage_of(build_decoder(settings, shape, dtype, device), self.mesh["pipeline"].get_local_rank(),
+                                stages, layers_of_stages(shape.model.num_layers, stages))
         parallelize(self.decoder, self.mesh, tensor=tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
                     activation_checkpointing=settings.model.activation_checkpointing)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
-        self.attention = CoreAttention(self.mesh["data"].get_group(), kernel=settings.attention.kernel,
-                                       state=settings.attention.state, recorder=self.recorder)
+        shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
+        self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
+                                       recorder=self.recorder)
+        self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
+                              loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
+        timeout = timedelta(seconds=settings.run.timeout_seconds)
+        for group in (self.pool, *self.mesh.get_all_groups()):   # made by the mesh with a timeout of its own
+            _set_pg_timeout(timeout, group)
+        self.neighbours = connect(self.mesh["pipeline"], timeout)
         self.step, self.stopping = 0, False
         self.checkpoints = self.open_checkpoints()
 
@@ -122,39 +136,30 @@ class Trainer:
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
         self.step += 1
-        dist.all_reduce(total, group=self.mesh["data"].get_group())
+        dist.all_reduce(total, group=self.pool)
         loss = float(total) / batch.num_labels
         trace = self.recorder.end_step(self.rank, self.step)
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
-        tokens = sum(row.plan.layout.num_tokens for row in batch.rows)
+        plan = batch.plan
         return StepRecord(
-            step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens, seconds=seconds,
-            tokens_per_second=tokens / seconds, work_before=mean(row.work_before for row in batch.rows),
-            work_after=mean(row.work_after for row in batch.rows),
-            bytes_per_layer=sum(row.bytes_per_layer for row in batch.rows), exposed_seconds=trace.exposed_seconds,
-            host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds)
+            step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
+            tokens_per_second=plan.num_tokens / seconds, work_before=plan.work_before, work_after=plan.work_after,
+            bytes_per_layer=plan.bytes_per_layer, exposed_seconds=trace.exposed_seconds,
+            host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
+            bubble_share=plan.ticks.bubble_share(), served_in_bubbles=plan.served_in_bubbles)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""
-        rows = [(row.tokens.to(self.device), row.labels.to(self.device), row.positions.to(self.device))
-                for row in batch.rows]
-        total = self.decoder(lambda decoder: self.summed_loss(decoder, batch, rows))
-        (total / batch.num_labels).backward()
-        return total.detach()
-
-    def summed_loss(self, decoder: Decoder, batch: Batch, rows: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        hidden = ping_pong.forward(
-            list(decoder.segments), [(tokens,) for tokens, _, _ in rows],
-            [decoder.rotary(positions) for _, _, positions in rows], [row.plan for row in batch.rows], self.attention)
-        chunk = self.settings.optimizer.loss_chunk_tokens
-        losses = [chunked_cross_entropy(states, decoder.head_weight, labels, chunk)[0]
-                  for states, (_, labels, _) in zip(hidden, rows, strict=True)]
-        return torch.stack(losses).sum()
+        self.work.begin(batch)
+        stage = self.mesh["pipeline"].get_local_rank()
+        Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, batch.plan.by_stage[stage])
+        return self.work.total
 
     def update(self) -> float:
-        norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm)
+        norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm,
+                              self.mesh["pipeline"].get_group())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -184,6 +189,13 @@ class Trainer:
             (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
 
 
+def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dNeighbours:
+    """This rank's neighbours: one process group for activations, another for gradients."""
+    chain = pipeline.mesh.flatten().tolist()
+    back = dist.new_group(chain, timeout=timeout, use_local_synchronization=True)
+    return C10dNeighbours(chain, down=pipeline.get_group(), up=back)
+
+
 def build_decoder(
     settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
@@ -211,11 +223,6 @@ def learning_rate(step: int, settings: Settings) -> float:
     progress = (step - chosen.warmup_steps) / max(1, settings.run.steps - chosen.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
     return chosen.lr * (chosen.min_lr_ratio + (1.0 - chosen.min_lr_ratio) * cosine)
-
-
-def mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -169,12 +169,14 @@ def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed, w
     ranks = loaders(corpus, chosen, world)
     for _ in range(2):
         batches = [loader.next() for loader in ranks]
-        for rows in zip(*(batch.rows for batch in batches), strict=True):
-            plan = rows[0].plan
+        assert len({(batch.plan.work_before, batch.plan.work_after, batch.plan.bytes_per_layer)
+                    for batch in batches}) == 1
+        for number, rows in enumerate(zip(*(batch.rows for batch in batches), strict=True)):
+            plans = [batch.plan.by_stage[0][0][number][0] for batch in batches]
+            plan = plans[0]
             plan.validate()
             assert plan.layout.num_ranks == plan.num_servers == world
-            assert len({digest(row.plan) for row in rows}) == 1
-            assert len({(row.work_before, row.work_after, row.bytes_per_layer) for row in rows}) == 1
+            assert len({digest(other) for other in plans}) == 1
             first_token = {}                                     # of each document of the layout
             for rank, row in enumerate(rows):
                 assert row.tokens.dtype == row.labels.dtype == row.positions.dtype == torch.int64
@@ -233,13 +235,14 @@ def test_what_balancing_gains_is_measured():
     for mode, placement in (("disaggregated", "given"), ("disaggregated", "balanced"), ("home", "given")):
         chosen = some_settings(batch__tokens_per_rank=2048, attention__mode=mode, attention__placement=placement)
         loader = Loader(corpus, chosen, rank=0, world=4, model=MODEL)
-        row = next(row for row in (loader.next().rows[0] for _ in range(4)) if row.plan.layout.lengths.max() > 1500)
-        assert row.work_before > 2.0
-        assert row.bytes_per_layer == row.plan.summary().bytes_total
-        after[mode, placement] = row.work_after
+        step = next(step for step in (loader.next().plan for _ in range(4)) if step.layouts[0][0].lengths.max() > 1500)
+        plan, = step.by_stage[0][0][0][:1]
+        assert step.work_before > 2.0
+        assert step.bytes_per_layer == plan.summary().bytes_total
+        after[mode, placement] = step.work_after
         if mode == "home":
-            assert row.work_after == row.work_before
-            assert (row.plan.tasks.home == row.plan.tasks.server).all()
+            assert step.work_after == step.work_before
+            assert (plan.tasks.home == plan.tasks.server).all()
     assert after["disaggregated", "given"] <= 1.05
     assert after["disaggregated", "balanced"] <= 1.05
     assert after["home", "given"] > 2.0
@@ -251,8 +254,8 @@ def test_the_default_run_is_balanced_on_real_documents():
     for _ in range(3):
         batches = [loader.next() for loader in ranks]
         assert sum(len(row.tokens) for batch in batches for row in batch.rows) == 2 * chosen.batch.tokens_per_rank
-        for row in batches[0].rows:
-            assert row.work_after <= 1.05 or row.plan.limit is not None
+        plans = [row[0] for row in batches[0].plan.by_stage[0][0]]
+        assert batches[0].plan.work_after <= 1.05 or any(plan.limit is not None for plan in plans)
 
 
 def test_a_corpus_smaller_than_a_batch_begins_anew():

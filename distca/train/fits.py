@@ -1,0 +1,22 @@
+"""Which ways of sharing a model out its shape allows, said in the words of the settings.
+
+Asked before any process starts: of a named shape by the settings, of a model to load by the machine that holds it.
+"""
+
+
+def check_tensor(tensor: int, model: str, num_heads: int, num_kv_heads: int, ffn: int) -> None:
+    """Refuse a tensor-parallel size that cannot share a layer out evenly."""
+    for kind, number in (("heads", num_heads), ("KV heads", num_kv_heads), ("feed-forward columns", ffn)):
+        if number % tensor:
+            raise ValueError(f"parallel.tensor is {tensor} but model {model!r} has {number} {kind}; choose a size that "
+                             "divides them")
+
+
+def check_pipeline(stages: int, model: str, num_layers: int, tied: bool) -> None:
+    """Refuse more stages than layers, and stages that would have to share the embedding."""
+    if stages > num_layers:
+        raise ValueError(f"parallel.pipeline is {stages} but model {model!r} has {num_layers} layers; give every stage "
+                         "at least one")
+    if stages > 1 and tied:
+        raise ValueError(f"parallel.pipeline is {stages} but the output layer of model {model!r} is its embedding "
+                         "(model.tied), which another stage holds; untie them, or use one stage")

@@ -1,0 +1,352 @@
+"""A decoder cut into stages is the whole decoder: in one process, on ranks with micro-batches in flight, on disk."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from distca.kernels import dense_attention
+from distca.spec import ModelShape
+from distca.testing import run_processes
+from distca.train.checkpoint import Checkpointer, load
+from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, write_parameter
+from distca.train.parallel import accumulating, clip_grad_norm, parallelize
+from distca.train.stages import stage_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
+PATIENT = {"timeout_seconds": 120.0, "deadline_seconds": 240.0}  # for machines that others use too
+CLIP = 0.05
+
+
+def generator(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+def with_layers(num_layers, tied=False):
+    return replace(SHAPE, model=replace(SHAPE.model, num_layers=num_layers), tied=tied)
+
+
+def through(part, x, lengths):
+    """One row straight through a decoder or a stage of one."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return part.hidden(x, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.lists(st.integers(1, 6), min_size=1, max_size=3),
+       st.booleans())
+def test_stages_one_after_the_other_are_the_whole_decoder(layers, lengths, recompute):
+    whole = Decoder(with_layers(sum(layers)), generator=generator())
+    stages = [stage_of(whole, stage, len(layers), layers) for stage in range(len(layers))]
+    assert [len(list(stage.segments)) for stage in stages] == [num + 1 for num in layers]
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    for stage in stages:
+        assert all(parameter is whole.get_parameter(name) for name, parameter in stage.named_parameters())
+        for segment in stage.segments:
+            segment.recompute = recompute
+    tokens = torch.randint(0, 61, (sum(lengths),), generator=generator())
+    through(whole, tokens, lengths).square().sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in whole.named_parameters() if name != "head.weight"}
+    whole.zero_grad()
+    x = tokens
+    for stage in stages:
+        x = stage(lambda part, x=x: through(part, x, lengths))
+    assert torch.equal(x, through(whole, tokens, lengths))
+    assert stages[-1].head_weight is whole.head_weight
+    x.square().sum().backward()
+    assert all(torch.equal(whole.get_parameter(name).grad, grad) for name, grad in expected.items())
+
+
+def test_what_cannot_be_cut_is_refused():
+    tied = Decoder(with_layers(3, tied=True), device="meta")
+    assert stage_of(tied, 0, 1, (3,)) is tied
+    with pytest.raises(ValueError, match=r"model.tied is true but 2 pipeline stages .*; set model.tied = false"):
+        stage_of(tied, 0, 2, (2, 1))
+    whole = Decoder(SHAPE, device="meta")
+    for layers in ((3, 0), (2, 2), (1, 1, 1), (2,)):
+        with pytest.raises(ValueError, match=r"layers is .* for 2 stages of model 'small' with 3 layers"):
+            stage_of(whole, 0, 2, layers)
+    for stage in (-1, 2):
+        with pytest.raises(ValueError, match=f"stage is {stage}; give one of 0 to 1"):
+            stage_of(whole, stage, 2, (2, 1))
+    with pytest.raises(AssertionError, match="only the last stage has the head"):
+        _ = stage_of(whole, 0, 2, (2, 1)).head_weight
+
+
+def test_a_stage_without_memory_draws_the_whole_decoders_weights():
+    whole = Decoder(SHAPE, generator=generator())
+    stage = stage_of(Decoder(SHAPE, device="meta"), 1, 3, (1, 1, 1))
+    assert all(parameter.is_meta for parameter in stage.parameters())
+    stage.to_empty(device="cpu").reset_parameters(generator())
+    assert all(torch.equal(parameter, whole.get_parameter(name)) for name, parameter in stage.named_parameters())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh of pipeline × data × tensor ranks; with pipeline 1 every rank runs both stages, one after the other."""
+
+    pipeline: int
+    data: int
+    tensor: int = 1
+    fsdp: bool = True
+    recompute: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+LAYERS = (2, 1)
+CASES = {
+    2: (Case(1, 2), Case(1, 2, recompute=True), Case(1, 2, fsdp=False), Case(1, 2, fsdp=False, recompute=True),
+        Case(1, 1, 2, recompute=True), Case(1, 2, dtype=torch.bfloat16)),
+    4: (Case(2, 2), Case(2, 2, fsdp=False, recompute=True), Case(2, 1, 2, fsdp=False)),
+}
+ROWS = [[[9, 4], [2, 11]], [[13], [1, 1, 11]], [[3, 3, 7], [12, 1]]]      # of each micro-batch; 13 tokens in each
+ORDERS = {                                                       # (stage, m): m-th micro-batch's forward; -m: backward
+    "both": [(0, 1), (1, 1), (0, 2), (1, 2), (1, -1), (0, -1), (0, 3), (1, 3), (1, -2), (0, -2), (1, -3), (0, -3)],
+    0: [(0, 1), (0, 2), (0, 3), (0, -1), (0, -2), (0, -3)],
+    1: [(1, 1), (1, 2), (1, -1), (1, 3), (1, -2), (1, -3)],
+}
+NUM_STEPS = 2
+
+
+def batch(data_rank, micro_batch, step):
+    """Tokens, labels and lengths of each row; the same wherever it is asked for."""
+    rows = []
+    for number, lengths in enumerate(ROWS[micro_batch]):
+        seed = 100 * step + 20 * micro_batch + 2 * data_rank + number
+        tokens = torch.randint(0, 61, (13,), generator=generator(seed))
+        labels = torch.cat([torch.cat((document[1:], torch.tensor([-100]))) for document in tokens.split(lengths)])
+        rows.append((tokens, labels, lengths))
+    return rows
+
+
+def loss_of(part, states, rows, num_data):
+    total = sum(chunked_cross_entropy(x, part.head_weight, labels, 5)[0]
+                for x, (_, labels, _) in zip(states, rows, strict=True))
+    return total / (num_data * sum(length - 1 for micro in ROWS for lengths in micro for length in lengths))
+
+
+def own_dtype(case):
+    return torch.float32 if case.dtype == torch.bfloat16 else case.dtype
+
+
+class Ticks:
+    """Runs the stages that this rank has in a given order; x and its gradient go by hand or over the wire."""
+
+    def __init__(self, case, parts, mesh):
+        self.case, self.parts, self.data = case, parts, mesh["data"].get_local_rank()
+        self.peer = None if case.pipeline == 1 else mesh["pipeline"].get_group()
+        self.by_hand, self.on_the_wire, self.live = {}, [], {}
+        self.shards = {stage: dict(part.named_parameters()) for stage, part in parts.items()}
+
+    def give(self, to, key, tensors):
+        if to in self.parts:
+            self.by_hand[to, key] = [tensor.detach() for tensor in tensors]
+            return
+        sent = [tensor.detach().contiguous() for tensor in tensors]
+        self.on_the_wire += [(dist.isend(tensor, group=self.peer, group_dst=to), tensor) for tensor in sent]
+
+    def take(self, by, key):
+        if (by, key) in self.by_hand:
+            return self.by_hand.pop((by, key))
+        rows = -(-13 // self.case.tensor)
+        received = [torch.empty(rows, SHAPE.model.hidden, dtype=self.case.dtype) for _ in range(2)]
+        for tensor in received:
+            dist.recv(tensor, group=self.peer, group_src=1 - by)
+        return received
+
+    def step(self, order, number):
+        for stage, what in order:
+            run = self.forward if what > 0 else self.backward
+            run(stage, abs(what) - 1, number)
+        for work, _ in self.on_the_wire:
+            work.wait()
+        assert not self.by_hand and not self.live
+
+    def forward(self, stage, micro_batch, number):
+        part, rows = self.parts[stage], batch(self.data, micro_batch, number)
+        inputs = [tokens for tokens, _, _ in rows]
+        if stage > 0:
+            inputs = [x.requires_grad_() for x in self.take(stage, micro_batch)]
+
+        def run(part):
+            states = [through(part, x, lengths) for x, (_, _, lengths) in zip(inputs, rows, strict=True)]
+            return states if stage == 0 else [loss_of(part, states, rows, self.case.data)]
+
+        outputs = part(run)
+        self.live[stage, micro_batch] = inputs, outputs
+        if stage == 0:
+            self.give(1, micro_batch, outputs)
+
+    def backward(self, stage, micro_batch, number):
+        inputs, outputs = self.live.pop((stage, micro_batch))
+        grads = [None] if stage == 1 else self.take(0, -micro_batch - 1)
+        with accumulating(self.parts[stage], last=micro_batch == len(ROWS) - 1):
+            torch.autograd.backward(outputs, grads)
+        reduced = {name for name, parameter in self.shards[stage].items() if parameter.grad is not None}
+        assert reduced == (set() if micro_batch < len(ROWS) - 1 else self.shards[stage].keys())
+        if stage == 1:
+            self.give(0, -micro_batch - 1, [x.grad for x in inputs])
+
+
+@cache
+def in_one_process(num_data, dtype):
+    """Gradients of the last step, their norm, and they clipped, of a plain whole decoder with all data ranks' rows."""
+    whole = Decoder(SHAPE, generator=generator()).to(dtype)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
+    for number in range(NUM_STEPS):
+        optimizer.step()
+        optimizer.zero_grad()
+        for data_rank in range(num_data):
+            for micro_batch in range(len(ROWS)):
+                rows = batch(data_rank, micro_batch, number)
+                states = [through(whole, tokens, lengths) for tokens, _, lengths in rows]
+                loss_of(whole, states, rows, num_data).backward()
+    grads = {name: parameter.grad.clone() for name, parameter in whole.named_parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
+    return grads, float(norm), {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def on_ranks(case):
+    """How far this rank is from one process: gradients, norm and clipped gradients after the last of several steps."""
+    if case.pipeline == 1:
+        mesh = init_device_mesh("cpu", (case.data, case.tensor), mesh_dim_names=("data", "tensor"))
+        mine, group, order = (0, 1), None, ORDERS["both"]
+    else:
+        mesh = init_device_mesh("cpu", (case.pipeline, case.data, case.tensor),
+                                mesh_dim_names=("pipeline", "data", "tensor"))
+        mine, group = (mesh["pipeline"].get_local_rank(),), mesh["pipeline"].get_group()
+        order = ORDERS[mine[0]]
+    whole = Decoder(SHAPE, generator=generator()).to(own_dtype(case))
+    parts = {stage: stage_of(whole, stage, 2, LAYERS) for stage in mine}
+    for part in parts.values():
+        parallelize(part, mesh, tensor=case.tensor, fsdp=case.fsdp, dtype=case.dtype,
+                    activation_checkpointing=case.recompute)
+    named = {name: parameter for part in parts.values() for name, parameter in part.named_parameters()}
+    optimizer = torch.optim.SGD(named.values(), lr=1.0)
+    for number in range(NUM_STEPS):
+        optimizer.step()
+        optimizer.zero_grad()
+        Ticks(case, parts, mesh).step(order, number)
+    grads, norm, clipped = in_one_process(case.data, own_dtype(case))
+    assert norm > 2 * CLIP
+    apart = {"gradient": farthest(grads, {name: parameter.grad for name, parameter in named.items()})}
+    apart["norm"] = abs(float(clip_grad_norm(named.values(), CLIP, group)) - norm)
+    return apart | {"clipped": farthest(clipped, {name: parameter.grad for name, parameter in named.items()})}
+
+
+def farthest(want, got):
+    """Over this rank's shares of the tensors it has."""
+    assert got.keys() <= want.keys() and got
+    apart = [0.0]
+    for name, tensor in got.items():
+        assert want[name].abs().max() > 0
+        mine = tensor.detach()
+        write_parameter(expected := torch.empty_like(mine), want[name])
+        mine, expected = ((x.to_local() if hasattr(x, "to_local") else x) for x in (mine, expected))
+        apart.append(float((mine - expected).abs().max()) if mine.numel() else 0.0)
+    return max(apart)
+
+
+def on_all_ranks(transport):
+    return [on_ranks(case) for case in CASES[transport.size]], refused(transport.size)
+
+
+def refused(num_ranks):
+    """Part of a mesh cannot be spread over without fsdp: others would wait for process groups for ever."""
+    mesh = init_device_mesh("cpu", (num_ranks, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+    with pytest.raises(ValueError) as caught:
+        parallelize(Decoder(SHAPE), mesh["data", "tensor"], tensor=1, fsdp=False, dtype=torch.float32,
+                    activation_checkpointing=False)
+    return str(caught.value)
+
+
+def values(outcomes):
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_micro_batches_in_flight_give_the_gradients_of_a_single_process(num_ranks):
+    for cases, line in values(run_processes(num_ranks, on_all_ranks, **PATIENT)):
+        for case, apart in zip(CASES[num_ranks], cases, strict=True):
+            assert max(apart.values()) < (2e-2 if case.dtype == torch.bfloat16 else 1e-10), (case, apart)
+        assert f"mesh has 1 of {num_ranks} ranks" in line and "give the whole mesh" in line
+
+
+def build(layers=None, data=1, seed=3):
+    """A decoder or, on ranks, this rank's stage of it, and an optimizer."""
+    whole = Decoder(SHAPE, generator=generator(seed))
+    if layers is not None:
+        mesh = init_device_mesh("cpu", (len(layers), data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+        whole = stage_of(whole, mesh["pipeline"].get_local_rank(), len(layers), layers)
+        parallelize(whole, mesh, tensor=1, fsdp=True, dtype=torch.float32, activation_checkpointing=False)
+    return whole, torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
+
+
+def train(part, optimizer):
+    """Two steps with gradients that depend on a parameter's name alone."""
+    for step in range(2):
+        for name, parameter in part.named_parameters():
+            grad = torch.randn(parameter.shape, generator=generator(step + sum(map(ord, name))))
+            parameter.grad = torch.zeros_like(parameter)
+            write_parameter(parameter.grad, grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def everything(part, optimizer):
+    """Weights and moments by name."""
+    found = {}
+    for name, parameter in part.named_parameters():
+        found[name] = parameter.detach()
+        found |= {f"{name} {key}": optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq", "step")}
+    return found
+
+
+def resumed(folder, layers=None, data=1):
+    """How far from a run that never stopped, all in one process."""
+    run = build(layers, data, seed=8)
+    state = Checkpointer(folder, *run).resume()
+    assert (state.step, state.loader) == (2, {"at": 2})
+    never_stopped = build()
+    train(*never_stopped)
+    return farthest(everything(*never_stopped), everything(*run))
+
+
+def save(folder, layers=None):
+    run = build(layers)
+    train(*run)
+    saver = Checkpointer(folder, *run)
+    saver.save(2, {"at": 2})
+    saver.finish()
+
+
+def save_and_resume(transport, folder):
+    save(f"{folder}/staged", LAYERS)
+    return resumed(f"{folder}/whole", LAYERS), resumed(f"{folder}/staged", (1, 2))
+
+
+def resume_cut_otherwise(transport, folder, layers, data):
+    return resumed(f"{folder}/staged", layers, data)
+
+
+@pytest.mark.multiprocess
+def test_a_checkpoint_goes_on_with_other_stages(tmp_path):
+    save(tmp_path / "whole")
+    assert values(run_processes(2, save_and_resume, str(tmp_path), **PATIENT)) == [(0.0, 0.0)] * 2
+    assert resumed(tmp_path / "staged") == 0.0
+    for layers, data in (((1, 1, 1), 1), ((1, 2), 2)):
+        ranks = run_processes(len(layers) * data, resume_cut_otherwise, str(tmp_path), layers, data, **PATIENT)
+        assert values(ranks) == [0.0] * (len(layers) * data)
+    alone = stage_of(Decoder(SHAPE), 0, 2, LAYERS)
+    with pytest.raises(ValueError, match=r"is foreign: another model's: .* and nothing here"):
+        load(tmp_path / "staged" / "step_00000002", alone, torch.optim.AdamW(alone.parameters()))
