@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +74,25 @@ def shape_from_hf(folder: str | Path) -> DecoderShape:
 
 @torch.no_grad()
 def load_hf(folder: str | Path, decoder: Decoder) -> None:
-    """Fill a decoder, sharded or not, with a folder's weights; rotary settings stay the decoder's own."""
+    """Fill a decoder, or a stage of one, sharded or not, with a folder's weights; rotary settings stay its own."""
     folder = Path(folder)
     theirs, ours = shape_from_hf(folder).key(), decoder.shape.key()
     if theirs != ours:
         raise ValueError(f"{folder} holds a model with {theirs} but the decoder has {ours}; "
                          "build it with shape_from_hf")
     parameters = {hf_name(name): parameter for name, parameter in decoder.named_parameters()}
+    whole = {hf_name(name) for name, _ in Decoder(decoder.shape, device="meta").named_parameters()}
     found = set()
-    for name, tensor in _read_tensors(folder):
+    for name, read in _tensors(folder):
         if name in parameters:
+            tensor = read()
             if tensor.shape != parameters[name].shape:
                 raise ValueError(f"{folder} has {name} with shape {tuple(tensor.shape)} but config.json makes it "
                                  f"{tuple(parameters[name].shape)}; the folder is not whole")
             write_parameter(parameters[name], tensor)
             found.add(name)
-        elif not (name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.shape.tied)):
+        elif not (name in whole or name.endswith("rotary_emb.inv_freq")
+                  or (name == "lm_head.weight" and decoder.shape.tied)):
             raise ValueError(f"{folder} has {name}, which this decoder does not; only plain Llama models can be loaded")
     missing = sorted(parameters.keys() - found)
     if missing:
@@ -174,7 +178,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
 
 
-def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Every tensor's name, and how to read it while it is its turn."""
     safe_open = _safetensors("safetensors").safe_open
     if (folder / INDEX).is_file():
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -186,7 +191,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             raise ValueError(f"{folder} has no {file}; give a folder with all of a model's safetensors")
         with safe_open(folder / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                yield name, opened.get_tensor(name)
+                yield name, partial(opened.get_tensor, name)
 
 
 def _into_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:

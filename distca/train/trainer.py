@@ -79,10 +79,7 @@ class Trainer:
         shape = decoder_shape(settings.model, corpus.vocab or 1)
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                              model=shape.model)
-        self.decoder = stage_of(build_decoder(settings, shape, dtype, device), self.mesh["pipeline"].get_local_rank(),
-                                stages, layers_of_stages(shape.model.num_layers, stages))
-        parallelize(self.decoder, self.mesh, tensor=tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
-                    activation_checkpointing=settings.model.activation_checkpointing)
+        self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
         shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
@@ -197,13 +194,24 @@ def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dNeighbours:
 
 
 def build_decoder(
-    settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device
+    settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
 ) -> Decoder:
-    """The same weights on every rank: drawn from the run's seed, or loaded."""
-    decoder = Decoder(shape, generator=torch.Generator().manual_seed(settings.run.seed))
+    """This rank's share of the weights, the same on any mesh: drawn from the run's seed, or loaded.
+
+    No rank ever holds more than its share and one whole tensor.
+    """
+    stages = settings.parallel.pipeline
+    own = torch.float64 if dtype == torch.float64 else torch.float32
+    decoder = stage_of(Decoder(shape, device="meta").to(own), mesh["pipeline"].get_local_rank(), stages,
+                       layers_of_stages(shape.model.num_layers, stages))
+    parallelize(decoder, mesh, tensor=settings.parallel.tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
+                activation_checkpointing=settings.model.activation_checkpointing)
+    decoder.to_empty(device=device)
     if settings.model.load:
         load_hf(settings.model.load, decoder)
-    return decoder.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    else:
+        decoder.reset_parameters(torch.Generator().manual_seed(settings.run.seed))
+    return decoder
 
 
 def build_optimizer(decoder: Decoder, settings: Settings) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ from distca.spec import ModelShape
 from distca.train.config import Model
 from distca.train.hf import hf_name, load_hf, save_hf, shape_from_hf
 from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
+from distca.train.stages import stage_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -87,6 +88,19 @@ def test_transformers_loads_what_we_save(kind, tmp_path):
     tokens = random_tokens()
     torch.testing.assert_close(their_logits(model.eval(), tokens), our_logits(decoder, tokens), rtol=1e-5, atol=1e-5)
     assert replace(shape_from_hf(tmp_path / "ours"), model=decoder.shape.model) == decoder.shape
+
+
+def test_a_stage_loads_its_own_part(tmp_path):
+    random_llama().save_pretrained(tmp_path)
+    whole = dict(loaded(tmp_path).named_parameters())
+    seen = set()
+    for stage in range(2):
+        part = stage_of(Decoder(shape_from_hf(tmp_path), device="meta"), stage, 2, (2, 1)).to_empty(device="cpu")
+        load_hf(tmp_path, part)
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, whole[name])
+            seen.add(name)
+    assert seen == whole.keys()
 
 
 def test_old_config_files_are_read(tmp_path):
