@@ -21,6 +21,7 @@ from distca.cli.batches import (
     read_batch,
     without_spanning,
 )
+from distca.cli.figures import page_writer, plan_page
 from distca.cli.progress import progress
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped import shipped_names, shipped_table
@@ -51,6 +52,18 @@ class Pool:
         return np.ones(ranks + self.dedicated)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A batch with its documents in order and everything computed at home, and as it was planned."""
+
+    batch: Batch
+    placement: str
+    before: Plan
+    after: Plan
+    plan_seconds: float
+    invalid: str | None  # why the plan failed its proof
+
+
 def plan_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=(
         f"A workload file, a lengths file, a sampler ({', '.join(SAMPLERS)}), or {STANDARD_LIBRARY} for the files of "
@@ -74,6 +87,7 @@ def plan_command(
         "--no-spanning", help="Cut documents at the ends of ranks; the parts do not attend to each other.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw work and bytes per rank into this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
     """Plan one batch's core attention and show it before and after."""
     for field, value, least in (("ranks", ranks, 1), ("tokens_per_rank", tokens_per_rank, 1),
@@ -81,6 +95,7 @@ def plan_command(
         if value is not None and value < least:
             raise ValueError(f"{field} is {value}; give a whole number of at least {least}")
     save_plot = _plotter(plot) if plot else None
+    write_page = page_writer(html, "html") if html else None
     pool = Pool(model_named(model), tp, tolerance, dedicated, _latency_table(cost) if cost else None)
     _warm_up(pool, placement)
     with progress() as step:
@@ -88,15 +103,20 @@ def plan_command(
         batch = read_batch(source, ranks, tokens_per_rank, seed, max_document)
         if no_spanning:
             batch = without_spanning(batch)
-        figures = figures_of(batch, pool, placement, step)
+        planned = plan_batch(batch, pool, placement, step)
+        figures = figures_of(planned)
     if save_plot:
         save_plot(figures)
+    if write_page:
+        write_page(plan_page(figures, planned.before, planned.after))
     if as_json:
         print(json.dumps(figures.as_json()))
     else:
         print_plan(figures, Console())
         if plot:
             print(f"Drawn in {plot}.")
+        if html:
+            print(f"Written to {html}.")
     if figures.invalid is not None:
         raise typer.Exit(1)
 
@@ -108,8 +128,8 @@ def _latency_table(name: str) -> LatencyTable:
     return LatencyTable.load(name)
 
 
-def figures_of(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> PlanFigures:
-    """Plan, prove and measure. Only placing and balancing are timed."""
+def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> Planned:
+    """Plan and prove. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:
         cost.require(int(batch.lengths.max()))
@@ -122,24 +142,30 @@ def figures_of(batch: Batch, pool: Pool, placement: str, step: Callable[[str], N
     step("proving the plan")
     invalid = _failed_proof(plan)
     step("counting bytes")
-    summary = plan.summary()
     in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
     unplanned = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost)
+    return Planned(batch, placement, unplanned, plan, plan_seconds, invalid)
+
+
+def figures_of(planned: Planned) -> PlanFigures:
+    """Measure both sides."""
+    batch, plan = planned.batch, planned.after
+    summary = plan.summary()
     return PlanFigures(
         source=batch.source,
         num_documents=len(batch.lengths),
         ranks=batch.ranks,
         tokens_per_rank=batch.tokens_per_rank,
-        model=pool.model.name,
-        tp=pool.tp,
-        placement=placement,
-        tolerance=pool.tolerance,
-        before=_side(unplanned.summary()),
+        model=plan.model.name,
+        tp=plan.tp,
+        placement=planned.placement,
+        tolerance=plan.tolerance,
+        before=_side(planned.before.summary()),
         after=_side(summary),
         smallest_shard=summary.smallest_shard,
         backward_bytes_total=summary.backward_bytes_total,
-        plan_seconds=plan_seconds,
-        invalid=invalid,
+        plan_seconds=planned.plan_seconds,
+        invalid=planned.invalid,
         limit=plan.limit,
     )
 

@@ -1,0 +1,285 @@
+"""One section per part of the report: words and controls as HTML, numbers for the script to draw.
+
+Whatever a chart shows is also said in words or in a table, for readers who cannot see or point at it. What grows with
+the square of the ranks or with the documents is reduced here, and the section says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from distca.report.page_figures import (
+    DocumentFigures,
+    MemoryFigures,
+    ReportData,
+    RunFigures,
+    Spread,
+    StrategyFigures,
+    Timeline,
+    TransferFigures,
+    WorkFigures,
+)
+from distca.report.page_timeline import MAX_SPANS, timeline_payload
+from distca.report.render import byte_text, seconds_text
+
+MAX_CELLS = 128        # rows and columns of the matrix of transfers
+MAX_COLUMNS = 2048     # ranks drawn one by one; beyond, the largest of neighbours
+MAX_DOCUMENTS = 40     # documents drawn
+MAX_PIECES = 800       # pieces of documents drawn
+NUM_LARGEST = 10       # pairs of ranks listed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    key: str
+    title: str
+    body: str
+    payload: object
+
+
+def sections_of(data: ReportData) -> tuple[Section, ...]:
+    """The sections that have figures, in reading order."""
+    found = (
+        comparison_section(data.comparison) if data.comparison else None,
+        work_section(data.work) if data.work else None,
+        timeline_section(data.timelines) if data.timelines else None,
+        transfers_section(data.transfers) if data.transfers else None,
+        documents_section(data.documents) if data.documents else None,
+        memory_section(data.memory) if data.memory else None,
+        run_section(data.run) if data.run else None,
+    )
+    return tuple(section for section in found if section is not None)
+
+
+def comparison_section(strategies: Sequence[StrategyFigures]) -> Section:
+    others = {name for one in strategies for name in one.speedup_over}
+    baselines = sorted(others, key=[one.name for one in strategies].index)
+    heads = ("strategy", "tokens/s", "step", "idle", "exposed communication", "peak memory", "work, max/mean")
+    rows = [[
+        one.name, _spread(one.tokens_per_second, ",.0f"), seconds_text(one.step_seconds), f"{one.idle_share:.1%}",
+        f"{one.exposed_communication_share:.1%}", byte_text(one.peak_memory_bytes), f"{one.work_max_over_mean:.2f}",
+    ] for one in strategies]
+    ratios = [[one.name, *(_spread(one.speedup_over[name], ".2f", "×") if name in one.speedup_over else "–"
+                           for name in baselines)] for one in strategies if one.speedup_over]
+    said = ", ".join(f"{one.name} {one.tokens_per_second.mean:,.0f}" for one in strategies)
+    payload = {"names": [one.name for one in strategies], **{
+        key: _short([getattr(one.tokens_per_second, key) for one in strategies]) for key in ("mean", "low", "high")}}
+    body = (f"<p>The same documents under each strategy. Ranges are what the batches covered.</p>{_table(heads, rows)}"
+            f"{_table(('speed over', *baselines), ratios) if ratios else ''}"
+            f"{_chart('comparison', 'Tokens per second of each strategy: ' + said, height=60 + 34 * len(strategies))}")
+    return Section("comparison", "Strategies", body, payload)
+
+
+def work_section(work: WorkFigures) -> Section:
+    before, after = _over_mean(work.before), _over_mean(work.after)
+    words = (f"The busiest of {len(work.before):,} ranks did {before:.2f} times the mean; after planning the busiest "
+             f"of {len(work.after):,} servers does {after:.2f} times the mean. Everybody waits for the busiest.")
+    controls = _select("work-order", "Order", (("rank", "by rank"), ("size", "largest first")))
+    group = -(-len(work.after) // MAX_COLUMNS)
+    payload = {"before": _short(_largest(work.before, group)), "after": _short(_largest(work.after, group)),
+               "unit": work.unit, "group": group, "mean": _short([work.before.mean(), work.after.mean()]),
+               "tolerance": work.tolerance}
+    chart = _chart("work", f"Attention work per server. {words}")
+    body = f"<p>{words}</p>{_controls(controls)}{chart}{_numbers('work')}"
+    return Section("work", "Work per server", body, payload)
+
+
+def transfers_section(transfers: TransferFigures) -> Section:
+    size = transfers.num_ranks
+    pair = transfers.source * size + transfers.destination
+    distinct, where = np.unique(pair, return_inverse=True)
+    num_bytes = np.bincount(where, weights=transfers.num_bytes, minlength=len(distinct))
+    source, destination = distinct // size, distinct % size
+    sent = np.bincount(source, weights=num_bytes, minlength=size)
+    received = np.bincount(destination, weights=num_bytes, minlength=size)
+    group = -(-size // MAX_CELLS)
+    cells = -(-size // group)
+    matrix = np.zeros((cells, cells))
+    np.add.at(matrix, (source // group, destination // group), num_bytes)
+    largest = np.argsort(-num_bytes, kind="stable")[:NUM_LARGEST]
+    words = f"{byte_text(sent.sum())} cross ranks ({transfers.note})."
+    if sent.sum():
+        words += (f" Rank {sent.argmax()} sends most, {byte_text(sent.max())}; rank {received.argmax()} receives most, "
+                  f"{byte_text(received.max())}.")
+    if group > 1:
+        words += f" A cell stands for {group} × {group} ranks."
+    controls = _select("transfers-view", "Show", (
+        ("matrix", "who sends to whom"), ("ranks", "sent and received by rank")))
+    pairs = _table(("from rank", "to rank", "bytes"),
+                   [[str(source[i]), str(destination[i]), byte_text(num_bytes[i])] for i in largest])
+    body = (f"<p>{escape(words)}</p>{_controls(controls)}{_chart('transfers', words, height=480)}"
+            f"<details><summary>The {len(largest)} largest transfers</summary>{pairs}</details>{_numbers('transfers')}")
+    payload = {"matrix": [_short(row) for row in matrix], "group": group, "size": size,
+               "columnGroup": -(-size // MAX_COLUMNS), "sent": _short(_largest(sent, -(-size // MAX_COLUMNS))),
+               "received": _short(_largest(received, -(-size // MAX_COLUMNS)))}
+    return Section("transfers", "Who sends to whom", body, payload)
+
+
+def timeline_section(timelines: Sequence[Timeline]) -> Section:
+    payload = [timeline_payload(timeline, MAX_SPANS // len(timelines)) for timeline in timelines]
+    lanes = list(dict.fromkeys(lane for one in payload for lane in one["lanes"]))
+    boxes = "".join(
+        f'<label class="check"><input type="checkbox" name="lane" value="{escape(lane)}" checked>'
+        f'<span class="swatch" data-lane="{escape(lane)}" aria-hidden="true"></span>{escape(lane)}</label>'
+        for lane in lanes)
+    buttons = "".join(f'<button type="button" data-zoom="{key}">{label}</button>' for key, label in (
+        ("in", "Zoom in"), ("out", "Zoom out"), ("left", "Earlier"), ("right", "Later"), ("all", "Whole step")))
+    controls = (
+        f'<fieldset id="timeline-lanes"><legend>Lanes</legend>{boxes}</fieldset>'
+        '<label class="field">Ranks <input id="timeline-ranks" type="text" size="14" placeholder="all, or 0-7, 12" '
+        'aria-describedby="timeline-status" autocomplete="off"></label>'
+        f'<span class="buttons" role="group" aria-label="Zoom">{buttons}</span>')
+    hint = "Drag over the chart to zoom, double-click for the whole step; the buttons do the same from the keyboard."
+    charts = "".join(
+        f"<figure><figcaption>{escape(f'{one.title}: {_timeline_words(one, drawn)}')}</figcaption>"
+        f"{_chart(f'timeline-{number}', f'Timeline, {one.title}. {_timeline_words(one, drawn)}', height=440)}</figure>"
+        for number, (one, drawn) in enumerate(zip(timelines, payload, strict=True)))
+    list_controls = (
+        '<label class="field">Spans of rank <input id="span-rank" type="number" min="0" value="'
+        f'{min((trace.rank for one in timelines for trace in one.traces), default=0)}"></label>')
+    body = (f'<p>{hint}</p>{_controls(controls)}<p id="timeline-status" class="status" role="status"></p>'
+            f'<div class="timelines timelines-{len(timelines)}">{charts}</div>'
+            f"{_numbers('timeline', 'Seconds per rank and lane')}"
+            f'<details data-table="spans"><summary>Spans of one rank</summary>{_controls(list_controls)}'
+            '<div class="table"></div></details>')
+    return Section("timeline", "Timeline", body, {"lanes": lanes, "timelines": payload})
+
+
+def _timeline_words(timeline: Timeline, payload: dict[str, Any]) -> str:
+    stop, resolution, ranks = payload["stop"], payload["resolution"], len(timeline.traces)
+    words = f"{seconds_text(stop)} on {_count(ranks, 'rank')}"
+    if stop > 0:
+        share = np.mean(payload["laneSeconds"], axis=0) / stop
+        words += ", on average " + ", ".join(f"{lane} {part:.0%}" for lane, part in zip(payload["lanes"], share,
+                                                                                      strict=True))
+    if resolution:
+        words += f". {payload['numSpans']:,} spans; those shorter than {seconds_text(resolution)} are joined"
+    return words + "."
+
+
+def documents_section(documents: DocumentFigures) -> Section:
+    num_documents = len(documents.lengths)
+    pieces = np.bincount(documents.document, minlength=num_documents)
+    away = documents.home != documents.server
+    moved = np.bincount(documents.document, weights=away, minlength=num_documents) > 0
+    order = np.argsort(-documents.lengths, kind="stable")
+    shown = order[: max(1, min(MAX_DOCUMENTS, int((np.cumsum(pieces[order]) <= MAX_PIECES).sum())))]
+    row = np.full(num_documents, -1)
+    row[shown] = np.arange(len(shown))
+    drawn = np.flatnonzero(row[documents.document] >= 0)
+    drawn = drawn[np.lexsort((documents.q_start[drawn], row[documents.document[drawn]]))][:MAX_PIECES]
+    level, levels = _levels(documents.document[drawn], documents.q_start[drawn], documents.q_stop[drawn])
+    words = (f"{_count(num_documents, 'document')}, {int((pieces > 1).sum()):,} of them in more than one piece and "
+             f"{int(moved.sum()):,} with queries computed away from home.")
+    if len(shown) < num_documents:
+        words += f" The {len(shown)} longest are drawn."
+    if levels.max(initial=1) > 1:
+        words += " Pieces below each other are the same queries with different keys."
+    controls = _select("documents-color", "Colour", (
+        ("moved", "at home or moved"), ("server", "by server"), ("home", "by home")))
+    payload = {
+        "documents": shown.tolist(), "lengths": documents.lengths[shown].tolist(),
+        "row": row[documents.document[drawn]].tolist(), "start": documents.q_start[drawn].tolist(),
+        "stop": documents.q_stop[drawn].tolist(), "home": documents.home[drawn].tolist(),
+        "server": documents.server[drawn].tolist(), "level": level.tolist(), "levels": levels.tolist()}
+    body = (f"<p>{words}</p>{_controls(controls)}"
+            f"{_chart('documents', 'How documents were cut. ' + words, height=90 + 15 * max(len(shown), 8))}"
+            f"{_numbers('documents')}")
+    return Section("documents", "How documents were cut", body, payload)
+
+
+def _levels(document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces whose queries overlap, because they read different keys, lie on levels of their document's bar: each
+    piece's level and how many its document has."""
+    level = np.zeros(len(document), dtype=np.int64)
+    ends: list[int] = []
+    for i in range(len(document)):
+        if i == 0 or document[i] != document[i - 1]:
+            ends = []
+        free = next((number for number, end in enumerate(ends) if end <= start[i]), len(ends))
+        ends[free:free + 1] = [int(stop[i])]
+        level[i] = free
+    most = np.zeros(int(document.max(initial=0)) + 1, dtype=np.int64)
+    np.maximum.at(most, document, level + 1)
+    return level, most[document]
+
+
+def memory_section(memory: MemoryFigures) -> Section:
+    total = memory.num_bytes.sum(axis=0)
+    words = (f"The fullest rank is {total.argmax()} with {byte_text(total.max())}, the emptiest has "
+             f"{byte_text(total.min())}.")
+    if memory.capacity_bytes is not None:
+        words += f" A rank holds {byte_text(memory.capacity_bytes)}."
+    group = -(-len(total) // MAX_COLUMNS)
+    fullest = np.array([first + total[first:first + group].argmax() for first in range(0, len(total), group)])
+    payload = {"kinds": list(memory.kinds), "bytes": [_short(row[fullest]) for row in memory.num_bytes],
+               "ranks": fullest.tolist(), "capacity": memory.capacity_bytes}
+    body = f"<p>{words}</p>{_chart('memory', 'Memory per rank by kind. ' + words)}{_numbers('memory')}"
+    return Section("memory", "Memory per rank", body, payload)
+
+
+def run_section(run: RunFigures) -> Section:
+    labels = [label for label, _ in run.series]
+    words = f"{_count(len(run.step), 'step')}, {run.step.min():,} to {run.step.max():,}."
+    controls = _select("run-series", "Show", tuple((str(number), label) for number, label in enumerate(labels)))
+    kept = np.unique(np.linspace(0, len(run.step) - 1, min(len(run.step), MAX_COLUMNS)).astype(np.int64))
+    payload = {"step": run.step[kept].tolist(), "labels": labels,
+               "values": [_short(values[kept]) for _, values in run.series]}
+    body = f"<p>{words}</p>{_controls(controls)}{_chart('run', 'The run step by step. ' + words)}{_numbers('run')}"
+    return Section("run", "The run, step by step", body, payload)
+
+
+def _chart(key: str, alternative: str, height: int = 340) -> str:
+    return (f'<div class="chart" id="chart-{key}" role="img" aria-label="{escape(alternative)}" '
+            f'style="height:{height}px"></div>')
+
+
+def _numbers(key: str, summary: str = "The numbers as a table") -> str:
+    return f'<details data-table="{key}"><summary>{summary}</summary><div class="table"></div></details>'
+
+
+def _select(key: str, label: str, options: Sequence[tuple[str, str]]) -> str:
+    choices = "".join(f'<option value="{value}">{escape(text)}</option>' for value, text in options)
+    return f'<label class="field">{label} <select id="{key}">{choices}</select></label>'
+
+
+def _controls(content: str) -> str:
+    return f'<div class="controls">{content}</div>'
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(text)}</td>" for text in row[1:])}</tr>'
+        for row in rows)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _spread(spread: Spread, form: str, unit: str = "") -> str:
+    if spread.low == spread.high:
+        return f"{spread.mean:{form}}{unit}"
+    return f"{spread.mean:{form}}{unit} ({spread.low:{form}}–{spread.high:{form}})"
+
+
+def _largest(values: np.ndarray, group: int) -> np.ndarray:
+    """The largest of every `group` neighbours."""
+    return np.maximum.reduceat(values, np.arange(0, len(values), group)) if group > 1 else values
+
+
+def _short(values: np.ndarray | Sequence[float]) -> list[float | None]:
+    """Six digits are more than a chart shows; what is no finite number is null, which JSON can say."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, dtype=float).tolist()]
+
+
+def _over_mean(values: np.ndarray) -> float:
+    mean = values.mean()
+    return float(values.max() / mean) if mean else 1.0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

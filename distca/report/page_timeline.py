@@ -1,0 +1,150 @@
+"""Make a step's spans small enough to travel inside a page.
+
+A page holds a bounded number of spans. Where a step has more, the shortest are joined with their neighbours of the
+same rank and lane, a joined span keeps its count, its bytes and the time it was truly busy, and long spans stay exact.
+"""
+
+from __future__ import annotations
+
+import base64
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distca.report.page_figures import Timeline
+from distca.trace import LANES, StepTrace
+
+MAX_SPANS = 350_000  # of all timelines of a page together: about 6.5 MB
+MAX_NAMES = 2**16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanColumns:
+    """One row per span, ordered by rank and start."""
+
+    rank: np.ndarray       # [spans] index into the timeline's ranks
+    name: np.ndarray       # [spans] index into the timeline's names
+    start: np.ndarray      # [spans] seconds
+    seconds: np.ndarray    # [spans] from start to end
+    busy: np.ndarray       # [spans] seconds inside that are not gaps between joined spans
+    num_bytes: np.ndarray  # [spans]
+    count: np.ndarray      # [spans] how many were joined
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, index: np.ndarray) -> SpanColumns:
+        return SpanColumns(*(getattr(self, name)[index] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Names:
+    """The distinct (lane, name) pairs of a timeline and its lanes in display order."""
+
+    lanes: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def lane(self) -> np.ndarray:
+        """[names] index into the lanes."""
+        return np.array([self.lanes.index(lane) for lane, _ in self.pairs], dtype=np.int64)
+
+
+def timeline_payload(timeline: Timeline, max_spans: int) -> dict[str, Any]:
+    """What the page's script reads. Columns are little-endian and base64, because a JSON list is four times longer."""
+    traces = sorted(timeline.traces, key=lambda trace: trace.rank)
+    names = names_of(traces)
+    whole = columns_of(traces, names)
+    drawn, resolution = thinned(whole, names.lane, max_spans)
+    joined = np.flatnonzero(drawn.count > 1)
+    return {
+        "title": timeline.title,
+        "ranks": [trace.rank for trace in traces],
+        "lanes": list(names.lanes),
+        "names": [[int(lane), name] for lane, (_, name) in zip(names.lane, names.pairs, strict=True)],
+        "stop": float((whole.start + whole.seconds).max(initial=0.0)),
+        "laneSeconds": lane_seconds(whole, names, len(traces)).round(9).tolist(),
+        "offsets": np.searchsorted(drawn.rank, np.arange(len(traces) + 1)).tolist(),
+        "numSpans": len(whole),
+        "resolution": resolution,
+        "columns": {
+            "start": _packed(drawn.start, "<f4"),
+            "seconds": _packed(drawn.seconds, "<f4"),
+            "bytes": _packed(drawn.num_bytes, "<f4"),
+            "name": _packed(drawn.name, "<u2"),
+            "joined": _packed(joined, "<u4"),
+            "joinedBusy": _packed(drawn.busy[joined], "<f4"),
+            "joinedCount": _packed(drawn.count[joined], "<u4"),
+        },
+    }
+
+
+def names_of(traces: Sequence[StepTrace]) -> Names:
+    pairs = tuple(dict.fromkeys((span.lane, span.name) for trace in traces for span in trace.spans))
+    if len(pairs) > MAX_NAMES:
+        raise ValueError(f"the spans have {len(pairs)} different names; name them by what they do, at most {MAX_NAMES}")
+    found = dict.fromkeys(lane for lane, _ in pairs)
+    known = [lane for lane in LANES if lane in found]
+    return Names((*known, *(lane for lane in found if lane not in LANES)), pairs)
+
+
+def columns_of(traces: Sequence[StepTrace], names: Names) -> SpanColumns:
+    index = {pair: number for number, pair in enumerate(names.pairs)}
+    rows = [(rank, index[span.lane, span.name], span.start_seconds, span.stop_seconds, span.num_bytes)
+            for rank, trace in enumerate(traces) for span in trace.spans]
+    rank, name, start, stop, num_bytes = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+    seconds = np.maximum(stop - start, 0.0)
+    columns = SpanColumns(rank.astype(np.int64), name.astype(np.int64), start, seconds, seconds, num_bytes,
+                          np.ones(len(rows), dtype=np.int64))
+    return columns.take(np.lexsort((start, rank)))
+
+
+def lane_seconds(spans: SpanColumns, names: Names, num_ranks: int) -> np.ndarray:
+    """[ranks, lanes] time spent."""
+    num_lanes = len(names.lanes)
+    cell = spans.rank * num_lanes + names.lane[spans.name] if len(spans) else spans.rank
+    return np.bincount(cell, weights=spans.busy, minlength=num_ranks * num_lanes).reshape(num_ranks, num_lanes)
+
+
+def thinned(spans: SpanColumns, lane: np.ndarray, max_spans: int) -> tuple[SpanColumns, float]:
+    """At most `max_spans` where joining can reach that, and the length below which spans were joined, 0 for none."""
+    if len(spans) <= max_spans:
+        return spans, 0.0
+    stop = float((spans.start + spans.seconds).max())
+    resolutions = 2.0 * stop * 2.0 ** np.arange(-17, 0.5, 0.5)   # the last one joins all of a lane
+    level = bisect_left(resolutions, True, hi=len(resolutions) - 1,
+                        key=lambda resolution: len(join_short(spans, lane, resolution)) <= max_spans)
+    return join_short(spans, lane, resolutions[level]), float(resolutions[level])
+
+
+def join_short(spans: SpanColumns, lane: np.ndarray, resolution: float) -> SpanColumns:
+    """Join spans shorter than `resolution` that share a rank, a lane and a bin of that width; the longest gives the
+    name."""
+    short = spans.seconds < resolution
+    bins = (spans.start / resolution).astype(np.int64)
+    kind = spans.rank * (int(lane.max()) + 1) + lane[spans.name]  # [spans] rank and lane
+    alone = np.where(short, 0, np.arange(1, len(spans) + 1))
+    order = np.lexsort((-spans.seconds, bins, kind, alone))
+    alone, kind, bins = alone[order], kind[order], bins[order]
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = (alone[1:] != alone[:-1]) | (kind[1:] != kind[:-1]) | (bins[1:] != bins[:-1])
+    first = np.flatnonzero(opens)
+    ordered = spans.take(order)
+    start = np.minimum.reduceat(ordered.start, first)
+    joined = SpanColumns(
+        rank=ordered.rank[first],
+        name=ordered.name[first],
+        start=start,
+        seconds=np.maximum.reduceat(ordered.start + ordered.seconds, first) - start,
+        busy=np.add.reduceat(ordered.busy, first),
+        num_bytes=np.add.reduceat(ordered.num_bytes, first),
+        count=np.add.reduceat(ordered.count, first),
+    )
+    return joined.take(np.lexsort((joined.start, joined.rank)))
+
+
+def _packed(column: np.ndarray, dtype: str) -> str:
+    return base64.b64encode(column.astype(dtype).tobytes()).decode("ascii")
