@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from inspect import getfile
 from itertools import pairwise
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -294,22 +294,31 @@ def run_processes(
             child_end.close()
             ends.append(end)
         deadline = time.monotonic() + deadline_seconds
+        said: dict[int, bytes] = {}
         try:
             for rank, process in enumerate(processes):
-                if rank != lost:
+                if rank != lost:                                 # a rank that says much ends only once it is heard
+                    said[rank] = _hear(ends[rank], process, deadline)
                     process.join(max(deadline - time.monotonic(), 0.0))
-            return [_outcome(process, end) for process, end in zip(processes, ends, strict=True)]
+            return [_outcome(process, said.get(rank) or _hear(ends[rank], process, 0.0))
+                    for rank, process in enumerate(processes)]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _outcome(process: Any, end: Connection) -> Outcome:
+def _hear(end: Connection, process: Any, deadline: float) -> bytes:
+    """What a process sends before the deadline; nothing where it ends without a word."""
+    wait([end, process.sentinel], timeout=max(deadline - time.monotonic(), 0.0))
     try:
-        value, error, seconds = pickle.loads(end.recv_bytes()) if end.poll() else (None, None, 0.0)
+        return end.recv_bytes() if end.poll() else b""
     except EOFError:
-        value, error, seconds = None, None, 0.0
+        return b""
+
+
+def _outcome(process: Any, said: bytes) -> Outcome:
+    value, error, seconds = pickle.loads(said) if said else (None, None, 0.0)
     return Outcome(value, error, process.exitcode, seconds)
 
 

@@ -116,3 +116,11 @@ def test_nano_batches_in_flight_are_exact():
     plan = scattered_plan(5, pack(LENGTHS, ranks=2), 2, MODEL)
     for errors in values(run_processes(2, interleaved, plan)):
         assert len(errors) == 2 and max(errors) < 1e-10
+
+
+def much(transport):
+    return bytes(2**20)
+
+
+def test_a_rank_may_say_more_than_a_pipe_holds():
+    assert [outcome.value for outcome in run_processes(2, much, deadline_seconds=60)] == [bytes(2**20)] * 2
