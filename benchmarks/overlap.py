@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -40,8 +40,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from distca.planning.greedy import balance
 from distca.profiling import versions
+from distca.runtime import ping_pong
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import MODELS, ModelShape
@@ -49,8 +49,10 @@ from distca.train.config import Settings, load_settings
 from distca.train.data import IGNORED, Batch, Row
 from distca.train.launch import Place, here, launch
 from distca.train.model import Decoder
+from distca.train.stage_work import RowPlans, StageWork
+from distca.train.step_plan import plan_step
 from distca.train.trainer import Trainer, start_group
-from distca.workload.layout import layout_from_rows
+from distca.workload.layout import Layout
 
 RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("ping-pong", "single stream", "1 byte")
@@ -101,7 +103,7 @@ def slowest_rate(trips: Sequence[Trip], allowed_seconds: float) -> float:
     if not total or allowed_seconds <= 0:
         raise ValueError(f"a step exchanges {total} bytes and may expose {allowed_seconds} s of them; raise --tokens "
                          "until the plan moves something, and --exposed-share above 0")
-    enough = total / allowed_seconds                             # even without any window
+    enough = total / allowed_seconds * (1 + 1e-9)                # even without any window, however sums are rounded
     too_slow = enough / 2
     while sticking_out_seconds(trips, too_slow) <= allowed_seconds:
         too_slow, enough = too_slow / 2, too_slow
@@ -155,21 +157,43 @@ class OneBatch:
         return self.batch
 
 
+class OneAfterTheOther(StageWork):
+    """The rows of a micro-batch in a single stream."""
+
+    def forward(
+        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+    ) -> list[torch.Tensor]:
+        def run(decoder: Decoder) -> list[torch.Tensor]:
+            losses = []
+            for row, (tokens, labels, positions) in enumerate(self.rows[micro_batch]):
+                states = ping_pong.forward(
+                    list(decoder.segments), [(tokens,)], [decoder.rotary(positions)], [plans[row]], self.attention,
+                    [backward_plans[row]])
+                losses.append(self.loss(decoder, states, [labels]))
+            return [torch.stack(losses).sum()]
+
+        return self.decoder(run)
+
+
 class VariantTrainer(Trainer):
     """A trainer that takes its steps in any of the variants."""
 
     def __init__(self, settings: Settings, device: torch.device, batch_tokens: int, short: int) -> None:
         super().__init__(settings, device)
-        self.loader = OneBatch(skewed_batch(self.rank, batch_tokens, short, self.decoder.shape.model))  # type: ignore[assignment]
-        group = self.mesh["data"].get_group()
-        self.one_byte = OneByteTransport(group)
-        few = CoreAttention(group, kernel=settings.attention.kernel, state=settings.attention.state,
+        batch = skewed_batch(self.rank, batch_tokens, short, settings, self.decoder.shape.model)
+        self.loader = OneBatch(batch)  # type: ignore[assignment]
+        self.one_byte = OneByteTransport(self.pool)
+        few = CoreAttention(self.pool, kernel=settings.attention.kernel, state=settings.attention.state,
                             transport=self.one_byte, recorder=self.recorder)
-        self.attentions = {"ping-pong": self.attention, "single stream": self.attention, "1 byte": few}
-        self.variant = "ping-pong"
+        kinds = {"ping-pong": (StageWork, self.attention), "single stream": (OneAfterTheOther, self.attention),
+                 "1 byte": (StageWork, few)}
+        self.works = {variant: kind(self.decoder, attention, tensor=1, dtype=self.work.shapes.dtype, device=device,
+                                    loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
+                      for variant, (kind, attention) in kinds.items()}
 
     def measured_step(self, variant: str) -> dict[str, Any]:
-        self.variant, self.attention = variant, self.attentions[variant]
+        self.work = self.works[variant]
+        self.attention = self.work.attention
         self.one_byte.noted = []
         dist.barrier()
         cpu = time.process_time()
@@ -178,13 +202,6 @@ class VariantTrainer(Trainer):
             raise ValueError(f"{variant}: loss {record.loss}, gradient norm {record.grad_norm}; fewer --rounds")
         return {"seconds": record.seconds, "exposed_seconds": record.exposed_seconds, "loss": record.loss,
                 "cpu_seconds": time.process_time() - cpu}
-
-    def summed_loss(self, decoder: Decoder, batch: Batch, rows: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        if self.variant != "single stream":
-            return super().summed_loss(decoder, batch, rows)
-        losses = [Trainer.summed_loss(self, decoder, replace(batch, rows=(row,)), [tensors])
-                  for row, tensors in zip(batch.rows, rows, strict=True)]
-        return torch.stack(losses).sum()
 
     def calibrate(self) -> tuple[float, list[Trip]]:
         """Seconds of a 1-byte step, and its exchanges with the shorter of both ranks' windows; medians."""
@@ -199,21 +216,20 @@ class VariantTrainer(Trainer):
         return median(seconds), trips
 
 
-def skewed_batch(rank: int, tokens: int, short: int, model: ModelShape) -> Batch:
+def skewed_batch(rank: int, tokens: int, short: int, settings: Settings, model: ModelShape) -> Batch:
     """Two nano-batches of `tokens` a rank: a long document on the first, short ones on the second; random bytes."""
-    layout = layout_from_rows([[tokens], [short] * (tokens // short)])
-    plan = balance(layout, model, tolerance=0.05)
-    summary, columns = plan.summary(), layout.tokens(rank)
+    plan = plan_step([np.repeat([tokens, short], [2, 2 * (tokens // short)])], settings, model, RANKS)
+    rows = tuple(random_row(layout, rank, seed) for seed, layout in enumerate(plan.layouts[0]))
+    return Batch((rows,), plan, plan.num_labels, 0.0, 0.0)
+
+
+def random_row(layout: Layout, rank: int, seed: int) -> Row:
+    columns = layout.tokens(rank)
+    text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
     begin = np.cumsum(layout.lengths) - layout.lengths
     at = begin[columns.document] + columns.position              # [tokens of the rank]
-    rows = []
-    for seed in range(2):
-        text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
-        labels = np.where(columns.next_rank >= 0, text[at + 1], IGNORED)
-        tokens_here, labels_here, positions = (torch.from_numpy(x) for x in (text[at], labels, columns.position))
-        rows.append(Row(tokens_here, labels_here, positions, plan, summary.work_max_over_mean_at_home,
-                        summary.work_max_over_mean, summary.bytes_total))
-    return Batch(tuple(rows), 2 * (layout.num_tokens - layout.num_documents), 0.0, 0.0)
+    labels = np.where(columns.next_rank >= 0, text[at + 1], IGNORED)
+    return Row(*(torch.from_numpy(x) for x in (text[at], labels, columns.position)))
 
 
 def rank_main(settings: Settings) -> int:
@@ -233,7 +249,7 @@ def rank_main(settings: Settings) -> int:
     tell(["tc", "qdisc", "change", "dev", INTERFACE, "root", *limit(options["discipline"], rate_mbit)])
     calibration = {
         "rate_mbit": rate_mbit, "measured_mbit": measured_mbit(rate_mbit), "compute_seconds": compute_seconds,
-        "work_max_over_mean": trainer.loader.next().rows[0].work_after,
+        "work_max_over_mean": trainer.loader.next().plan.work_after,
         "travel_seconds": sum(trip.num_bytes for trip in trips) * 8 / rate_mbit / 1e6,
         "sticking_out_seconds": sticking_out_seconds(trips, rate_mbit * 1e6 / 8),
         "trips": [asdict(trip) for trip in trips],
@@ -351,7 +367,7 @@ def settings_for(folder: str, tokens: int) -> Settings:
     return load_settings(None, {
         "model.name": MODEL.name, "run.ranks": str(RANKS), "run.threads": "1", "run.device": "cpu", "run.steps": "1000",
         "run.seed": "0", "batch.tokens_per_rank": str(2 * tokens), "optimizer.lr": "1e-12", "parallel.fsdp": "false",
-        "log.folder": folder})
+        "attention.placement": "given", "log.folder": folder})
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -22,13 +22,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distca.baselines.at_home import at_home
-from distca.planning.greedy import balance
-from distca.planning.plan import Plan
+from distca.spec import ModelShape
 from distca.train.config import Settings, load_settings
-from distca.train.data import Batch, Row
+from distca.train.data import IGNORED, Batch, Row
 from distca.train.launch import launch
-from distca.workload.layout import Layout, layout_from_rows
+from distca.train.step_plan import plan_step
+from distca.workload.layout import Layout
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("home", "disaggregated")
@@ -63,29 +62,23 @@ class OneBatch:
     def close(self) -> None: ...
 
 
-def skewed_layout(ranks: int, tokens: int, short: int) -> Layout:
-    """The first rank has one document of `tokens`, the others documents of `short`."""
-    return layout_from_rows([[tokens], *([[short] * (tokens // short)] * (ranks - 1))])
+def skewed_batch(rank: int, ranks: int, tokens: int, short: int, settings: Settings, model: ModelShape) -> Batch:
+    """Two nano-batches of half the tokens each: a long document on the first rank, short ones on the others."""
+    long = tokens // 2
+    lengths = np.repeat([long, short], [2, 2 * (ranks - 1) * (long // short)])
+    plan = plan_step([lengths], settings, model, ranks)
+    rows = tuple(random_row(layout, rank, seed) for seed, layout in enumerate(plan.layouts[0]))
+    return Batch((rows,), plan, plan.num_labels, 0.0, 0.0)
 
 
-def skewed_batch(rank: int, ranks: int, tokens: int, short: int, mode: str, trainer: Any) -> Batch:
-    """Two nano-batches of half the tokens each, random bytes as text."""
-    rows = []
-    for seed in range(2):
-        layout = skewed_layout(ranks, tokens // 2, short)
-        model = trainer.decoder.shape.model
-        plan: Plan = at_home(layout, model) if mode == "home" else balance(layout, model, tolerance=0.05)
-        columns = layout.tokens(rank)
-        text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
-        begin = np.cumsum(layout.lengths) - layout.lengths
-        at = begin[columns.document] + columns.position
-        labels = np.where(columns.next_rank >= 0, text[at + 1], -100)
-        summary = plan.summary()
-        tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in (text[at], labels, columns.position)]
-        rows.append(Row(*tensors, plan, summary.work_max_over_mean_at_home, summary.work_max_over_mean,
-                        summary.bytes_total))
-    num_labels = sum(row.plan.layout.num_tokens - row.plan.layout.num_documents for row in rows)
-    return Batch(tuple(rows), num_labels, 0.0, 0.0)
+def random_row(layout: Layout, rank: int, seed: int) -> Row:
+    """The rank's part of a layout, with random bytes as text."""
+    columns = layout.tokens(rank)
+    text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
+    begin = np.cumsum(layout.lengths) - layout.lengths
+    at = begin[columns.document] + columns.position              # [tokens of the rank]
+    labels = np.where(columns.next_rank >= 0, text[at + 1], IGNORED)
+    return Row(*(torch.from_numpy(x) for x in (text[at], labels, columns.position)))
 
 
 def rank_main(settings: Settings) -> int:
@@ -101,9 +94,11 @@ def rank_main(settings: Settings) -> int:
     records: dict[str, list[Any]] = {mode: [] for mode in MODES}
     for turn in range(options["rounds"]):
         for mode in MODES:
-            trainer = Trainer(settings, device)
-            trainer.loader = OneBatch(skewed_batch(here.rank, here.world, options["tokens"], options["short"], mode,
-                                                   trainer))  # type: ignore[assignment]
+            chosen = settings.with_values({"attention.mode": mode})
+            trainer = Trainer(chosen, device)
+            batch = skewed_batch(here.rank, here.world, options["tokens"], options["short"], chosen,
+                                 trainer.decoder.shape.model)
+            trainer.loader = OneBatch(batch)  # type: ignore[assignment]
             trainer.one_step()                                   # warm-up
             for _ in range(options["steps"]):
                 torch.distributed.barrier()
@@ -124,6 +119,7 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
         settings = load_settings(None, {
             "run.ranks": str(arguments.ranks), "run.threads": "1", "run.steps": "1000", "run.device": arguments.device,
             "batch.tokens_per_rank": str(arguments.tokens), "log.folder": folder, "parallel.fsdp": "true",
+            "attention.placement": "given",
         })
         code = launch(settings, rank_main)
         if code:
@@ -150,6 +146,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, default=RESULTS / "train_step.json")
     arguments = parser.parse_args()
+    if arguments.tokens % (2 * arguments.short):
+        parser.error(f"--tokens is {arguments.tokens}; give a multiple of twice --short, {arguments.short}")
     results = measure(arguments)
     home, planned = results
     speedup = planned.tokens_per_second / home.tokens_per_second

@@ -266,7 +266,7 @@ def samples(
 ) -> list[float]:
     """Seconds of `run`, timed after a warm-up as often as the budget allows.
 
-    One run alone may be disturbed, by memory that is allocated late for example, so the better of two says how many fit.
+    One run alone may be disturbed, by memory allocated late for example, so the better of two says how many fit.
     """
     time = _on_cuda if device.type == "cuda" else _on_host
     run()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-LANES = ("pipeline", "linear", "attention", "wait", "optimizer", "host")  # rows of a rank, in display order
+LANES = ("pipeline", "linear", "attention", "wait", "optimizer", "host", "network")  # rows of a rank, in display order
 
 
 @dataclass(frozen=True, slots=True)

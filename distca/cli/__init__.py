@@ -13,8 +13,11 @@ from typing import Annotated
 import typer
 
 import distca
+from distca.cli.paper import paper_command
 from distca.cli.plan import plan_command
 from distca.cli.profile import profile_command
+from distca.cli.report import report_command
+from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Balance attention over ranks.")
@@ -30,8 +33,11 @@ def _root(
         print(context.get_help())
 
 
+app.command("paper")(paper_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)
+app.command("report")(report_command)
+app.command("simulate")(simulate_command)
 app.command("train", **TRAIN_USAGE)(train_command)
 
 

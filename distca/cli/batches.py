@@ -49,18 +49,19 @@ def read_batch(
         return _batch_of_lengths("Python's standard library, a token per byte", lengths, ranks,
                                  tokens_per_rank or min(DEFAULT_TOKENS_PER_RANK, most), max_document)
     if not Path(source).exists():
-        _refuse_source(source)
+        refuse_source(source)
     content = read_source(source)
     if isinstance(content, Workload):
         return _batch_of_workload(source, content, ranks, tokens_per_rank, max_document)
     return _batch_of_lengths(source, content, ranks, tokens_per_rank, max_document)
 
 
-def _refuse_source(source: str) -> None:
+def refuse_source(source: str, field: str = "SOURCE") -> None:
+    """The error for a source that is neither a name nor a file."""
     names = (*SAMPLERS, STANDARD_LIBRARY)
     if Path(source).name != source or Path(source).suffix:
         raise ValueError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
-    raise ValueError(f"{unknown_name('SOURCE', source, names)}, or give the path of a workload or lengths file; no "
+    raise ValueError(f"{unknown_name(field, source, names)}, or give the path of a workload or lengths file; no "
                      "file of this name is here")
 
 

@@ -83,7 +83,7 @@ def sample_lengths(
     while drawn < num_tokens:
         chunk = draw(rng, _DRAWS_PER_CHUNK)
         if upsample:
-            chunk = _upsampled(rng, chunk)
+            chunk = upsampled(rng, chunk)
         if max_document is not None:
             chunk = np.minimum(chunk, max_document)
         chunks.append(chunk)
@@ -105,7 +105,7 @@ def lognormal_lengths(
     return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
 
 
-def _upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
+def upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
     is_long = lengths > LONG_DOCUMENT
     repeats = np.where(is_long, LONG_REPEATS, rng.random(lengths.size) < SHORT_KEPT)
     return rng.permutation(np.repeat(lengths, repeats))

@@ -1,0 +1,450 @@
+"""What does sharing attention over a pipeline's stages gain? Two CPU ranks as two stages, one thread each.
+
+1F1B at home           each stage computes its own attention and mixes phases: the usual schedule
+same phase             all stages run the same phase in a tick and share its attention, idle ones included
+same phase, ping-pong  and each micro-batch is two nano-batches, one of which computes while the other travels
+
+Some micro-batches are two long documents, the others as many tokens of short ones, and at every step the long ones come
+one micro-batch later. A long document of 6K tokens has six times as many FLOPs in attention as in linear layers, like
+one of 320K in an 8B model. All variants train on the same documents in turns, each step's plans are new to them, and
+their losses must agree. A step lasts as long as its slower stage; a gain is the median over steps of what 1F1B took
+over what the variant took for the same documents. A step before the timed ones also counts what autograd keeps for
+backward, in micro-batches and in bytes, against the schedule's bound.
+
+Planning is timed apart, since it runs ahead of the step: all ticks of 8 stages × 8 data ranks with 16 micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from distca.planning.pipeline_ticks import one_forward_one_backward
+from distca.profiling import versions
+from distca.spec import MODELS, ModelShape, model_named
+from distca.trace import StepTrace
+from distca.train.config import Settings, load_settings
+from distca.train.data import IGNORED, Batch, Row
+from distca.train.launch import here, launch
+from distca.train.stage_work import RowPlans, StageWork
+from distca.train.step_plan import StepPlan, plan_step
+from distca.train.trainer import Trainer, start_group
+from distca.workload.documents import fill, sample_lengths
+from distca.workload.packing import PLACEMENTS, NanoBatch
+
+RESULT = Path(__file__).parent / "results" / "pipeline.json"
+MODEL = ModelShape("tiny", 4, 96, 3, 1, 32, 256, 257)
+STAGES = 2
+OPTIONS = ("micro_batches", "tokens", "short", "long_every", "rounds")
+BASELINE = "1F1B at home"
+VARIANTS: dict[str, dict[str, str | bool]] = {
+    BASELINE: {"attention.mode": "home", "batch.ping_pong": False},
+    "same phase": {"attention.mode": "disaggregated", "batch.ping_pong": False},
+    "same phase, ping-pong": {"attention.mode": "disaggregated", "batch.ping_pong": True},
+}
+PLANNED_STAGES, PLANNED_DATA_RANKS, PLANNED_MICRO_BATCHES, PLANNED_TOKENS = 8, 8, 16, 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One variant with one number of micro-batches: medians over its steps; where time goes, of each stage."""
+
+    micro_batches: int
+    variant: str
+    tokens: int
+    step_seconds: float
+    tokens_per_second: float
+    gain: float                               # over the baseline, same documents
+    attention_seconds: list[float]            # [stages]
+    served_in_bubbles_seconds: list[float]    # [stages] part of attention
+    neighbour_seconds: list[float]            # [stages] waiting for activations and gradients
+    exchange_seconds: list[float]             # [stages] waiting for attention's exchanges
+    linear_seconds: list[float]               # [stages] all else in forward and backward: layers, loss, copies
+    update_seconds: list[float]               # [stages] the optimizer, and waiting there for the other stage
+    cpu_seconds: list[float]                  # [stages] with the threads that carry bytes
+    work_max_over_mean: float                 # planned, over ticks
+    served_in_bubbles: float                  # planned share of attention
+    largest_loss_difference: float            # from the baseline
+    step_seconds_all: list[float]
+    losses: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What autograd keeps on one stage, at most."""
+
+    micro_batches: int
+    variant: str
+    stage: int
+    live: int               # micro-batches between forward and backward, counted
+    live_bound: int         # by the variant's ticks
+    live_1f1b: int          # by 1F1B's
+    kept_bytes: int
+    kept_bytes_bound: int   # the largest micro-batch's, times the bound
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """Layouts and plans of all ticks of a step."""
+
+    placement: str
+    ping_pong: bool
+    documents: int
+    plans: int
+    plan_seconds: float          # median
+    plan_cpu_seconds: float      # median; others on the machine disturb it less
+    plan_seconds_all: list[float]
+    work_before: float
+    work_after: float
+    served_in_bubbles: float
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def step_documents(
+    step: int, num_micro_batches: int, tokens: int, short: int, long_every: int
+) -> list[np.ndarray]:
+    """Lengths for each micro-batch. Both halves are alike, so that ping and pong need cut no document in two."""
+    documents = []
+    for number in range(num_micro_batches):
+        rng = np.random.default_rng([step, number])
+        drawn = rng.integers(short // 2, short + short // 2, 2 * tokens // short)
+        half = np.array([tokens // 2]) if (number - step) % long_every == 0 else fill(drawn, tokens // 2)
+        documents.append(np.concatenate([half, half]))
+    return documents
+
+
+def random_batch(plan: StepPlan) -> Batch:
+    """One data rank's rows: the same text for a document in whatever row it is."""
+    rows = tuple(tuple(_random_row(nano, number) for nano in nano_batches)
+                 for number, nano_batches in enumerate(plan.nano_batches))
+    return Batch(rows, plan, plan.num_labels, 0.0, 0.0)
+
+
+def _random_row(nano: NanoBatch, micro_batch: int) -> Row:
+    assert not nano.start.any() and nano.layout.num_ranks == 1
+    tokens, labels = [], []
+    for document, length in zip(nano.document.tolist(), nano.layout.lengths.tolist(), strict=True):
+        text = np.random.default_rng([micro_batch, document]).integers(0, 256, length)
+        tokens.append(text)
+        labels.append(np.append(text[1:], IGNORED))
+    columns = nano.layout.tokens(0)
+    begin = np.cumsum(nano.layout.lengths) - nano.layout.lengths
+    at = begin[columns.document] + columns.position              # [tokens]
+    return Row(*(torch.from_numpy(x) for x in (
+        np.concatenate(tokens)[at], np.concatenate(labels)[at], columns.position)))
+
+
+class Batches:
+    """A loader that gives what it was given last."""
+
+    batch: Batch
+
+    def next(self) -> Batch:
+        return self.batch
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Kept:
+    """Counts what autograd keeps for backward while its graphs live: storages once each, and no parameters."""
+
+    def __init__(self) -> None:
+        self.uses: Counter[int] = Counter()          # by storage
+        self.tensors: Counter[int] = Counter()       # by micro-batch
+        self.bytes = self.peak_bytes = self.peak_live = self.largest = 0
+
+    @contextmanager
+    def of(self, micro_batch: int) -> Iterator[None]:
+        before = self.bytes
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _Saved(self, x, micro_batch), lambda saved: saved.x):
+            yield
+        self.largest = max(self.largest, self.bytes - before)
+        self.peak_live = max(self.peak_live, sum(count > 0 for count in self.tensors.values()))
+
+
+class _Saved:
+    """One tensor that autograd keeps."""
+
+    def __init__(self, kept: Kept, x: torch.Tensor, micro_batch: int) -> None:
+        self.kept, self.x, self.micro_batch = kept, x.detach(), micro_batch
+        self.storage, self.bytes = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+        if isinstance(x if x._base is None else x._base, nn.Parameter):
+            self.storage = self.bytes = 0                        # sharded parameters give their memory back meanwhile
+        if not kept.uses[self.storage]:
+            kept.bytes += self.bytes
+        kept.uses[self.storage] += 1
+        kept.tensors[micro_batch] += 1
+        kept.peak_bytes = max(kept.peak_bytes, kept.bytes)
+
+    def __del__(self) -> None:
+        self.kept.uses[self.storage] -= 1
+        self.kept.tensors[self.micro_batch] -= 1
+        if not self.kept.uses[self.storage]:
+            self.kept.bytes -= self.bytes
+
+
+class CountedWork(StageWork):
+    """A stage whose kept tensors are counted."""
+
+    def count(self) -> Kept:
+        self.kept = Kept()
+        return self.kept
+
+    def forward(
+        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+    ) -> list[torch.Tensor]:
+        with self.kept.of(micro_batch):
+            return super().forward(micro_batch, received, plans, backward_plans)
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+class StageTrainer(Trainer):
+    """One variant's trainer on one stage."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self.loader = Batches()                                  # type: ignore[assignment]
+        self.uncounted = self.work
+        self.counted = CountedWork(self.decoder, self.attention, tensor=1, dtype=self.work.shapes.dtype, device=device,
+                                   loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
+
+    def take(self, documents: Sequence[np.ndarray]) -> None:
+        plan = plan_step(documents, self.settings, self.decoder.shape.model, self.num_data)
+        self.loader.batch = random_batch(plan)                   # type: ignore[attr-defined]
+
+    def counted_step(self) -> dict[str, int]:
+        self.work, kept = self.counted, self.counted.count()
+        self.one_step()
+        self.work = self.uncounted
+        if kept.bytes:
+            raise ValueError(f"{kept.bytes} bytes are kept after the step; nothing may be")
+        ticks = self.loader.next().plan.ticks
+        one_by_one = one_forward_one_backward(ticks.num_stages, ticks.num_micro_batches)
+        bound = int(ticks.peak_live()[self.rank])
+        return {"stage": self.rank, "live": kept.peak_live, "live_bound": bound,
+                "live_1f1b": int(one_by_one.peak_live()[self.rank]), "kept_bytes": kept.peak_bytes,
+                "kept_bytes_bound": bound * kept.largest}
+
+    def measured_step(self) -> dict[str, Any]:
+        dist.barrier()
+        cpu = time.process_time()
+        record = self.one_step()
+        cpu_seconds = time.process_time() - cpu
+        return {"seconds": record.seconds, "cpu": cpu_seconds, "loss": record.loss, "tokens": record.tokens,
+                "work_max_over_mean": record.work_after, "served_in_bubbles": record.served_in_bubbles,
+                **where(self.recorder.end_step(self.rank, record.step), record.seconds)}
+
+
+def where(trace: StepTrace, step_seconds: float) -> dict[str, float]:
+    """Seconds of one stage's step by what it did."""
+    bubbles = [span for span in trace.spans if span.lane == "pipeline" and span.name == "bubble"]
+    attention = [span for span in trace.spans if span.lane == "attention"]
+    served = [span for span in attention if any(
+        bubble.start_seconds <= span.start_seconds < bubble.stop_seconds for bubble in bubbles)]
+    waits = {name: sum(span.seconds for span in trace.spans if (span.lane, span.name) == ("wait", name))
+             for name in ("neighbour", "exchange")}
+    inside = sum(span.seconds for span in trace.spans if span.name == "forward and backward")
+    computing = sum(span.seconds for span in attention)
+    return {"attention": computing, "served": sum(span.seconds for span in served), **waits,
+            "linear": inside - computing - sum(waits.values()), "update": step_seconds - inside}
+
+
+def rank_main(settings: Settings) -> int:
+    """One stage: all variants in turn; leaves what it saw in the folder."""
+    MODELS[MODEL.name] = MODEL                                   # this process's tiny model
+    options = json.loads(Path(settings.log.folder, "options.json").read_text(encoding="utf-8"))
+    rank, device = here().rank, torch.device("cpu")
+    start_group(settings, device, STAGES)
+    trainers = {variant: StageTrainer(settings.with_values(values), device) for variant, values in VARIANTS.items()}
+    names = list(VARIANTS)
+    seen: dict[str, list[dict[str, Any]]] = {"steps": [], "memory": []}
+    for num_micro_batches in options["micro_batches"]:
+        for turn in range(1 + options["rounds"]):
+            documents = step_documents(turn, num_micro_batches, options["tokens"], options["short"],
+                                       options["long_every"])
+            first = turn % len(names)
+            for variant in names[first:] + names[:first]:
+                trainers[variant].take(documents)
+                about = {"micro_batches": num_micro_batches, "variant": variant}
+                if turn == 0:                                    # warm-up
+                    seen["memory"].append(about | trainers[variant].counted_step())
+                    continue
+                seen["steps"].append(about | trainers[variant].measured_step())
+                if rank == 0:
+                    print(f"{num_micro_batches} micro-batches, round {turn} of {options['rounds']}: {variant} "
+                          f"{seen['steps'][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
+    Path(settings.log.folder, f"rank_{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[Speed], list[Memory]]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = {name: getattr(arguments, name) for name in OPTIONS}
+        Path(folder, "options.json").write_text(json.dumps(options), encoding="utf-8")
+        MODELS[MODEL.name] = MODEL
+        code = launch(load_settings(None, {
+            "model.name": MODEL.name, "run.ranks": str(STAGES), "parallel.pipeline": str(STAGES), "run.threads": "1",
+            "run.device": "cpu", "run.steps": "1000", "optimizer.lr": "1e-12", "log.folder": folder,
+            "batch.tokens_per_rank": str(arguments.tokens)}), rank_main)
+        if code:
+            raise SystemExit(code)
+        stages = [json.loads(Path(folder, f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in range(STAGES)]
+    memory = [Memory(**one) for stage in zip(*(seen["memory"] for seen in stages), strict=True) for one in stage]
+    return [_speed(stages, number, variant) for number in arguments.micro_batches for variant in VARIANTS], memory
+
+
+def _speed(stages: Sequence[dict[str, Any]], num_micro_batches: int, variant: str) -> Speed:
+    def steps(variant: str) -> list[tuple[dict[str, Any], ...]]:
+        """[step][stage]"""
+        about = num_micro_batches, variant
+        return list(zip(*([step for step in seen["steps"] if (step["micro_batches"], step["variant"]) == about]
+                          for seen in stages), strict=True))
+
+    def medians(name: str) -> list[float]:
+        return [median(step[stage][name] for step in ours) for stage in range(STAGES)]
+
+    ours, base = steps(variant), steps(BASELINE)
+    slower, base_slower = ([max(stage["seconds"] for stage in step) for step in taken] for taken in (ours, base))
+    losses, tokens = [step[0]["loss"] for step in ours], ours[0][0]["tokens"]
+    return Speed(
+        micro_batches=num_micro_batches, variant=variant, tokens=tokens, step_seconds=median(slower),
+        tokens_per_second=tokens / median(slower),
+        gain=median(theirs / seconds for theirs, seconds in zip(base_slower, slower, strict=True)),
+        attention_seconds=medians("attention"), served_in_bubbles_seconds=medians("served"),
+        neighbour_seconds=medians("neighbour"), exchange_seconds=medians("exchange"),
+        linear_seconds=medians("linear"), update_seconds=medians("update"), cpu_seconds=medians("cpu"),
+        work_max_over_mean=median(step[0]["work_max_over_mean"] for step in ours),
+        served_in_bubbles=median(step[0]["served_in_bubbles"] for step in ours),
+        largest_loss_difference=max(abs(step[0]["loss"] - loss) for step, loss in zip(base, losses, strict=True)),
+        step_seconds_all=slower, losses=losses)
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+def planning(repeats: int) -> list[Planning]:
+    model, rows = model_named("llama3-8b"), []
+    lengths = [sample_lengths("prolong", PLANNED_DATA_RANKS * PLANNED_TOKENS, seed=number)
+               for number in range(PLANNED_MICRO_BATCHES)]
+    for ping_pong in (False, True):
+        for placement in PLACEMENTS:
+            settings = load_settings(None, {
+                "model.name": model.name, "parallel.pipeline": str(PLANNED_STAGES),
+                "attention.placement": placement}).with_values({"batch.ping_pong": ping_pong})
+            seconds, cpu_seconds = [], []
+            for _ in range(1 + repeats):                         # the first warms up
+                begin, cpu_begin = time.perf_counter(), time.process_time()
+                plan = plan_step(lengths, settings, model, PLANNED_DATA_RANKS)
+                seconds.append(time.perf_counter() - begin)
+                cpu_seconds.append(time.process_time() - cpu_begin)
+            distinct = {id(one) for tick in plan.by_stage[0] for row in tick for one in row}
+            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(distinct), median(seconds[1:]),
+                                 median(cpu_seconds[1:]), seconds[1:], plan.work_before, plan.work_after,
+                                 plan.served_in_bubbles))
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------- show
+
+
+def speed_table(rows: Sequence[Speed]) -> Table:
+    table = Table(title=f"{STAGES} stages, {rows[0].micro_batches} micro-batches, {rows[0].tokens} tokens; seconds of "
+                        "stage 0 / stage 1", title_justify="left")
+    for title in ("variant", "s a step", "tokens/s", "gain", "attention", "in bubbles", "neighbour",
+                  "exchange", "linear", "update"):
+        table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
+    for row in rows:
+        columns = (row.attention_seconds, row.served_in_bubbles_seconds, row.neighbour_seconds, row.exchange_seconds,
+                   row.linear_seconds, row.update_seconds)
+        table.add_row(row.variant, f"{row.step_seconds:.2f}", f"{row.tokens_per_second:,.0f}", f"{row.gain:.2f}",
+                      *(" / ".join(f"{stage:.2f}" for stage in column) for column in columns))
+    return table
+
+
+def memory_table(rows: Sequence[Memory]) -> Table:
+    table = Table(title="kept for backward, at most", title_justify="left")
+    for title in ("micro-batches", "variant", "stage", "live", "bound", "1F1B's", "MB", "bound MB"):
+        table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row.micro_batches), row.variant, str(row.stage), str(row.live), str(row.live_bound),
+                      str(row.live_1f1b), f"{row.kept_bytes / 1e6:.1f}", f"{row.kept_bytes_bound / 1e6:.1f}")
+    return table
+
+
+def planning_table(rows: Sequence[Planning]) -> Table:
+    table = Table(title=f"planning all ticks of {PLANNED_STAGES} stages × {PLANNED_DATA_RANKS} data ranks, "
+                        f"{PLANNED_MICRO_BATCHES} micro-batches of {PLANNED_TOKENS} tokens a rank",
+                  title_justify="left")
+    for title in ("placement", "ping-pong", "plans", "ms", "CPU ms", "work before", "after", "in bubbles"):
+        table.add_column(title, justify="left" if title == "placement" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.placement, "on" if row.ping_pong else "off", str(row.plans), f"{row.plan_seconds * 1e3:.0f}",
+                      f"{row.plan_cpu_seconds * 1e3:.0f}",
+                      f"{row.work_before:.2f}", f"{row.work_after:.2f}", f"{100 * row.served_in_bubbles:.0f} %")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--tokens", type=int, default=12_288, help="of a micro-batch; long documents have half of it")
+    parser.add_argument("--short", type=int, default=512, help="mean length of the others")
+    parser.add_argument("--long-every", type=int, default=2, help="of how many micro-batches one has long documents")
+    parser.add_argument("--rounds", type=int, default=4, help="timed steps of each variant")
+    parser.add_argument("--no-planning", action="store_true", help="leave out planning of a large pool")
+    parser.add_argument("--repeats", type=int, default=5, help="timed plannings of each kind")
+    parser.add_argument("--json", type=Path, nargs="?", const=RESULT, help=f"write results; without a path: {RESULT}")
+    arguments = parser.parse_args()
+    if arguments.tokens % 2 or arguments.short < 4:
+        parser.error(f"--tokens is {arguments.tokens} and --short {arguments.short}; give an even number, and at least "
+                     "4")
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    host = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
+            "python": platform.python_version(), **versions()}
+    plannings = [] if arguments.no_planning else planning(arguments.repeats)
+    speeds, memory = measure(arguments)
+    for number in arguments.micro_batches:
+        console.print(speed_table([row for row in speeds if row.micro_batches == number]))
+    difference = max(row.largest_loss_difference for row in speeds)
+    console.print(f"losses differ by at most {difference:.1e}; CPU seconds of both stages: " + ", ".join(
+        f"{sum(row.cpu_seconds):.2f}" for row in speeds))
+    console.print(memory_table(memory))
+    if plannings:
+        console.print(planning_table(plannings))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        options = {name: getattr(arguments, name) for name in (*OPTIONS, "repeats")}
+        content = {"host": host, "model": asdict(MODEL), "options": options, "speed": [asdict(row) for row in speeds],
+                   "memory": [asdict(row) for row in memory], "planning": [asdict(row) for row in plannings],
+                   "largest_loss_difference": difference}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

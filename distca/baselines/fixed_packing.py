@@ -1,0 +1,58 @@
+"""Fixed packing: sequences of equal tokens in the loader's order, attention where its queries live.
+
+Over a context-parallel group the packed sequence is cut into 2 * cp chunks without regard to documents, chunk i and
+chunk 2 * cp - 1 - i on rank i: equal tokens on every rank, balanced work if the sequence were one document, and cheap
+in shards, as a short document stays in one piece. The work of the groups is what their documents make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.baselines.at_home import at_home
+from distca.cost.latency_table import LatencyTable
+from distca.planning.plan import Plan
+from distca.spec import ModelShape
+from distca.workload.layout import Layout, layout_from_rows, layout_from_slices
+
+
+def fixed_rows(sequences: Sequence[np.ndarray], num_rows: int) -> list[np.ndarray]:
+    """Whole sequences in order, as many in every row: the rows of one micro-batch after the other."""
+    if num_rows < 1 or len(sequences) % num_rows:
+        raise ValueError(f"num_rows is {num_rows} but there are {len(sequences)} sequences; choose a number that "
+                         "divides them")
+    each = len(sequences) // num_rows
+    return [np.concatenate(sequences[row * each:(row + 1) * each]) for row in range(num_rows)]
+
+
+def fixed_packing(
+    sequences: Sequence[np.ndarray], model: ModelShape, *, dp: int, cp: int = 1, tp: int = 1,
+    cost: LatencyTable | None = None,
+) -> Plan:
+    """dp groups of cp ranks with the same number of sequences each."""
+    rows = fixed_rows(sequences, dp)
+    return at_home(per_sequence_layout(layout_from_rows([row.tolist() for row in rows]), cp), model, tp=tp, cost=cost)
+
+
+def per_sequence_layout(layout: Layout, cp: int) -> Layout:
+    """Every row of `layout` as head and tail chunks over cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
+    if isinstance(cp, bool) or not isinstance(cp, int | np.integer) or cp < 1:
+        raise ValueError(f"cp is {cp!r}; give the number of ranks of a context-parallel group, 1 or more")
+    row_tokens = layout.tokens_per_rank()
+    chunk = np.arange(2 * cp + 1)
+    row_begin = np.cumsum(row_tokens) - row_tokens
+    cuts = row_begin[:, None] + row_tokens[:, None] * chunk // (2 * cp)  # [rows, 2 * cp + 1]
+    length = layout.stop - layout.start
+    ends = np.cumsum(length)                                     # slices are in row order
+    edges = np.unique(np.concatenate([ends, cuts[:, 1:].ravel()]))
+    edges = edges[edges > 0]                                     # a row shorter than its chunks has empty ones
+    begins = edges - np.diff(edges, prepend=0)
+    owner = np.searchsorted(ends, begins, side="right")          # [pieces] slice that holds each piece
+    at = np.searchsorted(cuts[:, 1:].ravel(), begins, side="right")
+    row, nth = at // (2 * cp), at % (2 * cp)
+    offset = layout.start[owner] - (ends - length)[owner]
+    rank = row * cp + np.minimum(nth, 2 * cp - 1 - nth)
+    return layout_from_slices(layout.lengths, layout.document[owner], begins + offset, edges + offset, rank,
+                              layout.num_ranks * cp)

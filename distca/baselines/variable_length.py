@@ -1,0 +1,76 @@
+"""Variable-length chunks: documents dealt over replicas and micro-batches so that work is equal, tokens are not.
+
+The work of a document is quadratic in its length plus linear: its attention and its linear layers. Chunks with long
+documents get fewer tokens, chunks without get more, as many as memory allows. A document is never cut, so a chunk's
+work is at least that of its longest document, and the tokens of the others grow until they fill the memory.
+
+Documents go heaviest first to the chunk with the least work that has the tokens to spare; then single documents move
+off the heaviest chunk, or change places with a lighter one elsewhere, for as long as that lowers the heaviest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.workload.layout import Layout, layout_from_slices
+
+_ROUNDS = 200
+_LEVEL = 1e-3  # a heaviest chunk so little above the mean is left alone
+
+
+def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, max_tokens: int) -> np.ndarray | None:
+    """The chunk of every document, or None where documents do not fit `num_chunks` chunks of `max_tokens` tokens."""
+    if num_chunks < 1 or max_tokens < 1:
+        raise ValueError(f"num_chunks is {num_chunks} and max_tokens {max_tokens}; give at least 1 of each")
+    if len(work) != len(lengths):
+        raise ValueError(f"work has {len(work)} entries but there are {len(lengths)} documents; give one for each")
+    chunk = np.full(len(lengths), -1)
+    load, free = np.zeros(num_chunks), np.full(num_chunks, max_tokens, dtype=np.int64)
+    for document in np.argsort(-work, kind="stable").tolist():
+        fits = np.where(free >= lengths[document], load, np.inf)
+        target = int(fits.argmin())
+        if fits[target] == np.inf:
+            return None
+        chunk[document] = target
+        load[target] += work[document]
+        free[target] -= lengths[document]
+    _improve(chunk, lengths, work, load, free)
+    return chunk
+
+
+def variable_length_layout(lengths: np.ndarray, chunk: np.ndarray, num_chunks: int) -> Layout:
+    """Every chunk as one rank's row, documents in their order."""
+    return layout_from_slices(lengths, np.arange(len(lengths)), np.zeros_like(lengths), lengths, chunk, num_chunks)
+
+
+def _improve(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.ndarray, free: np.ndarray) -> None:
+    """Lower the heaviest chunk by one move or one swap at a time."""
+    for _ in range(_ROUNDS):
+        heavy = int(load.argmax())
+        if load[heavy] <= (1.0 + _LEVEL) * load.mean():
+            return
+        if not any(_shift(chunk, lengths, work, load, free, heavy, int(light)) for light in np.argsort(load)[:-1]):
+            return
+
+
+def _shift(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.ndarray, free: np.ndarray, heavy: int,
+           light: int) -> bool:
+    """Move one document to the lighter chunk, for nothing or for one of its own, where both stay below the heavier."""
+    mine, other = np.flatnonzero(chunk == heavy), np.flatnonzero(chunk == light)
+    gap = load[heavy] - load[light]
+    moved = work[mine][:, None] - np.concatenate([[0.0], work[other]])  # [mine, nothing or one of other]
+    tokens = lengths[mine][:, None] - np.concatenate([[0], lengths[other]])
+    least = 1e-6 * load[heavy]
+    allowed = (moved > least) & (moved < gap - least) & (tokens <= free[light]) & (-tokens <= free[heavy])
+    if not allowed.any():
+        return False
+    best = np.where(allowed, np.abs(moved - gap / 2), np.inf)
+    i, j = np.unravel_index(int(best.argmin()), best.shape)
+    chunk[mine[i]] = light
+    if j > 0:
+        chunk[other[j - 1]] = heavy
+    load[heavy] -= moved[i, j]
+    load[light] += moved[i, j]
+    free[heavy] += tokens[i, j]
+    free[light] -= tokens[i, j]
+    return True

@@ -1,0 +1,192 @@
+"""`distca simulate`: what would balancing save on a cluster that you have not rented yet?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from distca.cli.batches import STANDARD_LIBRARY, refuse_source
+from distca.cli.figures import comparison_page, page_writer
+from distca.cli.progress import progress
+from distca.cost.cluster_file import find_cluster
+from distca.cost.latency_table import LatencyTable
+from distca.cost.shipped import shipped_names, shipped_table
+from distca.report.page import MemoryFigures, Timeline
+from distca.simulate.compare import Comparison, Outcome, Question, compare, replay
+from distca.simulate.setting import settings
+from distca.simulate.step import Step
+from distca.simulate.strategies import STRATEGIES
+from distca.spec import CLUSTERS, model_named
+from distca.trace import write_chrome_trace
+from distca.workload.contexts import Source
+from distca.workload.documents import SAMPLERS, Workload, read_source, standard_library_lengths
+from distca.workload.packing import check_tolerance
+
+DEFAULT_CONTEXT = 131_072
+
+
+def simulate_command(
+    model: Annotated[str, typer.Option(help="Named model.")] = "llama3-8b",
+    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 64,
+    context: Annotated[int | None, typer.Option(
+        help=f"Tokens of a sequence; {DEFAULT_CONTEXT}, or what the longest document of a file reaches.")] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size; a pool rank is this many GPUs.")] = 8,
+    pp: Annotated[str, typer.Option(
+        help="Pipeline stages; with several, as in 2,4, each strategy keeps its best.")] = "1",
+    data: Annotated[str, typer.Option(help=(
+        f"A sampler ({', '.join(SAMPLERS)}), {STANDARD_LIBRARY} for the files of Python's own library, or a file of "
+        "lengths or a workload."))] = "prolong",
+    batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
+    strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(STRATEGIES)}.")] = "all",
+    tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
+    cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
+    cost: Annotated[str, typer.Option(
+        help="Latency table: a shipped one or a file that `distca profile` wrote.")] = "h200",
+    sequences: Annotated[int | None, typer.Option(
+        help="Sequences per step; as many as give each data rank 64K tokens of a micro-batch.")] = None,
+    micro_batches: Annotated[str | None, typer.Option(
+        help="1, or two per pipeline stage; with several, as in 8,16, each strategy keeps its best.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampled batches.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes; as many as there are cores.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Also write the first batch's timeline for Perfetto.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
+) -> None:
+    """Predict a training step under every strategy, on the same documents."""
+    check_tolerance(tolerance)
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; give a whole number of at least 0")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}; give at least 1")
+    if trace is not None and not trace.parent.is_dir():
+        raise ValueError(f"trace is {str(trace)!r} but there is no folder {str(trace.parent)!r}; create it first")
+    write_page = page_writer(html, "html") if html else None
+    source = read_lengths(data)
+    tokens = context if context is not None else default_context(source)
+    shape, machines = model_named(model), find_cluster(cluster)
+    grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=_numbers("pp", pp), sequences=sequences,
+                    micro_batches=None if micro_batches is None else _numbers("micro_batches", micro_batches))
+    names = STRATEGIES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
+    question = Question(grid, names, source, _table(cost), tolerance, batches, seed)
+    with progress(batches + 1) as step:
+        step("simulating")
+        comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
+    shown = _traced(comparison)
+    step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
+    if trace is not None and step_shown is not None:
+        write_chrome_trace(step_shown.traces or (), trace)
+    if write_page:
+        write_page(comparison_page(comparison.as_json(), "simulate", *_first_batch(shown, step_shown)))
+    if as_json:
+        print(json.dumps(comparison.as_json()))
+    else:
+        print_comparison(comparison, Console())
+        if trace is not None and shown is not None:
+            print(f"Timeline of {shown.name} in {trace}.")
+        if html is not None:
+            print(f"Written to {html}.")
+
+
+def read_lengths(data: str) -> Source:
+    """Bare names of samplers are samplers; anything else that exists is a file."""
+    if data in SAMPLERS:
+        return Source(data)
+    if data == STANDARD_LIBRARY:
+        return Source(STANDARD_LIBRARY, standard_library_lengths())
+    if not Path(data).exists():
+        refuse_source(data, "data")
+    content = read_source(data)
+    if isinstance(content, Workload):
+        return Source(data, np.concatenate(content.sequences))
+    return Source(data, content)
+
+
+def default_context(source: Source) -> int:
+    """What the longest document reaches, in whole 128 tokens, and at most 128K."""
+    if source.lengths is None:
+        return DEFAULT_CONTEXT
+    longest = int(source.lengths.max())
+    return min(DEFAULT_CONTEXT, longest // 128 * 128 or longest)
+
+
+def _table(name: str) -> LatencyTable:
+    if not Path(name).exists() and name in shipped_names():
+        return shipped_table(name)
+    return LatencyTable.load(name)
+
+
+def _numbers(field: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
+
+
+def _traced(comparison: Comparison) -> Outcome | None:
+    """Ours where it ran, else the last strategy that has a timeline."""
+    there = [outcome for outcome in comparison.outcomes if outcome.name != "bound"]
+    return next((outcome for outcome in there if outcome.name == "distca"), there[-1] if there else None)
+
+
+def _first_batch(outcome: Outcome | None, step: Step | None) -> tuple[tuple[Timeline, ...], MemoryFigures | None]:
+    """The page's timeline and memory."""
+    if outcome is None or step is None:
+        return (), None
+    held = step.memory
+    kinds = {"weights, gradients, optimizer": held.states, "activations": held.activations,
+             "gathered keys": held.gathered_kv, "exchange buffers": held.buffers}
+    memory = MemoryFigures(tuple(kinds), np.stack(list(kinds.values())), outcome.setting.cluster.memory_bytes)
+    return (Timeline(f"{outcome.name}, simulated, first batch", tuple(step.traces or ())),), memory
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """The table of strategies, and what each one chose."""
+    first = comparison.setting
+    stages = ", ".join(sorted({str(outcome.setting.pp) for outcome in comparison.outcomes}))
+    console.print(Text.assemble(
+        (f"{first.model.name} on {first.gpus:,} GPUs of {first.cluster.name}", "bold"),
+        f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, pp "
+        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance:g}"))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("", "tokens/s", "step", "idle", "exposed", "memory", "work"):
+        table.add_column(title, justify="right" if title else "left")
+    for outcome in comparison.outcomes:
+        row = outcome.as_json(comparison.outcomes)
+        table.add_row(outcome.name, f"{row['tokens_per_second']:,.0f}", f"{row['step_seconds']:.3g} s",
+                      f"{row['idle_share']:.1%}", f"{row['exposed_communication_share']:.1%}",
+                      f"{row['peak_memory_gb']:.0f} GB", f"{row['work_max_over_mean']:.2f}")
+    console.print(table)
+    console.print(_ratios(comparison))
+    for outcome in comparison.outcomes:
+        if outcome.name != "bound":
+            console.print(Text(f"{outcome.name}: {outcome.choice.describe(outcome.setting)}", style="dim"))
+    if comparison.too_large:
+        console.print(Text(f"Too large for the memory: {', '.join(comparison.too_large)}.", style="bold"))
+
+
+def _ratios(comparison: Comparison) -> Table:
+    """How much faster the row is than the column, over all batches and in the worst and best of them."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="times as fast as (range over batches)", title_justify="left")
+    table.add_column("")
+    others = [outcome for outcome in comparison.outcomes if outcome.name not in ("disaggregated", "distca", "bound")]
+    rows = [outcome for outcome in comparison.outcomes if outcome.name in ("disaggregated", "distca", "bound")]
+    if not rows:
+        others = rows = list(comparison.outcomes)
+    for other in others:
+        table.add_column(other.name, justify="right")
+    for outcome in rows:
+        cells = []
+        for other in others:
+            ratio, low, high = outcome.speedup_over(other)
+            cells.append(f"{ratio:.2f} ({low:.2f}-{high:.2f})")
+        table.add_row(outcome.name, *cells)
+    return table

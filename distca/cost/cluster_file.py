@@ -1,0 +1,63 @@
+"""A cluster of one's own, from a TOML file: rates, memory and links of its GPUs.
+
+A file names what differs from a cluster that is known already, or everything:
+
+    base = "dgx-h200"              # take the rest from here
+    gpus_per_node = 4
+    inter_node_bandwidth = 25e9    # bytes per second, one way, of a GPU's own NIC
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from distca.spec import CLUSTERS, ClusterShape, cluster_named, unknown_name
+from distca.workload.documents import read_text
+
+_NAMES = tuple(field.name for field in fields(ClusterShape))
+_TEXT = ("name", "gpu")
+
+
+def find_cluster(name: str) -> ClusterShape:
+    """A known cluster by its name, or the one that a TOML file describes."""
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if not Path(name).suffix and not Path(name).exists():
+        raise ValueError(f"{unknown_name('cluster', name, CLUSTERS)}, or give the path of a TOML file")
+    return read_cluster(name)
+
+
+def read_cluster(path: str | Path) -> ClusterShape:
+    """The cluster in a TOML file; every refusal names the file, the field, its value and the remedy."""
+    text = read_text(path)
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: broken TOML ({error}); repair the file") from None
+    try:
+        return _cluster(content, Path(path).stem)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:
+    base = content.pop("base", None)
+    for key in content:
+        if key not in _NAMES:
+            raise unknown_name("field", key, ("base", *_NAMES))
+    values: dict[str, Any] = {} if base is None else asdict(cluster_named(base))
+    values["name"] = stem
+    values |= content
+    missing = [name for name in _NAMES if name not in values]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not given; add them, or base = {next(iter(CLUSTERS))!r} to take the "
+                         "rest from a known cluster")
+    for name in _NAMES:
+        value = values[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (isinstance(value, str) if name in _TEXT else number):
+            raise ValueError(f"{name} is {value!r}; give {'text' if name in _TEXT else 'a number'}")
+    return ClusterShape(**values)

@@ -1,0 +1,233 @@
+"""Run every strategy on the same batches and say how they compare, each with the choice that suits it best.
+
+A baseline's grid of replicas and context parallelism is swept, and for all strategies alike the pipeline degrees and
+numbers of micro-batches that are asked for. The choice with the best mean over all batches is kept, as one would fix it
+for a run. A choice that does not fit the memory in some batch is out.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from distca.cost.latency_table import LatencyTable
+from distca.simulate.costs import Costs
+from distca.simulate.memory import check_holds_model, check_holds_step
+from distca.simulate.setting import Setting
+from distca.simulate.step import Step
+from distca.simulate.strategies import Batch, Choice, check_strategies, choices, run
+from distca.workload.contexts import Source, batch_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One strategy, one choice, one batch."""
+
+    seconds: float
+    free_seconds: float        # with links between ranks that take no time
+    busy_share: float
+    work_max_over_mean: float
+    states_gb: float           # of the fullest rank, as are the next ones
+    activations_gb: float
+    gathered_kv_gb: float
+    buffers_gb: float
+    peak_memory_gb: float
+    memory_max_over_mean: float
+
+    @classmethod
+    def of(cls, step: Step, free_seconds: float) -> Figures:
+        held = step.memory
+        at = int(held.total.argmax())
+        return cls(step.seconds, free_seconds, step.busy_share, step.work_max_over_mean, float(held.states[at]) / 1e9,
+                   float(held.activations[at]) / 1e9, float(held.gathered_kv[at]) / 1e9, float(held.buffers[at]) / 1e9,
+                   held.peak / 1e9, float(held.total.max() / held.total.mean()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A strategy over all batches, with its best choice."""
+
+    name: str
+    setting: Setting
+    choice: Choice
+    figures: tuple[Figures, ...]  # [batches]
+
+    def column(self, field: str) -> np.ndarray:
+        return np.array([getattr(figures, field) for figures in self.figures])
+
+    @property
+    def step_seconds(self) -> float:
+        return float(self.column("seconds").mean())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setting.num_tokens / self.step_seconds
+
+    def speedup_over(self, other: Outcome) -> tuple[float, float, float]:
+        """Over all batches together, in the worst and in the best batch."""
+        ratio = other.column("seconds") / self.column("seconds")
+        return other.step_seconds / self.step_seconds, float(ratio.min()), float(ratio.max())
+
+    def as_json(self, others: Sequence[Outcome]) -> dict[str, Any]:
+        seconds, rest = self.column("seconds"), [other for other in others if other.name != self.name]
+        speedups = {other.name: self.speedup_over(other) for other in rest}
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "step_seconds_range": [float(seconds.min()), float(seconds.max())],
+            "idle_share": float(1 - self.column("busy_share").mean()),
+            "exposed_communication_share": float(1 - self.column("free_seconds").sum() / seconds.sum()),
+            "peak_memory_gb": float(self.column("peak_memory_gb").max()),
+            "memory_gb": {name: float(self.column(f"{name}_gb").max())
+                          for name in ("states", "activations", "gathered_kv", "buffers")},
+            "memory_max_over_mean": float(self.column("memory_max_over_mean").mean()),
+            "work_max_over_mean": float(self.column("work_max_over_mean").mean()),
+            "speedup_over": {name: value[0] for name, value in speedups.items()},
+            "speedup_range_over": {name: list(value[1:]) for name, value in speedups.items()},
+            "pp": self.setting.pp,
+            "choice": self.choice.describe(self.setting),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Strategies that fit, in display order, and the names of those that do not."""
+
+    source: str
+    setting: Setting
+    num_batches: int
+    tolerance: float
+    outcomes: tuple[Outcome, ...]
+    too_large: tuple[str, ...]
+
+    def outcome(self, name: str) -> Outcome:
+        return next(outcome for outcome in self.outcomes if outcome.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        setting = self.setting
+        return {
+            "model": setting.model.name, "cluster": setting.cluster.name, "gpus": setting.gpus, "tp": setting.tp,
+            "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
+            "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
+            "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
+            "strategies": {outcome.name: outcome.as_json(self.outcomes) for outcome in self.outcomes},
+            "too_large": list(self.too_large),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """What is compared: settings that differ in their pipeline, strategies, and where documents come from."""
+
+    settings: tuple[Setting, ...]
+    strategies: tuple[str, ...]
+    source: Source
+    table: LatencyTable
+    tolerance: float
+    num_batches: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategies", check_strategies(self.strategies))
+        if self.num_batches < 1:
+            raise ValueError(f"batches is {self.num_batches}; give at least 1")
+        self.table.require(self.settings[0].context)
+        for setting in self.settings:
+            self.source.check_context(setting.context)
+            check_holds_model(setting, self.costs(setting))
+            check_holds_step(setting, self.costs(setting))
+
+    def costs(self, setting: Setting) -> Costs:
+        return Costs.of(setting.model, setting.cluster, setting.tp, self.table)
+
+    def batch(self, setting: Setting, number: int) -> Batch:
+        return Batch(tuple(batch_sequences(self.source, setting.context, setting.num_sequences, (self.seed, number))))
+
+
+Key = tuple[int, str, Choice]  # setting, strategy, choice
+
+
+def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
+    """Every strategy over all batches; `step` hears of each finished batch."""
+    rows: dict[int, dict[Key, Figures | None]] = {}
+    for number, found in _all_batches(question, workers):
+        rows[number] = found
+        step(f"batch {len(rows)} of {question.num_batches}")
+    ordered = [rows[number] for number in sorted(rows)]
+    best = {name: _best(question, name, ordered) for name in question.strategies}
+    too_large = [name for name, outcome in best.items() if outcome is None]
+    outcomes = [_with_free_links(question, outcome) for outcome in best.values() if outcome is not None]
+    if all(outcome.name == "bound" for outcome in outcomes):
+        setting = question.settings[0]
+        raise ValueError(
+            f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
+            f"{setting.cluster.memory_bytes / 1e9:.0f} GB with any of: {', '.join(too_large)}; give fewer --sequences, "
+            "more --gpus, or a larger --tp or --pp")
+    return Comparison(question.source.name, question.settings[0], question.num_batches, question.tolerance,
+                      tuple(outcomes), tuple(too_large))
+
+
+def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
+    """One batch once more under an outcome's choice, with its timeline: one trace per pool rank."""
+    setting = outcome.setting
+    done = run(outcome.name, outcome.choice, setting, question.costs(setting), question.batch(setting, number),
+               question.tolerance, record=True)
+    if done is None or done[0].traces is None:
+        raise ValueError(f"strategy {outcome.name!r} has no timeline; choose another than bound")
+    return done[0]
+
+
+def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, dict[Key, Figures | None]]]:
+    if workers <= 1 or question.num_batches == 1:
+        for number in range(question.num_batches):
+            yield number, batch_figures(question, number)
+        return
+    with ProcessPoolExecutor(min(workers, question.num_batches), multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(batch_figures, question, number): number for number in range(question.num_batches)}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+
+
+def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
+    """All strategies and choices on one batch; None where a choice does not fit the memory."""
+    found: dict[Key, Figures | None] = {}
+    for at, setting in enumerate(question.settings):
+        costs, batch = question.costs(setting), question.batch(setting, number)
+        for name in question.strategies:
+            for choice in choices(name, setting):
+                done = run(name, choice, setting, costs, batch, question.tolerance, exposed=choice.sharding == "pool")
+                fits = done is not None and done[0].memory.peak <= setting.cluster.memory_bytes
+                found[at, name, choice] = Figures.of(*done) if done is not None and fits else None
+    return found
+
+
+def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
+    """A baseline's step with free links, which the sweep leaves out."""
+    if outcome.choice.sharding == "pool":
+        return outcome
+    setting = outcome.setting
+    figures = []
+    for number, found in enumerate(outcome.figures):
+        done = run(outcome.name, outcome.choice, setting, question.costs(setting), question.batch(setting, number),
+                   question.tolerance, exposed=True)
+        assert done is not None, "it fitted in the sweep"
+        figures.append(replace(found, free_seconds=done[1]))
+    return replace(outcome, figures=tuple(figures))
+
+
+def _best(question: Question, name: str, rows: Sequence[dict[Key, Figures | None]]) -> Outcome | None:
+    best: Outcome | None = None
+    for key in (key for key in rows[0] if key[1] == name):
+        figures = [row[key] for row in rows]
+        there = tuple(figure for figure in figures if figure is not None)
+        if len(there) < len(rows):
+            continue
+        outcome = Outcome(name, question.settings[key[0]], key[2], there)
+        if best is None or outcome.tokens_per_second > best.tokens_per_second:
+            best = outcome
+    return best

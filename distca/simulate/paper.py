@@ -1,0 +1,342 @@
+"""Measure with our simulator and planner what the DistCA paper measured: one row for every point of its figures.
+
+A case is one point. Models, nodes, contexts, batches and data are those of the paper's runs as far as they are public.
+A row holds what we find there. Nothing here knows what the paper found: `paper_claims` puts its figures beside ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from distca.cost.latency_table import LatencyTable
+from distca.cost.shipped import shipped_table
+from distca.cost.work import attention_backward_flops, attention_flops, hidden_shards_bound, pairs_of_shard
+from distca.simulate.compare import Outcome, Question, compare
+from distca.simulate.costs import Costs
+from distca.simulate.memory import check_holds_step
+from distca.simulate.nano import Nano, Served, ping_pong
+from distca.simulate.setting import Setting, setting
+from distca.simulate.step import plan_step, served_step
+from distca.simulate.strategies import Batch, Choice, bound_step, choices, run, single_stream
+from distca.simulate.timeline import Exchange
+from distca.spec import cluster_named, model_named
+from distca.workload.contexts import Source
+
+CLUSTER, TABLE, TP = "dgx-h200", "h200", 8
+TOLERANCE = 0.05
+TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
+KIB = 1024
+RANK_TOKENS = 64 * KIB      # of one TP group, where a figure names no batch
+PILOT_BATCHES = 3           # choose the pipeline before all batches are run
+REPLICA_RANKS = 4           # the fewest TP groups that hold a sequence of 512K tokens of llama3-8b
+SHARD_KV_LEN = 64 * KIB     # keys of the shards whose throughput is looked up
+FIGURES = ("fig3", "fig4", "fig5", "fig9", "fig10", "fig11", "fig12", "appA", "memory")
+DATA = ("pretrain", "prolong")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One point of a figure."""
+
+    figure: str
+    model: str = "llama3-8b"
+    nodes: int = 1
+    context: int = RANK_TOKENS
+    sequences: int = 1               # of a step
+    data: str = "pretrain"
+    pipelines: tuple[int, ...] = (1,)  # stages to choose from
+
+    @property
+    def facts(self) -> Row:
+        return {"model": self.model, "nodes": self.nodes, "context": self.context, "sequences": self.sequences,
+                "data": self.data}
+
+    def settings(self) -> tuple[Setting, ...]:
+        """All pipelines with one or two sequences a micro-batch, at least as many micro-batches as stages."""
+        counts = (1,) if self.pipelines == (1,) else tuple(dict.fromkeys((self.sequences, self.sequences // 2)))
+        return tuple(
+            setting(model_named(self.model), cluster_named(CLUSTER), gpus=self.nodes * TP, context=self.context, tp=TP,
+                    pp=pp, sequences=self.sequences, micro_batches=count)
+            for pp in self.pipelines for count in counts if count >= pp)
+
+
+def cases(figure: str, quick: bool) -> list[Case]:
+    """The points of a figure; with `quick` the few that show its shape."""
+    if figure in ("fig5", "appA"):
+        return [Case(figure)]
+    if figure == "fig3":
+        return [Case(figure, nodes=nodes, context=128 * KIB, sequences=nodes * RANK_TOKENS // (128 * KIB))
+                for nodes in ((2, 8, 32) if quick else (2, 4, 8, 16, 32))]
+    if figure == "fig4":
+        return [Case(figure, nodes=dp * REPLICA_RANKS, context=512 * KIB, sequences=dp, data=data)
+                for data in DATA[:1 if quick else 2] for dp in ((2, 8) if quick else (2, 4, 8, 16))]
+    if figure == "fig9":
+        return _without_pipeline(figure, quick)
+    if figure == "fig10":
+        return _with_pipeline(figure, quick)
+    if figure == "memory":
+        return [replace(case, figure=figure) for case in
+                (*_without_pipeline(figure, quick), *_with_pipeline(figure, quick))]
+    return [Case(figure, model=model, nodes=nodes, context=128 * KIB, sequences=sequences * nodes // 8)
+            for model, sequences in (("llama3-8b", 4), ("llama-34b", 2))[:1 if quick else 2]
+            for nodes in ((8,) if quick else (8, 16))]
+
+
+def _without_pipeline(figure: str, quick: bool) -> list[Case]:
+    found = []
+    for model in ("llama3-8b", "llama-34b")[:1 if quick else 2]:
+        for nodes in (16,) if quick else (8, 16, 32):
+            for context in (128 * KIB, 512 * KIB) if quick else (128 * KIB, 256 * KIB, 512 * KIB):
+                tokens = nodes * RANK_TOKENS if model == "llama3-8b" else nodes // 8 * context
+                found += [Case(figure, model, nodes, context, tokens // context, data) for data in DATA]
+    return found
+
+
+def _with_pipeline(figure: str, quick: bool) -> list[Case]:
+    if quick:
+        return [Case(figure, "llama3-8b", 8, 128 * KIB, 8, data, (2,)) for data in DATA]
+    found = []
+    for model, sizes, contexts, pipelines in (
+            ("llama3-8b", (8, 16, 32), (128, 256, 512), (2, 4, 8)),
+            ("llama-34b", (16, 32, 64), (128, 256, 384), (1, 2, 4, 8))):
+        for nodes, times in zip(sizes, (1, 2, 2), strict=True):
+            for context in contexts:
+                sequences = times * (8 if context == 128 else 4)
+                found += [Case(figure, model, nodes, context * KIB, sequences, data, pipelines) for data in DATA]
+    return found
+
+
+def measure_all(
+    figures: Sequence[str], *, quick: bool, num_batches: int, workers: int, step: Callable[[str], None]
+) -> dict[str, list[Row]]:
+    """Rows by figure, in the order of the cases; `step` hears of each finished case."""
+    wanted = [case for figure in figures for case in cases(figure, quick)]
+    rows: dict[int, list[Row]] = {}
+    for at, found in _measured(wanted, num_batches, workers):
+        rows[at] = found
+        step(wanted[at].figure)
+    return {figure: [row for at, case in enumerate(wanted) if case.figure == figure for row in rows[at]]
+            for figure in figures}
+
+
+def _measured(wanted: Sequence[Case], num_batches: int, workers: int) -> Iterator[tuple[int, list[Row]]]:
+    if workers <= 1:
+        for at, case in enumerate(wanted):
+            yield at, measure(case, num_batches)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        largest_first = sorted(range(len(wanted)), key=lambda at: -wanted[at].nodes * len(wanted[at].pipelines))
+        waiting = {pool.submit(measure, wanted[at], num_batches): at for at in largest_first}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+
+
+def measure(case: Case, num_batches: int) -> list[Row]:
+    return _MEASURES[case.figure](case, num_batches)
+
+
+@cache
+def _table() -> LatencyTable:
+    return shipped_table(TABLE)
+
+
+def _question(case: Case, num_batches: int, strategies: tuple[str, ...] = ("disaggregated",)) -> Question:
+    fitting = tuple(filter(_holds, case.settings()))
+    return Question(fitting, strategies, Source(case.data), _table(), TOLERANCE, num_batches)
+
+
+def _holds(where: Setting) -> bool:
+    """Whether a pipeline is a choice at all: some schedule of it fits the memory."""
+    try:
+        check_holds_step(where, Costs.of(where.model, where.cluster, where.tp, _table()))
+    except ValueError:
+        return False
+    return True
+
+
+def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[Batch]]:
+    question = _question(case, num_batches)
+    where = question.settings[0]
+    return where, question.costs(where), [question.batch(where, number) for number in range(num_batches)]
+
+
+def _gathered_keys(case: Case, num_batches: int) -> list[Row]:
+    """Per-document context parallelism over all nodes: what gathering keys takes of the step and of the memory."""
+    where, costs, batches = _batches(case, num_batches)
+    shares = []
+    for batch in batches:
+        done = run("per_document_cp", Choice("fixed", "document", where.num_data), where, costs, batch, TOLERANCE,
+                   record=True)
+        assert done is not None and done[0].traces is not None, "64K tokens a rank fit"
+        held, spans = done[0].memory, done[0].traces[-1].spans
+        shares.append([
+            sum(span.stop_seconds - span.start_seconds for span in spans if span.name == name) / done[0].seconds
+            for name in ("gather keys", "scatter key gradients")] + [held.gathered_kv[-1] / held.total[-1]])
+    gather, scatter, memory = np.mean(shares, axis=0).tolist()
+    return [{**case.facts, "gather_share": gather, "gather_and_scatter_share": gather + scatter,
+             "kv_memory_share": memory}]
+
+
+def _variable_chunks(case: Case, num_batches: int) -> list[Row]:
+    """Variable-length chunks over replicas: attention that waits for the longest, and how far memory diverges."""
+    where, costs, batches = _batches(case, num_batches)
+    found = []
+    for batch in batches:
+        done = run("variable_length", Choice("variable", "document", REPLICA_RANKS), where, costs, batch, TOLERANCE)
+        if done is not None:
+            held = done[0].memory.activations
+            found.append((1 - 1 / done[0].work_max_over_mean, float(held.max() / held.mean())))
+    idle, memory = np.mean(found, axis=0).tolist() if found else (None, None)
+    return [{**case.facts, "dp": case.nodes // REPLICA_RANKS, "attention_idle_share": idle,
+             "activations_max_over_mean": memory, "batches_that_fit": len(found), "batches": num_batches}]
+
+
+def _throughput(case: Case, num_batches: int) -> list[Row]:
+    """Attention of shards with a long prefix, from the measured table."""
+    table, model = _table(), model_named(case.model)
+    q_len = table.q_len[table.q_len <= SHARD_KV_LEN].astype(np.float64)
+    pairs = pairs_of_shard(q_len, np.full_like(q_len, SHARD_KV_LEN))
+    forward = attention_flops(pairs, model) / table.seconds(q_len, SHARD_KV_LEN)
+    backward = attention_backward_flops(pairs, model) / table.seconds(q_len, SHARD_KV_LEN, backward=True)
+    return [{"q_len": int(q), "kv_len": SHARD_KV_LEN, "forward_tflops": float(f) / 1e12,
+             "backward_tflops": float(b) / 1e12, "forward_of_peak": float(f / forward.max()),
+             "backward_of_peak": float(b / backward.max())}
+            for q, f, b in zip(q_len, forward, backward, strict=True)]
+
+
+def _speed(case: Case, num_batches: int) -> list[Row]:
+    """Ours over WLB-ideal and over the bound, each with the pipeline, grid and micro-batches that suit it best."""
+    question = _question(case, num_batches, ("wlb_ideal", "disaggregated", "distca", "bound"))
+    if len(question.settings) > 1 and num_batches > PILOT_BATCHES:
+        pilot = compare(replace(question, num_batches=PILOT_BATCHES))
+        chosen = tuple(dict.fromkeys(outcome.setting for outcome in pilot.outcomes))
+        question = replace(question, settings=chosen)
+    compared = compare(question)
+    by_name = {outcome.name: outcome for outcome in compared.outcomes}
+    row: Row = {**case.facts, "too_large": list(compared.too_large)}
+    for outcome in compared.outcomes:
+        row |= {f"{outcome.name}_seconds": outcome.step_seconds,
+                f"{outcome.name}_choice": outcome.choice.describe(outcome.setting)}
+    for name in ("disaggregated", "distca"):
+        row[name] = row[f"{name}_range"] = None
+        if name in by_name and "wlb_ideal" in by_name:
+            row[name], *row[f"{name}_range"] = by_name[name].speedup_over(by_name["wlb_ideal"])
+    ours = by_name.get("distca")
+    row["distca_of_bound"] = ours and by_name["bound"].step_seconds / ours.step_seconds
+    row["one_byte_of_bound"] = ours and _one_byte_of_bound(question, ours)
+    return [row]
+
+
+def _one_byte_of_bound(question: Question, ours: Outcome) -> float:
+    """How close to the bound the batches come were attention's own transfers free: what no plan of it can gain."""
+    where = ours.setting
+    costs = question.costs(where)
+    both = np.zeros(2)
+    for number in range(question.num_batches):
+        batch = question.batch(where, number)
+        nanos, plans = _planned(where, costs, batch, "balanced", TOLERANCE)
+        both += (bound_step(where, costs, batch).seconds,
+                 served_step(where, costs, nanos, _with_one_byte(plans, costs)).seconds)
+    return float(both[0] / both[1])
+
+
+Plans = list[tuple[Served, ...]]
+
+
+def _planned(
+    where: Setting, costs: Costs, batch: Batch, placement: str, tolerance: float
+) -> tuple[list[tuple[Nano, ...]], Plans]:
+    each = where.sequences_per_micro_batch
+    nanos: list[tuple[Nano, ...]] = [
+        ping_pong(np.concatenate(batch.sequences[at:at + each]), where.num_data, placement, tolerance)
+        for at in range(0, where.num_sequences, each)]
+    return nanos, plan_step(where, costs, nanos, tolerance)
+
+
+def _with_one_byte(plans: Plans, costs: Costs) -> Plans:
+    """The same messages with a byte in each: only their latency remains."""
+    latency = (costs.network.intra_node_latency_seconds, costs.network.inter_node_latency_seconds)
+
+    def emptied(exchange: Exchange) -> Exchange:
+        return replace(exchange, links=tuple(
+            (link, replace(edges, out_seconds=np.full_like(edges.out_seconds, latency[link]),
+                           in_seconds=np.full_like(edges.in_seconds, latency[link])))
+            for link, edges in exchange.links))
+
+    return [tuple(replace(call, going=(emptied(call.going[0]), emptied(call.going[1])),
+                          coming=(emptied(call.coming[0]), emptied(call.coming[1]))) for call in served)
+            for served in plans]
+
+
+def _overlap(case: Case, num_batches: int) -> list[Row]:
+    """Ping-pong against waiting for every exchange, and against messages of one byte."""
+    where, costs, batches = _batches(case, num_batches)
+    rows = []
+    for placement in ("given", "balanced"):
+        seconds = []
+        for batch in batches:
+            nanos, plans = _planned(where, costs, batch, placement, TOLERANCE)
+            seconds.append((served_step(where, costs, nanos, plans).seconds,
+                            single_stream(where, costs, batch, TOLERANCE, placement).seconds,
+                            served_step(where, costs, nanos, _with_one_byte(plans, costs)).seconds))
+        overlapped, alone, one_byte = np.mean(seconds, axis=0).tolist()
+        rows.append({**case.facts, "placement": placement, "ping_pong_seconds": overlapped,
+                     "single_stream_over": alone / overlapped, "one_byte_over": one_byte / overlapped})
+    return rows
+
+
+def _tolerances(case: Case, num_batches: int) -> list[Row]:
+    """Bytes and step time as the scheduler is allowed more imbalance."""
+    where, costs, batches = _batches(case, num_batches)
+    rows: list[Row] = []
+    for placement in ("given", "balanced"):
+        found = []
+        for tolerance in TOLERANCES:
+            both = np.zeros(2)
+            for batch in batches:
+                nanos, plans = _planned(where, costs, batch, placement, tolerance)
+                sent = sum(float(way.sent_bytes.sum()) for served in plans for call in served
+                           for way in (*call.going, *call.coming))
+                both += sent * where.layers_per_stage * TP, served_step(where, costs, nanos, plans).seconds
+            found.append(both / num_batches)
+        rows += [{**case.facts, "placement": placement, "tolerance": tolerance, "gigabytes": float(one[0]) / 1e9,
+                  "bytes_over": float(one[0] / found[0][0]), "seconds_over": float(one[1] / found[0][1])}
+                 for tolerance, one in zip(TOLERANCES, found, strict=True)]
+    return rows
+
+
+def _hidden_shards(case: Case, num_batches: int) -> list[Row]:
+    return [{"model": name, "tp": tp,
+             "shards": hidden_shards_bound(model_named(name), cluster_named(CLUSTER), tp)}
+            for name in ("llama3-8b", "llama-34b") for tp in (1, TP)]
+
+
+def _held(case: Case, num_batches: int) -> list[Row]:
+    """What ours holds on every rank: activations, and the buffers of its exchanges beside them."""
+    where, costs, (batch,) = _batches(case, 1)
+    rows = []
+    for name in ("disaggregated", "distca"):
+        done = run(name, choices(name, where)[0], where, costs, batch, TOLERANCE)
+        assert done is not None, "ours runs whatever it needs; whether it fits is not asked here"
+        held = done[0].memory
+        stages = held.activations.reshape(where.pp, -1)
+        rows.append({**case.facts, "pp": where.pp, "strategy": name,
+                     "activations_max_over_min": float((stages.max(axis=1) / stages.min(axis=1)).max()),
+                     "activations_gb": float(held.activations.max()) / 1e9,
+                     "buffers_of_activations": float(held.buffers.max() / held.activations.max())})
+    return rows
+
+
+_MEASURES: dict[str, Callable[[Case, int], list[Row]]] = {
+    "fig3": _gathered_keys, "fig4": _variable_chunks, "fig5": _throughput, "fig9": _speed, "fig10": _speed,
+    "fig11": _overlap, "fig12": _tolerances, "appA": _hidden_shards, "memory": _held,
+}

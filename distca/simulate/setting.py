@@ -1,0 +1,136 @@
+"""One question to the simulator: which model, on which machines, divided how, over how many tokens a step.
+
+A pool rank is one tensor-parallel group: its `tp` GPUs do the same at the same time, so a pool rank stands for them.
+Pool ranks are numbered stage by stage, as the runtime numbers them. A step is `num_micro_batches` micro-batches of
+`sequences_per_micro_batch` sequences of `context` tokens each, for every strategy the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from distca.spec import ClusterShape, ModelShape
+
+TOKENS_PER_RANK = 65_536  # of a micro-batch, where the context and the data ranks allow it
+NANO_BATCHES = 2          # ping and pong: rows are cut in halves
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on a cluster."""
+
+    model: ModelShape
+    cluster: ClusterShape
+    gpus: int
+    tp: int
+    pp: int
+    context: int
+    sequences_per_micro_batch: int
+    num_micro_batches: int
+
+    def __post_init__(self) -> None:
+        for field in ("gpus", "tp", "pp", "context", "sequences_per_micro_batch", "num_micro_batches"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")
+        self.model.kv_heads_per_rank(self.tp)
+        if self.gpus % (self.tp * self.pp):
+            nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
+            raise ValueError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
+                             f"{nearest}, or another --tp or --pp")
+        if self.model.num_layers % self.pp:
+            raise ValueError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
+                             "choose a pp that divides them")
+        tokens = self.context * self.sequences_per_micro_batch
+        if tokens % (NANO_BATCHES * self.num_data):
+            raise ValueError(f"a micro-batch of {self.sequences_per_micro_batch} sequences of {self.context} tokens "
+                             f"does not divide over two halves of {self.num_data} data ranks; give a --context that is "
+                             f"a multiple of {NANO_BATCHES * self.num_data}, or another number of --sequences")
+
+    @property
+    def num_data(self) -> int:
+        """Data ranks of one stage; a rank is `tp` GPUs."""
+        return self.gpus // (self.tp * self.pp)
+
+    @property
+    def num_pool(self) -> int:
+        """Ranks of the attention pool: all stages."""
+        return self.num_data * self.pp
+
+    @property
+    def layers_per_stage(self) -> int:
+        return self.model.num_layers // self.pp
+
+    @property
+    def num_sequences(self) -> int:
+        return self.sequences_per_micro_batch * self.num_micro_batches
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.context
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of one micro-batch on one data rank."""
+        return self.context * self.sequences_per_micro_batch // self.num_data
+
+    @property
+    def pool_ranks_per_node(self) -> int:
+        return max(self.cluster.gpus_per_node // self.tp, 1)
+
+
+def setting(
+    model: ModelShape,
+    cluster: ClusterShape,
+    *,
+    gpus: int,
+    context: int,
+    tp: int = 8,
+    pp: int = 1,
+    sequences: int | None = None,
+    micro_batches: int | None = None,
+) -> Setting:
+    """One setting with what was left out filled in."""
+    (found,) = settings(model, cluster, gpus=gpus, context=context, tp=tp, pp=(pp,), sequences=sequences,
+                        micro_batches=None if micro_batches is None else (micro_batches,))
+    return found
+
+
+def settings(
+    model: ModelShape,
+    cluster: ClusterShape,
+    *,
+    gpus: int,
+    context: int,
+    tp: int = 8,
+    pp: Sequence[int] = (1,),
+    sequences: int | None = None,
+    micro_batches: Sequence[int] | None = None,
+) -> tuple[Setting, ...]:
+    """Settings of the same step for every pipeline degree and number of micro-batches.
+
+    Micro-batches: one without a pipeline, two per stage with one. Sequences per step: as many as give each data rank
+    64K tokens of a micro-batch, at least one per micro-batch, and a number that divides in every setting.
+    """
+    for field, values in (("gpus", (gpus,)), ("tp", (tp,)), ("pp", pp), ("context", (context,)),
+                          ("micro_batches", micro_batches or (1,))):
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")
+    grid = [(stages, count) for stages in pp
+            for count in (micro_batches if micro_batches is not None else ((1,) if stages == 1 else (2 * stages,)))]
+    if sequences is None:
+        sequences, unit = 1, 1
+        for stages, count in grid:
+            halves = NANO_BATCHES * max(gpus // (tp * stages), 1)
+            unit = lcm(unit, count * halves // gcd(context, halves))
+            sequences = max(sequences, count * round(halves // NANO_BATCHES * TOKENS_PER_RANK / context))
+        sequences = -(-sequences // unit) * unit
+    for _, count in grid:
+        if sequences < 1 or sequences % count:
+            raise ValueError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
+                             "--sequences or --micro-batches")
+    return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count)
+                 for stages, count in grid)

@@ -1,0 +1,112 @@
+"""`distca simulate` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distca
+from distca import cli
+
+KEYS = {"tokens_per_second", "step_seconds", "idle_share", "exposed_communication_share", "peak_memory_gb",
+        "work_max_over_mean", "speedup_over"}
+QUICK = ("simulate", "--batches", "1", "--workers", "1", "--context", "65536", "--gpus", "32")
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return call
+
+
+def test_json_has_every_strategy_with_every_figure(run):
+    code, out, err = run(*QUICK, "--json")
+    assert (code, err) == (0, "")
+    rows = json.loads(out)["strategies"]
+    assert {"fixed_packing", "variable_length", "per_document_cp", "wlb_ideal", "disaggregated", "distca",
+            "bound"} == set(rows)
+    for name, row in rows.items():
+        assert set(row) >= KEYS
+        assert set(row["speedup_over"]) == set(rows) - {name}
+
+
+def test_the_table_names_strategies_and_what_they_chose(run):
+    code, out, _ = run(*QUICK, "--strategies", "wlb_ideal,distca", "--trace", "step.json")
+    assert code == 0
+    assert "wlb_ideal" in out and "fixed_packing" not in out
+    assert "dp " in out and "balanced placement" in out
+    with open("step.json", encoding="utf-8") as file:
+        assert len(json.load(file)["traceEvents"]) > 100
+
+
+def test_own_lengths_and_several_pipelines(run):
+    with open("lengths.txt", "w", encoding="utf-8") as file:
+        file.write("9000\n500\n1200\n70\n")
+    code, out, _ = run("simulate", "--data", "lengths.txt", "--gpus", "32", "--batches", "1", "--workers", "1", "--pp",
+                       "1,2", "--strategies", "distca,bound", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["context"] == 8960
+    assert found["strategies"]["distca"]["pp"] == 1  # no bubble
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--gpus", "60"), "gpus is 60, not a multiple of tp 8 times pp 1; give --gpus 56"),
+    (("--pp", "3"), "not a multiple of tp 8 times pp 3"),
+    (("--pp", "x"), "pp is 'x'"),
+    (("--gpus", "40", "--pp", "5", "--context", "65536"), "pp is 5 but model 'llama3-8b' has 32 layers"),
+    (("--strategies", "distco"), "strategy 'distco' is unknown; did you mean 'distca'?"),
+    (("--data", "short.txt", "--context", "65536"), "context is 65536 but the longest document"),
+    (("--data", "nonsense.txt"), "line 1 is 'abc'"),
+    (("--data", "prolonk"), "did you mean 'prolong'?"),
+    (("--cluster", "small.toml"), "cluster 'small' cannot hold 'llama3-8b'"),
+    (("--cluster", "dgx-h20"), "cluster 'dgx-h20' is unknown"),
+    (("--sequences", "4096"), "does not fit"),
+    (("--batches", "0"), "batches is 0"),
+    (("--tolerance", "2"), "tolerance is 2"),
+    (("--context", "0"), "context is 0"),
+    (("--context", "1048576"), "reaches kv_len 524288"),
+    (("--tp", "3"), "tp is 3"),
+    (("--model", "lama"), "model 'lama' is unknown"),
+])
+def test_mistakes_are_one_line_and_exit_code_2(run, arguments, said):
+    with open("short.txt", "w", encoding="utf-8") as file:
+        file.write("1000\n")
+    with open("nonsense.txt", "w", encoding="utf-8") as file:
+        file.write("abc\n")
+    with open("small.toml", "w", encoding="utf-8") as file:
+        file.write('base = "dgx-h200"\nmemory_bytes = 3e9\n')
+    code, out, err = run("simulate", "--batches", "1", "--workers", "1", *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and said in err
+
+
+def test_every_command_of_the_guide_runs(run, monkeypatch):
+    root = Path(distca.__file__).parents[1]
+    text = (root / "docs/simulate.md").read_text(encoding="utf-8")
+    commands, code = ("".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+                      for language in ("bash", "python"))
+    ran = 0
+    for line in commands.splitlines():
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "distca":
+            exit_code, _, err = run(*arguments, "--workers", "1")
+            assert (exit_code, err) == (0, ""), line
+            ran += 1
+        else:
+            subprocess.run(line, shell=True, check=True)
+    assert ran > 4
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
