@@ -1,0 +1,174 @@
+"""What does `enable(model)` gain in someone else's loop? Two CPU ranks, a small Llama in Transformers, skewed rows.
+
+One rank's row is a long document, the other's as many tokens of short ones. The same loop trains the same tokens from
+the same weights with transformers' attention as it would run without us and with distca; the modes alternate step by
+step, so that drift of the machine hits both. Without distca attention runs per document, as FlashAttention would run
+it: `sdpa` with its dense mask over the whole row is shown beside. Host overhead is what a layer costs where there is
+next to nothing to compute: a step of a few tokens per rank, with distca less at home.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distca.integrations.huggingface import enable, steps_of
+from distca.testing import run_processes
+
+RESULTS = Path(__file__).parent / "results"
+MODES = ("sdpa", "per document", "distca")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One mode: medians over its steps; a step is as long as its slowest rank."""
+
+    mode: str
+    step_seconds: float
+    tokens_per_second: float
+    work_max_over_mean: float
+    losses: list[float]
+
+
+def rows_of(ranks: int, tokens: int, short: int) -> list[list[int]]:
+    """The first rank has one long document, the others short ones."""
+    return [[tokens], *([[short] * (tokens // short)] * (ranks - 1))]
+
+
+def small_llama(layers: int, attention: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=65_536, attn_implementation=attention))
+
+
+class Loop:
+    """The user's loop, one step at a time."""
+
+    def __init__(self, mode: str, layers: int, lengths: list[int]) -> None:
+        self.mode = mode
+        model = small_llama(layers, "sdpa")
+        if mode == "distca":
+            enable(model)
+        elif mode == "per document":                             # a pool of one rank: everything at home
+            enable(model, dist.new_subgroups(1)[0])
+        self.model, self.inner = DistributedDataParallel(model), model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        tokens = torch.randint(0, 256, (1, sum(lengths)), generator=generator)
+        position = torch.cat([torch.arange(length) for length in lengths])[None]
+        self.batch = {"input_ids": tokens, "position_ids": position, "labels": tokens.masked_fill(position == 0, -100)}
+        self.count = torch.tensor(sum(lengths) - len(lengths))
+        dist.all_reduce(self.count)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds until every rank is done, and the loss over all tokens."""
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = self.model(**self.batch, num_items_in_batch=self.count, use_cache=False).loss
+        (loss * dist.get_world_size()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return seconds, total.item()
+
+
+def rank_main(transport: Any, options: dict[str, Any]) -> tuple[dict[str, list[tuple[float, float]]], Any, float]:
+    """Every rank: all modes in turn; the first rank's records, the plan's max/mean before and after, and overhead."""
+    rows = rows_of(transport.size, options["tokens"], options["short"])
+    loops = {mode: Loop(mode, options["layers"], rows[transport.rank]) for mode in MODES}
+    records: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    for number in range(options["steps"] + 1):
+        for mode, loop in loops.items():
+            record = loop.step()
+            if number:                                           # the first is warm-up
+                records[mode].append(record)
+    plan = steps_of(loops["distca"].inner).latest
+    assert plan is not None
+    summary = plan.summary()
+    overhead = host_overhead(options["layers"], options["overhead_steps"])
+    return records, (summary.work_max_over_mean_at_home, summary.work_max_over_mean), overhead
+
+
+def host_overhead(layers: int, steps: int) -> float:
+    """Seconds a layer adds to forward and backward with distca where attention is next to nothing."""
+    loops = {mode: Loop(mode, layers, [8, 8]) for mode in ("sdpa", "distca")}
+    seconds: dict[str, list[float]] = {mode: [] for mode in loops}
+    for number in range(steps + 3):
+        for mode, loop in loops.items():
+            spent, _ = loop.step()
+            if number >= 3:
+                seconds[mode].append(spent)
+    return (median(seconds["distca"]) - median(seconds["sdpa"])) / layers
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[Result], float]:
+    options = {name: getattr(arguments, name) for name in ("tokens", "short", "steps", "layers", "overhead_steps")}
+    outcomes = run_processes(arguments.ranks, rank_main, options, timeout_seconds=600, deadline_seconds=1800)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None or outcome.value is None:
+            raise SystemExit(f"rank {rank} failed: {outcome.error or 'it ended without a word'}")
+    records, (before, after), overhead = outcomes[0].value
+    tokens = arguments.ranks * arguments.tokens
+    results = []
+    for mode in MODES:
+        seconds = median(record[0] for record in records[mode])
+        results.append(Result(mode, seconds, tokens / seconds, after if mode == "distca" else before,
+                              [record[1] for record in records[mode]]))
+    return results, overhead
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=8192, help="per rank; the length of the long document")
+    parser.add_argument("--short", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each mode")
+    parser.add_argument("--overhead-steps", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=RESULTS / "integrations.json")
+    arguments = parser.parse_args()
+    results, overhead = measure(arguments)
+    sdpa, home, balanced = results
+    speedup = balanced.tokens_per_second / home.tokens_per_second
+    speedup_over_sdpa = balanced.tokens_per_second / sdpa.tokens_per_second
+    difference = max(abs(a - b) for row in (sdpa, home) for a, b in zip(row.losses, balanced.losses, strict=True))
+    table = Table("attention", "s a step", "tokens/s", "work max/mean", title_justify="left",
+                  title=f"Llama in Transformers, {arguments.ranks} CPU ranks of {arguments.tokens} tokens")
+    for row in results:
+        table.add_row(row.mode, f"{row.step_seconds:.2f}", f"{row.tokens_per_second:,.0f}",
+                      f"{row.work_max_over_mean:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"{speedup_over_sdpa:.2f}x tokens/s over sdpa, {speedup:.2f}x over attention per document at home; "
+                  f"{1e3 * overhead:.2f} ms of host overhead a layer; losses differ by at most {difference:.1e}")
+    host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
+            "torch": torch.__version__, "transformers": transformers.__version__}
+    options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "short", "layers", "steps")}
+    content = {"host": host, "options": options, "rows": [asdict(row) for row in results], "speedup": speedup,
+               "speedup_over_sdpa": speedup_over_sdpa, "host_overhead_seconds_per_layer": overhead,
+               "largest_loss_difference": difference}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

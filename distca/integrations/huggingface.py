@@ -1,0 +1,305 @@
+"""Transformers with balanced attention: `enable(model)`, or `attn_implementation="distca"` after importing this file.
+
+Transformers builds a model's masks once per forward, ahead of its layers, and hands them to every layer. Ours is no
+mask but a `PackedMask`: the forward it belongs to. The first layer reads this rank's documents, exchanges lengths and
+plans; the others find the plan there, and so does a layer that gradient checkpointing replays. No dense mask exists.
+
+Only training leaves home: a module in training mode, in a forward that records gradients. Evaluation and generation
+talk to nobody, so ranks may run unequal numbers of batches of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.cost.latency_table import LatencyTable
+from distca.integrations.rows import documents
+from distca.integrations.steps import PackedStep, PackedSteps
+from distca.kernels import kernel_named
+from distca.spec import ModelShape
+
+try:
+    import transformers
+    from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, TrainerCallback
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+except ImportError as error:
+    raise ImportError("distca.integrations.huggingface needs transformers 5; pip install 'distca[transformers]' "
+                      f"({error})") from error
+
+NAME = "distca"
+SUPPORTED = ((5, 4), (6, 0))                                     # transformers from, and below
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_LOG = logging.getLogger("distca")
+
+
+def check_version(version: str) -> None:
+    """One line for a transformers that this file was not written for."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+        raise ImportError(f"transformers is {version} but distca.integrations.huggingface supports from "
+                          f"{SUPPORTED[0][0]}.{SUPPORTED[0][1]} to below {SUPPORTED[1][0]}; pip install "
+                          "'distca[transformers]'")
+
+
+check_version(transformers.__version__)
+
+
+def enable(
+    model: torch.nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    tolerance: float = 0.05,
+    kernel: str = "auto",
+    state: str = "resend",
+    cost: LatencyTable | None = None,
+) -> PackedSteps:
+    """Balance this model's attention over the ranks of `group`, or refuse it by name. Call it on every rank.
+
+    `group` None is the default group, also where torch.distributed is initialized later. A group of its own
+    (`dist.new_group()`) lets exchanges pass the trainer's collectives. The rest is CoreAttention's and plan's.
+    """
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None:
+        raise ValueError(f"model is a {type(model).__name__} without a transformers model inside; give a "
+                         "PreTrainedModel, wrapped or not")
+    check_config(inner.config)
+    if not inner._can_set_attn_implementation():
+        raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
+    if any(isinstance(getattr(part, "sinks", None), torch.Tensor) for part in inner.modules()):
+        raise _refused(inner.config, "its attention has sinks")
+    if any(getattr(part, "is_causal", True) is False for part in inner.modules()):
+        raise _refused(inner.config, "its attention is not causal")
+    if kernel != "auto":
+        kernel_named(kernel)
+    steps = PackedSteps(shape_of(inner.config), group, tolerance=tolerance, kernel=kernel, state=state, cost=cost)
+    _serve(inner.config, steps)
+    inner.set_attn_implementation(NAME)
+    return steps
+
+
+def steps_of(model: torch.nn.Module) -> PackedSteps:
+    """The steps of a model that runs with distca; `latest` is the plan of its last training forward."""
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None or inner.config._attn_implementation != NAME:
+        raise ValueError(f"model is a {type(model).__name__} that does not run with distca; call enable(model) or load "
+                         f"it with attn_implementation={NAME!r}")
+    return _served(inner.config).steps
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse, by name, a model whose attention is not causal softmax over whole documents or windows of them."""
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise _refused(config, "it has cross-attention")
+    if config.get_text_config(decoder=True) is not config:
+        raise _refused(config, "it has several parts, such as text and images; enable its language model alone")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        raise _refused(config, "its attention is not causal")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise _refused(config, f"it has softcapping (attn_logit_softcapping {config.attn_logit_softcapping})")
+    others = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
+    if others or getattr(config, "attention_chunk_size", None) is not None:
+        raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others)) or 'chunked_attention'}")
+    if getattr(config, "v_head_dim", None) is not None:
+        raise _refused(config, f"its values have a head size of their own (v_head_dim {config.v_head_dim})")
+    for name in _DROPOUTS:
+        if getattr(config, name, 0.0):
+            raise _refused(config, f"{name} is {getattr(config, name)}; set it to 0")
+
+
+def _refused(config: PreTrainedConfig, reason: str) -> ValueError:
+    return ValueError(f"distca cannot serve the attention of {config.model_type}: {reason}")
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    """What planning needs to know of a model."""
+    heads = config.num_attention_heads
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    return ModelShape(
+        name=config.model_type, num_layers=config.num_hidden_layers, hidden=config.hidden_size, num_heads=heads,
+        num_kv_heads=kv_heads or heads, head_dim=head_dim or config.hidden_size // heads,
+        ffn=getattr(config, "intermediate_size", None) or 4 * config.hidden_size, vocab=config.vocab_size)
+
+
+class _Forward:
+    """One forward of one model, on all its layers; made with its first mask, filled by its first layer."""
+
+    def __init__(self, steps: PackedSteps) -> None:
+        self.steps = steps
+        self.windows: set[int | None] = set()
+        self.padding: torch.Tensor | None = None                 # [rows, tokens], true for tokens that count
+        self.records = False
+        self.step: PackedStep | None = None
+        self.kept: torch.Tensor | None = None                    # index of the tokens that are not padding
+
+    def mask(self, window: int | None, padding: torch.Tensor | None) -> PackedMask:
+        self.windows.add(window)
+        self.padding = padding
+        self.records = torch.is_grad_enabled()                   # of the model; checkpointed layers see otherwise
+        return PackedMask(self, window)
+
+    def begin(self, module: torch.nn.Module, query: torch.Tensor, about: dict[str, Any]) -> PackedStep:
+        if self.step is None:
+            batch, _, row_len, _ = query.shape
+            lengths, kept = documents(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, batch,
+                                      row_len)
+            self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
+            away = module.training and self.records
+            self.step = self.steps.begin(lengths, query.device) if away else self.steps.at_home(lengths)
+        return self.step
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMask:
+    """What layers get for a mask."""
+
+    forward: _Forward
+    window: int | None
+
+    def contiguous(self) -> PackedMask:
+        """As `generate` asks of the masks it makes for static caches."""
+        return self
+
+
+@dataclass(slots=True)
+class _Served:
+    """A config's steps, and the forward whose masks are being made."""
+
+    steps: PackedSteps
+    forward: _Forward | None = None
+
+
+_SERVED: dict[int, _Served] = {}                                 # by id of a config, which models and layers share
+
+
+def _serve(config: PreTrainedConfig, steps: PackedSteps) -> _Served:
+    if id(config) not in _SERVED:
+        weakref.finalize(config, _SERVED.pop, id(config), None)
+    _SERVED[id(config)] = _Served(steps)
+    return _SERVED[id(config)]
+
+
+def _served(config: PreTrainedConfig) -> _Served:
+    """A model that was only given the attention's name is served over the default group."""
+    if id(config) not in _SERVED:
+        check_config(config)
+        return _serve(config, PackedSteps(shape_of(config)))
+    return _SERVED[id(config)]
+
+
+def packed_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **about: Any
+) -> PackedMask | torch.Tensor | None:
+    """Transformers' mask interface. With a cache that holds something, the dense mask of ordinary attention."""
+    begins_at_zero = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+    if q_length != kv_length or not begins_at_zero:
+        return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+                         kv_offset=kv_offset, **about)
+    config, window = about["config"], about.get("local_size")
+    if about.get("use_vmap"):
+        raise _refused(config, "it overlays a mask of its own")
+    served = _served(config)
+    forward = served.forward
+    if forward is None or forward.step is not None or window in forward.windows:
+        forward = served.forward = _Forward(served.steps)        # makes each kind of mask once, then layers run
+    return forward.mask(window, about.get("attention_mask"))
+
+
+def packed_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float = 0.0, scaling: float | None = None, **about: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: query [rows, heads, tokens, dim] -> out [rows, tokens, heads, dim]."""
+    if not isinstance(attention_mask, PackedMask):
+        return _ordinary(module, query, key, value, attention_mask, dropout, scaling, about)
+    _check_call(module, key, query, dropout, about)
+    forward = attention_mask.forward
+    step = forward.begin(module, query, about)
+    flat = [_flat(x, forward.kept) for x in _one_dtype(query, key, value)]  # [tokens, heads, dim]
+    out = forward.steps.attend(flat[0], flat[1], flat[2], step, scale=scaling, window=attention_mask.window)
+    rows, heads, row_len, dim = query.shape
+    if forward.kept is not None:
+        out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
+    return out.view(rows, row_len, heads, dim), None
+
+
+def _flat(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """[rows, heads, tokens, dim] -> [tokens of all rows, heads, dim], without padding."""
+    rows, heads, row_len, dim = x.shape
+    tokens = x.transpose(1, 2).reshape(rows * row_len, heads, dim)
+    return tokens if kept is None else tokens.index_select(0, kept)
+
+
+def _one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As autocast does for torch's own attention: rotary embeddings may leave q and k wider than v."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
+def _check_call(
+    module: torch.nn.Module, key: torch.Tensor, query: torch.Tensor, dropout: float, about: dict[str, Any]
+) -> None:
+    config: Any = module.config
+    extras = [name for name in ("softcap", "s_aux", "position_bias") if about.get(name) is not None]
+    if extras:
+        raise _refused(config, f"it passes {', '.join(extras)} to attention")
+    if about.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise _refused(config, "its attention is not causal")
+    if dropout:
+        raise _refused(config, f"attention dropout is {dropout}; set it to 0")
+    if key.shape[2] != query.shape[2]:
+        raise _refused(config, f"{query.shape[2]} queries meet {key.shape[2]} keys under a mask for as many")
+
+
+def _ordinary(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float, scaling: float | None, about: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Decoding, where one token meets a cache, as transformers does it."""
+    if module.training and query.shape[2] == key.shape[2]:
+        given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
+        raise ValueError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; give "
+                         "attention_mask [rows, tokens] or nothing, and documents by position_ids or cu_seq_lens_q")
+    _say_decoding()
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **about)
+
+
+@cache
+def _say_decoding() -> None:
+    _LOG.info("queries meet keys of a cache or under a given mask: attention runs at home as transformers' sdpa")
+
+
+class AttentionWork(TrainerCallback):
+    """Print, whenever the Trainer logs, the largest attention work of a rank over the mean, at home and as planned."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []                # since the last log, a pair per optimizer step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        plan = steps_of(about["model"]).latest
+        if state.is_world_process_zero and plan is not None:
+            summary = plan.summary()
+            self.seen.append((summary.work_max_over_mean_at_home, summary.work_max_over_mean))
+
+    def on_log(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        if self.seen:
+            home, planned = np.mean(self.seen, axis=0)
+            self.seen.clear()
+            print(f"step {state.global_step}: attention work max/mean {home:.2f} at home, {planned:.2f} with distca",
+                  flush=True)
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, packed_mask)

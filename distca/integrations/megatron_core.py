@@ -1,0 +1,161 @@
+"""Megatron-Core with balanced attention: a core-attention module for a layer spec.
+
+`balanced(layer_spec)` puts it into any decoder layer's spec, and `gpt_layer_local` is one for `--spec`. Documents come
+as `packed_seq_params` (THD) that every layer gets, also where `core_attn` recomputation replays it. The pool is the
+data-parallel ranks of a pipeline stage with the same tensor-parallel index: they hold the same layers and heads and
+run the same schedule, so they call in the same order. Ranks of other stages are at another layer or in another phase
+at that moment, so no pool spans stages. Whatever is not packed is Megatron's own attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from distca.integrations.boundaries import Options, PackedLayers, check_version, layers_over
+
+try:
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
+except ImportError as error:
+    raise ImportError("distca.integrations.megatron_core needs megatron-core 0.16; pip install "
+                      f"'distca[megatron-core]' ({error})") from error
+
+check_version("megatron-core", megatron.core.__version__, "megatron-core", (0, 16), (0, 17))
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class BalancedCoreAttention(MegatronModule):
+    """Core attention over packed documents, computed where the plan says; a `CoreAttention` of Megatron's protocols.
+
+    `group` is the pool, by default the data-parallel ranks. Its ranks must run the same layers in the same order.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        options: Options = Options(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check(config, attn_mask_type, attention_type, dropout)
+        self.scale = softmax_scale
+        self.window = _window(config, layer_number)
+        self.group = getattr(pg_collection, "dp", None) if group is None else group
+        self.options = options
+        self.pool: PackedLayers | None = None
+        self.unpacked = DotProductAttention(
+            config, layer_number, attn_mask_type, attention_type, dropout, softmax_scale, cp_comm_type, pg_collection)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [tokens, heads, dim], key and value [tokens, kv_heads, dim] -> [tokens, heads * dim]."""
+        if packed_seq_params is None:
+            return self.unpacked(query, key, value, attention_mask, attn_mask_type=attn_mask_type,
+                                 attention_bias=attention_bias)
+        if attention_bias is not None or attn_mask_type not in (None, *_CAUSAL):
+            raise ValueError(f"attn_mask_type is {attn_mask_type} and attention_bias "
+                             f"{'none' if attention_bias is None else 'given'}; distca serves causal attention without "
+                             "a bias")
+        if self.pool is None:
+            data_parallel = parallel_state.get_data_parallel_group() if self.group is None else self.group
+            self.pool = layers_over(data_parallel, self.options)
+        edges, key_edges = document_edges(packed_seq_params)
+        out = self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training, scale=self.scale,
+                               window=self.window)
+        return out.flatten(1)
+
+
+def balanced(
+    layer_spec: ModuleSpec,
+    group: dist.ProcessGroup | None = None,
+    *,
+    tolerance: float = 0.05,
+    kernel: str = "auto",
+    state: str = "resend",
+) -> ModuleSpec:
+    """The spec of a decoder layer, with its self-attention's core replaced; the given one stays as it is.
+
+    `group` None is Megatron's data-parallel group. The rest is plan's and CoreAttention's.
+    """
+    attention = getattr(layer_spec.submodules, "self_attention", None)
+    if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
+        raise ValueError(f"layer_spec builds {getattr(layer_spec.module, '__name__', layer_spec.module)} without "
+                         "self-attention that has a core_attention; give the spec of a decoder layer")
+    core = partial(BalancedCoreAttention, group=group, options=Options(tolerance, kernel, state))
+    attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    return replace(layer_spec, submodules=replace(layer_spec.submodules, self_attention=attention))
+
+
+def document_edges(packed: PackedSeqParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where documents begin and end among queries and among keys; padding after a document's tokens is part of it.
+
+    Attention is causal, so that padding is seen by nothing but padding.
+    """
+    if packed.qkv_format != "thd":
+        raise ValueError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}; give 'thd'")
+    edges = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return edges, packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
+
+
+def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, dropout: float) -> None:
+    """Refuse, when the model is built, attention that is not causal softmax over whole documents or windows of them."""
+    if attention_type != "self" or config.multi_latent_attention:
+        kind = "multi-latent attention" if attention_type == "self" else f"{attention_type}-attention"
+        raise ValueError(f"this layer has {kind}; distca serves grouped-query self-attention")
+    if mask not in _CAUSAL:
+        raise ValueError(f"attn_mask_type is {mask.name}; distca serves causal attention")
+    if dropout:
+        raise ValueError(f"attention_dropout is {dropout}; set it to 0 to use distca")
+    if config.context_parallel_size != 1:
+        raise ValueError(f"context_parallel_size is {config.context_parallel_size}; set it to 1: distca balances "
+                         "documents over data-parallel ranks instead")
+    if config.softmax_type != "vanilla":
+        raise ValueError(f"softmax_type is {config.softmax_type!r}; distca serves 'vanilla'")
+    if config.qk_clip:
+        raise ValueError("qk_clip is True and needs the largest logits, which distca does not keep; set it to False")
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Keys that a query sees, itself among them: Megatron's (left, 0) counts those before it, and -1 all of them."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    left, right = config.window_size
+    if right != 0 or left < -1:
+        raise ValueError(f"window_size is {config.window_size}; distca serves (left, 0)")
+    return None if left == -1 else left + 1
+
+
+gpt_layer_local = balanced(get_gpt_layer_local_spec())           # for --spec distca.integrations.megatron_core

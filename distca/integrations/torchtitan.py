@@ -1,0 +1,127 @@
+"""torchtitan with balanced attention: `--override.imports distca.integrations.torchtitan.balanced`.
+
+torchtitan's override hook swaps the varlen inner attention of every layer for `BalancedAttention`, a subclass, so that
+the trainer goes on building its packing metadata. The pool is the data-parallel ranks of a pipeline stage with the same
+tensor-parallel index: those that hold the same layers and heads and run the same schedule, so they call in the same
+order whatever other stages do, and torchtitan's pipelining stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.integrations.boundaries import Options, PackedLayers, check_version, layers_over
+
+try:
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+except ImportError as error:
+    raise ImportError("distca.integrations.torchtitan needs torchtitan 0.3 and triton; pip install "
+                      f"'distca[torchtitan]' ({error})") from error
+
+check_version("torchtitan", version("torchtitan"), "torchtitan", (0, 3), (0, 4))
+
+
+class BalancedAttention(VarlenAttention):
+    """Varlen attention computed where the plan says. Evaluation, and one rank by itself, compute at home."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        tolerance: float = 0.05
+        kernel: str = "auto"
+        state: str = "resend"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window = _window(config.window_size)
+        self.options = Options(config.tolerance, config.kernel, config.state)
+        self.pool: PackedLayers | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        if parallel_dims.cp_enabled:
+            raise ValueError(f"parallelism.context_parallel_degree is {parallel_dims.cp}; set it to 1: distca balances "
+                             "documents over data-parallel ranks instead")
+        mesh = parallel_dims.get_optional_mesh("batch")
+        self.pool = layers_over(None if mesh is None else mesh.get_group(), self.options)
+        super().parallelize(parallel_dims)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """q [batch, tokens, heads, dim], k and v [batch, tokens, kv_heads, dim] -> out like q."""
+        self._check_call(q_BLNH, v_BLNH, attention_masks, out_transform)
+        if q_BLNH.is_meta:                                       # the pipeline asks for shapes
+            return torch.empty_like(q_BLNH)
+        dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan's own does on a GPU
+        q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BLNH, k_BLNH, v_BLNH))  # [tokens, heads, dim]
+        out = self._attend(q, k, v, attention_masks.cu_seq_q, scale)
+        return out.view_as(q_BLNH).to(q_BLNH.dtype)
+
+    @torch.compiler.disable(reason="distca's attention exchanges with other ranks; leave 'model' out of "
+                                   "compile.components")
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        return self._pool().attend(q, k, v, edges, training=self.training, scale=scale, window=self.window)
+
+    def _pool(self) -> PackedLayers:
+        if self.pool is None:
+            self.pool = layers_over(_data_parallel_group(), self.options)
+        return self.pool
+
+    def _check_call(
+        self, q: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata, out_transform: Callable[..., Any] | None
+    ) -> None:
+        if not isinstance(metadata, VarlenMetadata):
+            raise ValueError(f"attention_masks is a {type(metadata).__name__}; give positions [batch, tokens] that "
+                             "restart with every document, from which torchtitan makes VarlenMetadata")
+        if out_transform is not None:
+            raise ValueError("the model passes out_transform to its attention, as for sinks; distca cannot serve it")
+        if v.shape[-1] != q.shape[-1]:
+            raise ValueError(f"values have head size {v.shape[-1]} and queries {q.shape[-1]}, as in multi-head latent "
+                             "attention; distca cannot serve it")
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("training.disable_cuda_graphs is False; set it: exchanges change with every batch")
+
+
+@override(target=VarlenAttention.Config, description="attention balanced over data-parallel ranks")
+def balanced(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
+    """Every varlen attention of the model; `options` are tolerance, kernel and state."""
+    _window(config.window_size)
+    return derive(config, BalancedAttention.Config, **options)
+
+
+def _data_parallel_group() -> dist.ProcessGroup | None:
+    """By the name of its mesh: a model that is only sharded is parallelized without asking its modules."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    meshes = {group.group_desc: group for group in dist.distributed_c10d._world.pg_names}
+    if "mesh_batch" in meshes:
+        return meshes["mesh_batch"]
+    if "mesh_pp" not in meshes or any(meshes[name].size() > 1 for name in ("mesh_pp", "mesh_tp", "mesh_cp")):
+        raise ValueError("torchtitan has made no mesh of data-parallel ranks, over which its attention could be "
+                         "balanced; train with its Trainer, or call model.parallelize(parallel_dims)")
+    return dist.group.WORLD                                      # which a mesh of all ranks takes without naming it
+
+
+def _window(window_size: tuple[int, int]) -> int | None:
+    """Keys that a query sees, itself among them: torchtitan's (left, 0) counts those before it, and -1 all of them."""
+    left, right = window_size
+    if right != 0 or left < -1:
+        raise ValueError(f"window_size is {window_size}; distca serves causal attention: (-1, 0), or (left, 0)")
+    return None if left == -1 else left + 1

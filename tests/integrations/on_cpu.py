@@ -1,0 +1,63 @@
+"""Run an example of a trainer that takes GPUs for granted on CPU ranks: `on_cpu.py {torchtitan|megatron} script …`.
+
+Stands in for the GPU's names, clocks, memory and random state, and for what torchtitan 0.3.0 expects of a newer torch.
+Nothing of attention, sharding, pipelining or optimization is replaced.
+"""
+
+import runpy
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+
+def torchtitan():
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch.cpu.get_device_name = lambda device=None: "cpu"
+    torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 34)
+    torch.cpu.memory_stats = lambda device=None: {}
+    torch.cpu.current_device = lambda: 0
+    torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
+    divide = FSDPModule.set_gradient_divide_factor
+
+    def sum_unscaled(module, factor):
+        divide(module, factor)
+        module.set_force_sum_reduction_for_comms(True)           # gloo cannot scale while it reduces
+
+    def step(schedule, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
+        schedule._stage.has_backward = schedule._has_backward
+        schedule._stage.clear_runtime_states()
+        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+    FSDPModule.set_gradient_divide_factor = sum_unscaled
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group=None: None
+        PipelineScheduleSingle.step = step
+
+
+def megatron():
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import TransformerConfig
+
+    start, configure = dist.init_process_group, TransformerConfig.__init__
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.device_count = lambda: 1
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
+    dist.init_process_group = lambda backend: start("gloo")
+    tensor_parallel.model_parallel_cuda_manual_seed = lambda seed: None
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: None
+    tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()
+    TransformerConfig.__init__ = lambda self, **about: configure(self, use_cpu_initialization=True, **about)
+
+
+if __name__ == "__main__":
+    framework, *sys.argv = sys.argv[1:]
+    {"torchtitan": torchtitan, "megatron": megatron}[framework]()
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,347 @@
+"""Transformers with distca gives what transformers gives, on one rank and on many, and refuses what it cannot serve."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
+
+import distca
+from distca.testing import run_processes
+
+pytest.importorskip("transformers")
+
+import transformers as hf
+from transformers import DataCollatorWithFlattening
+
+from distca.integrations import steps as steps_module
+from distca.integrations.huggingface import check_version, enable, steps_of
+from distca.integrations.rows import documents
+
+ROOT = Path(distca.__file__).parents[1]
+SIZE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024, "pad_token_id": 0}
+MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def small(kind, **options):
+    torch.manual_seed(0)
+    made = {
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZE, **options)),
+        "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZE, **options)),
+        "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZE, sliding_window=20, **options)),
+        "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZE, **MIXED, **options)),
+    }
+    return made[kind]()
+
+
+def packed(lengths, seed, edges=False):
+    """Documents of these lengths as the padding-free collator gives them; a rank without any has one padding token."""
+    draw = np.random.default_rng(seed)
+    if not lengths:
+        return {"input_ids": torch.ones(1, 1, dtype=torch.int64), "labels": torch.full((1, 1), -100),
+                "attention_mask": torch.zeros(1, 1, dtype=torch.int64)}
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=edges)
+    return dict(collate([{"input_ids": draw.integers(1, 97, length).tolist()} for length in lengths]))
+
+
+def joined(batches):
+    """Everyone's tokens in one row, as one process would have them."""
+    full = [batch for batch in batches if "position_ids" in batch]
+    return {name: torch.cat([batch[name] for batch in full], dim=1) for name in ("input_ids", "labels", "position_ids")}
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@contextmanager
+def counting():
+    """Collectives of lengths."""
+    calls, plain = [], steps_module._gather
+    steps_module._gather = lambda *args: calls.append(1) or plain(*args)
+    yield calls
+    steps_module._gather = plain
+
+
+def as_on_one_process(transport, kind, rows, checkpointing=False):
+    """Logits, loss and gradients; a changed token; unequal evaluation and generation; and training again."""
+    rank = transport.rank
+    one, model = small(kind, attn_implementation="sdpa"), small(kind)
+    steps = enable(model, tolerance=0.02)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    batches = [packed(lengths, seed) for seed, lengths in enumerate(rows)]
+    begin = sum(sum(lengths) for lengths in rows[:rank])
+    here = slice(begin, begin + sum(rows[rank]))
+    total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    model.train(), one.train()
+    with counting() as calls:
+        got = model(**batches[rank], num_items_in_batch=total, use_cache=False)
+        got.loss.backward()
+    assert len(calls) == 1, f"{len(calls)} exchanges of lengths in one step"
+    assert (steps.latest.tasks.home != steps.latest.tasks.server).any()
+    whole = one(**joined(batches), num_items_in_batch=total, use_cache=False)
+    whole.loss.backward()
+    if rows[rank]:
+        close(got.logits[0], whole.logits[0, here])
+    for mine, theirs in [(got.loss.detach(), whole.loss.detach()),
+                         *((p.grad, q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True))]:
+        dist.all_reduce(mine)
+        close(mine, theirs)
+
+    changes = rank == next(r for r, lengths in enumerate(rows) if lengths)
+    if changes:                                                  # the first token of the first document
+        batches[rank]["input_ids"][0, 0] = 96 - batches[rank]["input_ids"][0, 0]
+    again = model(**batches[rank], use_cache=False).logits[0].detach()
+    before, own = got.logits[0].detach(), rows[rank][0] if changes else 0
+    torch.testing.assert_close(again[own:], before[own:], rtol=0, atol=1e-6)
+    assert not changes or not torch.allclose(again[:own], before[:own], atol=1e-4)
+
+    model.eval(), one.eval()
+    with torch.no_grad(), counting() as calls:
+        for seed in range(rank + 1):                             # unequal numbers of batches
+            batch = packed([30, 1, 7], 100 + 10 * rank + seed)
+            close(model(**batch).logits, one(**batch, use_cache=False).logits)
+        prompt = torch.arange(1, 2 * (rank + 3) + 1).view(2, -1)
+        generate = {"max_new_tokens": 4 + rank, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(prompt, **generate), one.generate(prompt, **generate))
+    assert not calls
+    model.train()
+    model(**batches[rank], num_items_in_batch=total, use_cache=False).loss.backward()
+    return True
+
+
+def each_kind(transport, kinds, rows, checkpointing=(False,)):
+    return all(as_on_one_process(transport, kind, rows, how) for kind in kinds for how in checkpointing)
+
+
+def sharded(transport, kind, rows, checkpointing):
+    """FSDP2 around every layer and the model: gradients and a step of the optimizer as on one process."""
+    one, model = small(kind, attn_implementation="sdpa"), small(kind)
+    enable(model, tolerance=0.02)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    batches = [packed(lengths, seed) for seed, lengths in enumerate(rows)]
+    total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.5) for x in (model.train(), one.train())]
+    for _ in range(2):
+        mine = model(**batches[transport.rank], num_items_in_batch=total, use_cache=False).loss
+        whole = one(**joined(batches), num_items_in_batch=total, use_cache=False).loss
+        (transport.size * mine).backward()                       # FSDP2 averages over ranks
+        whole.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        close(p.detach().full_tensor(), q.detach())
+    return True
+
+
+TWO = [[400, 1, 1, 37], [90, 25, 1]]
+FOUR = [[640, 1], [30, 30, 31], [], [257, 1, 12]]
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_match_one_process():
+    outcomes = run_processes(2, each_kind, ("llama", "gemma3"), TWO, (False, True), deadline_seconds=120)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, True)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("rows", [TWO, [[], [300, 1]], FOUR], ids=["two", "empty", "four"])
+def test_ranks_match_one_process(rows):
+    kinds = ("llama", "qwen3", "mistral", "gemma3")
+    outcomes = run_processes(len(rows), each_kind, kinds, rows, (False, True, "reentrant"), timeout_seconds=60,
+                             deadline_seconds=280)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, True)] * len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("rows", [TWO, FOUR], ids=["two", "four"])
+def test_sharded_ranks_match_one_process(rows, checkpointing):
+    outcomes = run_processes(len(rows), sharded, "gemma3", rows, checkpointing, timeout_seconds=60,
+                             deadline_seconds=200)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, True)] * len(rows)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_one_rank_with_padding_edges_caches_and_autocast(kind):
+    one, model = small(kind, attn_implementation="sdpa"), small(kind, attn_implementation="distca")
+    batch = packed([20, 1, 30, 9], 0, edges=True)
+    plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    close(model(**batch).logits, one(**plain, use_cache=False).logits)
+    assert steps_of(model).latest.layout.lengths.tolist() == [20, 1, 30, 9]
+    del batch["position_ids"]                                    # RoPE aside, cu_seq_lens alone tell documents apart
+    model(**batch)
+    assert steps_of(model).latest.layout.lengths.tolist() == [20, 1, 30, 9]
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(**plain).logits, one(**plain, use_cache=False).logits, rtol=0.05, atol=0.05)
+    ids = torch.arange(1, 61).view(2, 30)
+    for mask in (torch.ones(2, 30), torch.ones(2, 30).index_put_((torch.tensor(0), torch.arange(5)), torch.tensor(0.)),
+                 torch.ones(2, 30).index_put_((torch.tensor(1), torch.arange(22, 30)), torch.tensor(0.))):
+        mine, theirs = (x(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits for x in (model, one))
+        close(mine[mask.bool()], theirs[mask.bool()])
+        if mask[:, -1].all():
+            for cache in ("dynamic", "static"):
+                generate = {"attention_mask": mask.long(), "max_new_tokens": 4, "do_sample": False,
+                            "cache_implementation": cache}
+                assert torch.equal(model.generate(ids, **generate), one.generate(ids, **generate))
+    with pytest.raises(ValueError, match="attention_mask is a mask of your own"):
+        model.train()(input_ids=ids, attention_mask=torch.zeros(2, 1, 30, 30))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(1, 5), max_size=4), st.booleans()), min_size=1, max_size=3),
+       st.integers(0, 3))
+def test_documents_are_read_from_padded_rows(rows, spare):
+    row_len = max(max(sum(lengths) for lengths, _ in rows), 1) + spare
+    position = torch.zeros(len(rows), row_len, dtype=torch.int64)
+    mask = torch.zeros(len(rows), row_len, dtype=torch.bool)
+    for row, (lengths, right) in enumerate(rows):
+        begin = row_len - sum(lengths) if right else 0
+        mask[row, begin:begin + sum(lengths)] = True
+        position[row, mask[row]] = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.int64)
+    lengths, kept = documents(position, None, mask, len(rows), row_len)
+    assert lengths == [length for lengths, _ in rows for length in lengths]
+    everything = mask.flatten().nonzero().flatten().tolist()
+    assert (list(range(len(rows) * row_len)) if kept is None else kept.tolist()) == everything
+
+
+@pytest.mark.parametrize(("about", "message"), [
+    ((None, torch.tensor([0, 3, 2, 6]), None, 1, 6), "rising numbers"),
+    ((None, torch.tensor([0, 3, 5]), None, 1, 6), r"cu_seq_lens_q is \[0, 3, 5\] for 6 tokens"),
+    ((None, torch.tensor([0, 6]), torch.tensor([[1, 1, 1, 1, 1, 0]]), 1, 6), "give one of them"),
+    ((None, None, None, 1, 6), "cannot be told apart; give cu_seq_lens_q"),
+    ((torch.zeros(3, 1, 6), None, None, 1, 6), r"position_ids of shape \(3, 1, 6\)"),
+    ((torch.arange(6)[None], None, torch.tensor([[1, 1, 0, 1, 1, 1]]), 1, 6), "padding between the tokens"),
+])
+def test_documents_that_cannot_be_read_are_named(about, message):
+    with pytest.raises(ValueError, match=message):
+        documents(*about)
+
+
+SMALLER = {**SIZE, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALLER)), "gemma2: it has softcapping"),
+    (lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALLER, num_local_experts=2)), "gpt_oss: its attention has sinks"),
+    (lambda: hf.T5ForConditionalGeneration(hf.T5Config(
+        d_model=32, d_ff=32, num_layers=1, num_heads=2, vocab_size=97)), "t5: it has cross-attention"),
+    (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=97,
+                                              add_cross_attention=True)), "gpt2: it has cross-attention"),
+    (lambda: small("gemma3", use_bidirectional_attention=True), "gemma3_text: its attention is not causal"),
+    (lambda: hf.BertModel(hf.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=97,
+                                        attention_probs_dropout_prob=0)), "bert: its attention is not causal"),
+    (lambda: hf.BloomModel(hf.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=97, attention_dropout=0)),
+     "bloom: its attention does not go through"),
+    (lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(
+        **{**SMALLER, "num_key_value_heads": 4}, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)), "deepseek_v3: its values have a head"),
+    (lambda: small("llama", attention_dropout=0.1), "llama: attention_dropout is 0.1; set it to 0"),
+    (lambda: torch.nn.Linear(2, 2), "Linear without a transformers model inside"),
+])
+def test_what_cannot_be_served_is_refused_when_enabled(make, message):
+    with pytest.raises(ValueError, match=message):
+        enable(make())
+
+
+def test_a_model_given_the_name_alone_is_refused_ahead_of_its_first_layer():
+    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALLER, attn_implementation="distca"))
+    with pytest.raises(ValueError, match="gemma2: it has softcapping"):
+        model(torch.ones(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.3.0", "6.0.0"])
+def test_other_versions_of_transformers_are_named(version):
+    with pytest.raises(ImportError, match=f"transformers is {version} but .* supports from 5.4 to below 6"):
+        check_version(version)
+    check_version("5.4.0")
+
+
+def test_without_transformers_one_line_says_what_to_install():
+    code = ("import sys\nsys.modules['transformers'] = None\nimport distca\nfrom distca.integrations import steps\n"
+            "import distca.integrations.huggingface")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "needs transformers 5; pip install 'distca[transformers]'" in done.stderr.splitlines()[-1]
+
+
+def trained(folder, *options, ranks=2, steps=20):
+    """Losses of the example, one per step, and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone",
+         str(ROOT / "examples/transformers_trainer.py"), "--cpu", "--longest", "400", "--steps", str(steps),
+         "--output", str(folder), *options],
+        capture_output=True, text=True, timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    losses, evals = ([row[name] for row in history if name in row] for name in ("loss", "eval_loss"))
+    return losses, evals, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("options", [(), ("--checkpointing",)], ids=["ddp", "checkpointing"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+def test_trainer_has_the_same_losses_with_and_without(model, options, tmp_path):
+    losses, evals, said = trained(tmp_path / "with", "--model", model, *options)
+    plain, plain_evals, _ = trained(tmp_path / "without", "--model", model, "--attention", "sdpa", *options)
+    assert len(losses) == len(plain) == 20 and len(evals) == len(plain_evals) == 2
+    np.testing.assert_allclose(losses, plain, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(evals, plain_evals, rtol=0, atol=2e-4)
+    assert said.count("attention work max/mean") == 20
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_plain_pytorch_example_runs_and_is_short():
+    script = ROOT / "examples/plain_pytorch.py"
+    assert len(script.read_text().splitlines()) < 60
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+                           str(script)], capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("with distca") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_benchmark_measures_all_modes_in_one_run(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/integrations.py"), "--tokens", "512", "--short", "64", "--layers", "2",
+         "--steps", "1", "--overhead-steps", "2", "--output", str(tmp_path / "it.json")],
+        capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    content = json.loads((tmp_path / "it.json").read_text())
+    sdpa, home, balanced = content["rows"]
+    assert content["speedup"] == pytest.approx(balanced["tokens_per_second"] / home["tokens_per_second"])
+    assert content["speedup_over_sdpa"] == pytest.approx(balanced["tokens_per_second"] / sdpa["tokens_per_second"])
+    assert balanced["work_max_over_mean"] < home["work_max_over_mean"] and content["largest_loss_difference"] < 1e-4
+
+
+def test_the_guide_runs():
+    guide = (ROOT / "docs/integrations.md").read_text(encoding="utf-8").partition("## Transformers")[2]
+    block = guide.partition("```python\n")[2].partition("```")[0]
+    assert "enable(model)" in block
+    exec(compile(block, "docs/integrations.md", "exec"), {})
+    for command in ("examples/transformers_trainer.py --steps 20 --cpu", "examples/plain_pytorch.py"):
+        assert f"torchrun --nproc-per-node 2 {command}\n" in guide     # as the slow tests run them

@@ -1,0 +1,91 @@
+"""Lengths travel once per step, every rank plans the same, and attention over packed rows is exact on real ranks."""
+
+import pytest
+import torch
+
+from distca.integrations import steps as steps_module
+from distca.integrations.steps import PackedSteps
+from distca.kernels import dense_attention
+from distca.spec import model_named
+from distca.testing import run_processes
+
+TINY = model_named("tiny")
+
+
+def rank_steps(transport, rows, window):
+    """Three steps with the same lengths; gives work per server, collectives of lengths and whether any task moved."""
+    counted = []
+    plain = steps_module._gather
+    steps_module._gather = lambda *args: counted.append(1) or plain(*args)
+    steps = PackedSteps(TINY, tolerance=0.02)
+    lengths = rows[transport.rank]
+    begun = [steps.begin(lengths) for _ in range(3)]
+    assert begun[0].plan is begun[1].plan is begun[2].plan is steps.latest
+    generator = torch.Generator().manual_seed(transport.rank)
+    *leaves, dout = (torch.randn(sum(lengths), heads, 16, dtype=torch.float64, generator=generator)
+                     for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in leaves]
+    out = steps.attend(*leaves, begun[0], window=window)
+    actual = [out, *torch.autograd.grad(out, leaves, dout)]
+    expected = [torch.empty_like(x) for x in actual]
+    if lengths:
+        expected[0] = dense_attention(*leaves, lengths, None, window)
+        expected[1:] = torch.autograd.grad(expected[0], leaves, dout)
+    for mine, dense in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-12)
+    for _ in range(transport.rank):                              # unequal numbers of steps at home
+        steps.attend(*leaves, steps.at_home(lengths))
+    tasks = begun[0].plan.tasks
+    return begun[0].plan.work().tolist(), len(counted), bool((tasks.home != tasks.server).any())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("rows", "window", "collectives"), [
+    ([[900, 1, 1, 30], [5, 120], [7]], None, 3),
+    ([[700], [], [1] * 300], None, 4),                           # an empty rank, and more documents than expected once
+    ([[700, 3], [], [80, 80]], 50, 3),
+])
+def test_real_ranks_plan_alike_and_attend_exactly(rows, window, collectives):
+    outcomes = run_processes(3, rank_steps, rows, window)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert outcomes[0].value == outcomes[1].value == outcomes[2].value
+    assert outcomes[0].value[1:] == (collectives, True)
+
+
+def wrong_lengths(transport):
+    PackedSteps(TINY).begin([5, -1] if transport.rank == 1 else [6])
+
+
+@pytest.mark.multiprocess
+def test_wrong_lengths_of_one_rank_end_all_of_them_at_once():
+    outcomes = run_processes(2, wrong_lengths)
+    assert all("ValueError" in outcome.error and "-1" in outcome.error for outcome in outcomes)
+    assert max(outcome.seconds for outcome in outcomes) < 10
+
+
+def test_one_process_needs_no_group():
+    steps = PackedSteps(TINY)
+    step = steps.begin([5, 9])
+    assert step.plan.num_servers == 1 and step.plan.layout.lengths.tolist() == [5, 9]
+    q, k, v = (torch.randn(14, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    torch.testing.assert_close(steps.attend(q, k, v, step), dense_attention(q, k, v, [5, 9], None, None))
+
+
+def test_windows_shorter_than_a_document_stay_home():
+    step = PackedSteps(TINY).begin([5, 9])
+    assert [step.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]
+    assert not PackedSteps(TINY).at_home([5]).leaves_home(None)
+
+
+def test_no_document_anywhere_is_a_step_without_a_plan():
+    steps = PackedSteps(TINY)
+    step = steps.begin([])
+    empty = [torch.empty(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    out = steps.attend(*empty, step)
+    out.sum().backward()
+    assert step.plan is None and out.shape == (0, 4, 16) and all(x.grad is not None for x in empty)
+
+
+def test_a_tolerance_out_of_range_is_named():
+    with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
+        PackedSteps(TINY, tolerance=3)

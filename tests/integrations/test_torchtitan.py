@@ -1,0 +1,295 @@
+"""torchtitan's own models, packed over real ranks, equal themselves with its SDPA on one document at a time."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distca.testing import run_processes
+
+HAVE_TORCHTITAN = all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton"))
+needs_torchtitan = pytest.mark.skipif(not HAVE_TORCHTITAN, reason="torchtitan or triton is not installed: pip install "
+                                                                  "'distca[torchtitan]'")
+VOCAB = 2048
+ROWS = {
+    2: [[40, 1, 300, 7], [1, 25, 1]],
+    4: [[3, 700], [1], [1, 1], [50, 1, 30]],
+}
+
+
+def spec_of(name):
+    """torchtitan's debug model with varlen attention, of two layers; Qwen 3 has grouped queries and query norms."""
+    from importlib import import_module
+
+    spec = import_module(f"torchtitan.models.{name}").model_registry("debugmodel", attn_backend="varlen")
+    spec.model.layers = spec.model.layers[:2]
+    return spec
+
+
+def model_of(config):
+    import torch
+
+    model = config.build()
+    model.init_states()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.05)
+    return model
+
+
+def balanced_model(config, **options):
+    """The model after torchtitan's own override hook, named as on its command line."""
+    import json
+    from types import SimpleNamespace
+
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+
+    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))
+    flag = f"distca.integrations.torchtitan.balanced={json.dumps(options)}"
+    assert len(apply_overrides(OverrideConfig(imports=parse_cli_imports([flag])), config)) == len(config.layers)
+    return model_of(config)
+
+
+def plain_model(name):
+    """The same weights with torchtitan's own SDPA, which knows nothing of documents: for one at a time."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    config = spec_of(name).model
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return model_of(config)
+
+
+def replicated(size, checkpointing=None, **options):
+    """Llama 3 after its own `parallelize`, whole on every rank; gradients are left to the caller."""
+    from torchtitan.distributed import ParallelDims
+
+    model = balanced_model(spec_of("llama3").model, **options)
+    model.parallelize(ParallelDims(dp_replicate=1, dp_shard=size, cp=1, tp=1, pp=1, ep=1, world_size=size))
+    if checkpointing is not None:
+        checkpointing.build(dump_folder="").apply(model)
+    return model
+
+
+def sharded(size, checkpointing):
+    """Qwen 3 as the trainer shards it, with FSDP2 that sums gradients, which gloo does without scaling them."""
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+
+    spec, parallelism = spec_of("qwen3"), ParallelismConfig(spmd_backend="partial_dtensor")
+    model = spec.parallelize_fn(
+        balanced_model(spec.model, tolerance=0.02), parallel_dims=ParallelDims.from_config(parallelism, size),
+        training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
+        compile_config=CompileConfig(), ac_config=checkpointing, dump_folder="")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def rows_of_tokens(rows, changed=None):
+    """Tokens and next tokens of every rank's documents; `changed` names a (rank, document) that gets another token."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    documents = [[torch.randint(VOCAB, (length + 1,), generator=generator) for length in row] for row in rows]
+    if changed is not None:
+        document = documents[changed[0]][changed[1]]
+        document[0] = (document[0] + 1) % VOCAB
+    return documents
+
+
+def packed(model, documents):
+    """Logits of a rank's documents in one row, with the metadata that the trainer makes from positions."""
+    import torch
+
+    position = torch.cat([torch.arange(len(document) - 1) for document in documents])[None]
+    tokens = torch.cat([document[:-1] for document in documents])[None]
+    return model(tokens, position, model.get_attention_masks(position))[0]
+
+
+def total_loss(logits, documents):
+    import torch
+
+    labels = torch.cat([document[1:] for document in documents])
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def check_equal(transport, rows, name, model):
+    """Logits, loss and gradients; gives the work per server and whether a task moved."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    documents = rows_of_tokens(rows)
+    mine = documents[transport.rank]
+    logits = packed(model, mine)
+    loss = total_loss(logits, mine)
+    loss.backward()
+    actual = {"loss": loss.detach()}
+    dist.all_reduce(actual["loss"])
+    for parameter, x in model.named_parameters():
+        whole = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+        actual[parameter.replace("_checkpoint_wrapped_module.", "")] = whole
+        if whole is x.grad:
+            dist.all_reduce(whole)
+
+    plain = plain_model(name)
+    everyone = [document for row in documents for document in row]
+    alone = [plain(document[None, :-1], torch.arange(len(document) - 1)[None])[0] for document in everyone]
+    expected = total_loss(torch.cat(alone), everyone)
+    expected.backward()
+    first = sum(len(row) for row in rows[:transport.rank])
+    torch.testing.assert_close(logits, torch.cat(alone[first:first + len(mine)]), rtol=1e-5, atol=1e-5)
+    for parameter, x in {"loss": expected.detach(), **{key: x.grad for key, x in plain.named_parameters()}}.items():
+        atol = 1e-5 * float(x.abs().max())
+        torch.testing.assert_close(actual[parameter], x, rtol=1e-5, atol=atol, msg=lambda m, at=parameter: f"{at}: {m}")
+    latest = pool_of(model).latest
+    return latest.work().tolist(), bool((latest.tasks.home != latest.tasks.server).any())
+
+
+def pool_of(model):
+    pools = {module.pool for module in model.modules() if type(module).__name__ == "BalancedAttention"}
+    assert len(pools) == 1                                       # all layers share it
+    return pools.pop()
+
+
+def tokens_unchanged(transport, rows, changed):
+    """Which logits stay when a document's first token changes; between the two, ranks evaluate unequally often."""
+    import torch
+
+    model = replicated(transport.size)
+    before = packed(model, rows_of_tokens(rows)[transport.rank])
+    model.eval()
+    for _ in range(transport.rank):
+        packed(model, rows_of_tokens(rows)[transport.rank])
+    model.train()
+    after = packed(model, rows_of_tokens(rows, changed)[transport.rank])
+    return torch.eq(before, after).all(dim=1).tolist()
+
+
+def refusals():
+    import torch
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+
+    from distca.integrations.torchtitan import BalancedAttention, balanced
+
+    attention = BalancedAttention.Config().build()
+    q = torch.zeros(1, 4, 2, 8)
+    edges = torch.tensor([0, 4])
+    metadata = VarlenMetadata(edges, edges, 4, 4)
+    wrong = [
+        lambda: balanced(VarlenAttention.Config(window_size=(-1, -1))),
+        lambda: attention(q, q, q, attention_masks=metadata),
+        lambda: attention.parallelize(ParallelDims(1, 1, 2, 1, 1, 1, 2)),
+        lambda: attention(q, q, q, attention_masks=None),
+        lambda: attention(q, q, q, attention_masks=metadata, out_transform=lambda out, lse: out),
+        lambda: attention(q, q, q[..., :4], attention_masks=metadata),
+    ]
+    told = []
+    for call in wrong:
+        try:
+            call()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def two_ranks(transport):
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    size = transport.size
+    return {
+        "told": refusals(),                                      # first, before torchtitan makes a mesh
+        "plain": check_equal(transport, ROWS[2], "llama3", replicated(size, tolerance=0.02)),
+        "replayed": check_equal(transport, ROWS[2], "llama3", replicated(size, FullAC.Config(), tolerance=0.02)),
+        "unchanged": tokens_unchanged(transport, ROWS[2], (0, 2)),
+    }
+
+
+def four_ranks(transport):
+    import torch
+
+    torch._utils._get_available_device_type = lambda: "cpu"      # torchtitan takes a GPU for granted
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    return {"sharded": check_equal(transport, ROWS[4], "qwen3", sharded(transport.size, SelectiveAC.Config()))}
+
+
+def values(outcomes):
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def assert_balanced(result):
+    work, moved = result
+    assert moved
+    assert max(work) < 1.3 * sum(work) / len(work), work
+
+
+@needs_torchtitan
+@pytest.mark.multiprocess
+def test_two_ranks_equal_one_document_at_a_time():
+    first, second = values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    for rank in (first, second):
+        assert_balanced(rank["plain"])
+        assert_balanced(rank["replayed"])
+    assert first["unchanged"] == [True] * 41 + [False] * 300 + [True] * 7 and second["unchanged"] == [True] * 27
+    expected = ["window_size is (-1, -1)", "made no mesh of data-parallel ranks", "context_parallel_degree is 2",
+                "attention_masks is a NoneType", "passes out_transform", "values have head size 4"]
+    assert all(part in line for part, line in zip(expected, first["told"], strict=True)), first["told"]
+
+
+@needs_torchtitan
+@pytest.mark.multiprocess
+def test_four_ranks_sharded_and_replayed_selectively():
+    for outcome in values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
+        assert_balanced(outcome["sharded"])
+
+
+def run_example(folder, ranks, *arguments):
+    """Its printed work max/mean, at home and with distca."""
+    here = Path(__file__).parent
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+              str(here / "on_cpu.py"), "torchtitan"]
+    example = str(here.parents[1] / "examples" / "torchtitan_train.py")
+    done = subprocess.run([*launch, example, *arguments], capture_output=True, text=True, timeout=280, cwd=folder,
+                          env={**os.environ, "PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    home, balanced = re.search(r"max/mean (\S+) at home, (\S+) with distca", done.stdout).groups()
+    return float(home), float(balanced)
+
+
+@needs_torchtitan
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="torchtitan's trainer needs datasets: pip "
+                                                                         "install 'distca[torchtitan]'")
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
+def test_the_example_trains(tmp_path, ranks, stages):
+    home, balanced = run_example(tmp_path, ranks, "2", "512", str(stages))
+    assert balanced < 1.1 < home
+
+
+def test_absence_is_one_line():
+    code = "import sys; sys.modules['torchtitan'] = None; import distca.integrations.torchtitan"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode and "needs torchtitan 0.3 and triton; pip install 'distca[torchtitan]'" in last
+
+
+@pytest.mark.parametrize("version", ["0.2.9", "0.4.0"])
+def test_other_versions_are_one_line(version):
+    from distca.integrations.boundaries import check_version
+
+    with pytest.raises(ImportError, match=rf"torchtitan is {version} but distca supports from 0\.3 to below 0\.4"):
+        check_version("torchtitan", version, "torchtitan", (0, 3), (0, 4))
+    check_version("torchtitan", "0.3.0", "torchtitan", (0, 3), (0, 4))
