@@ -14,8 +14,9 @@ Nothing but tables lives outside autograd's saved tensors, so replay by activati
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from distca.runtime.roles import PLANS_REMEMBERED, Announcement, Announcer, Plan
 from distca.runtime.transport import C10dTransport, Transport
 
 STATES = ("resend", "keep")
+AGREED_REMEMBERED = 4096  # digests, a number each
 
 
 class CoreAttention:
@@ -158,6 +160,24 @@ class CoreAttention:
             self._digests[id(plan)] = plan, digest(plan)
         return _latest(self._digests, id(plan))[1]
 
+    def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
+        """Compare many plans at once, those of a step for example, so that their calls need not stop for it.
+
+        Every rank calls this with the same plans; a pool with dedicated servers compares them call by call.
+        """
+        new = []
+        for plan in plans:
+            if plan.num_servers > plan.layout.num_ranks:
+                raise ValueError(f"a plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers, which hear "
+                                 "of it only when it is called; call it without expecting it")
+            new.append(self._digest(plan))
+        together = hashlib.blake2b(repr(new).encode(), digest_size=8).digest()
+        mine = int.from_bytes(together, "little", signed=True)
+        differing = [rank for rank, other in enumerate(self.transport.gather(mine, device)) if other != mine]
+        if differing:
+            raise another_plan(self.transport.rank, differing)
+        self._agreed.update(dict.fromkeys(new))
+
     def _agree(self, plan: Plan, device: torch.device) -> None:
         """Compare digests when a plan is new: ranks that hold different plans must not compute.
 
@@ -170,7 +190,7 @@ class CoreAttention:
             if differing:
                 raise another_plan(self.transport.rank, differing)
             self._agreed[mine] = None
-        _latest(self._agreed, mine)
+        _latest(self._agreed, mine, AGREED_REMEMBERED)
 
 
 @dataclass(slots=True)
@@ -232,10 +252,10 @@ class _Finish(torch.autograd.Function):
         return None, dout.new_zeros(()), None, None, None
 
 
-def _latest(remembered: OrderedDict[Any, Any], key: Any) -> Any:
+def _latest(remembered: OrderedDict[Any, Any], key: Any, most: int = PLANS_REMEMBERED) -> Any:
     """The entry, which becomes the last to be forgotten."""
     remembered.move_to_end(key)
-    while len(remembered) > PLANS_REMEMBERED:
+    while len(remembered) > most:
         remembered.popitem(last=False)
     return remembered[key]
 

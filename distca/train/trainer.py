@@ -151,7 +151,9 @@ class Trainer:
         """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""
         self.work.begin(batch)
         stage = self.mesh["pipeline"].get_local_rank()
-        Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, batch.plan.by_stage[stage])
+        plans = batch.plan.by_stage[stage]
+        self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
+        Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
 
     def update(self) -> float:

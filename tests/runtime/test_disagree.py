@@ -67,6 +67,39 @@ def test_the_odd_rank_is_named_between_processes():
     check([outcome.value for outcome in outcomes])
 
 
+def test_plans_that_were_expected_are_compared_once():
+    gathered = []
+
+    def body(transport):
+        attend = CoreAttention(transport=transport)
+        gather = transport.gather
+
+        def counted(*args):
+            gathered.append(transport.rank)
+            return gather(*args)
+
+        transport.gather = counted
+        attend.expect([SWAPPED, SWAPPED_THE_OTHER_WAY], torch.device("cpu"))
+        for plan in (SWAPPED, SWAPPED_THE_OTHER_WAY, SWAPPED):
+            attend_once(attend, plan)
+
+    LoopbackWorld(3, timeout_seconds=10).run(body)
+    assert sorted(gathered) == [0, 1, 2]
+
+
+def test_a_rank_that_expects_something_else_is_named():
+    def body(transport):
+        plans = [SWAPPED, SWAPPED_THE_OTHER_WAY][::-1 if transport.rank == 2 else 1]
+        try:
+            CoreAttention(transport=transport).expect(plans, torch.device("cpu"))
+        except ValueError as error:
+            return str(error)
+
+    told = LoopbackWorld(3, timeout_seconds=10).run(body)
+    for message, others in zip(told, ([2], [2], [0, 1]), strict=True):
+        assert f"has another plan than ranks {others}" in message
+
+
 def test_equal_plans_need_not_be_one_object():
     """Every rank plans for itself, anew in every step or once: only what the plan says counts."""
 

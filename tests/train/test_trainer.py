@@ -15,15 +15,17 @@ SMALL = ["--model.name", "tiny", "--data.max_document", "700", "--optimizer.warm
 TOKENS = 1024  # of all ranks
 
 
-def command(folder: Path, ranks: int, *more: str, tensor: int = 1) -> list[str]:
+def command(
+    folder: Path, ranks: int, *more: str, tensor: int = 1, pipeline: int = 1, tokens: int = TOKENS
+) -> list[str]:
     return [sys.executable, "-m", "distca", "train", *SMALL, "--run.ranks", str(ranks),
-            "--parallel.tensor", str(tensor), "--batch.tokens_per_rank", str(TOKENS * tensor // ranks),
-            "--log.folder", str(folder), *more]
+            "--parallel.tensor", str(tensor), "--parallel.pipeline", str(pipeline),
+            "--batch.tokens_per_rank", str(tokens * tensor * pipeline // ranks), "--log.folder", str(folder), *more]
 
 
-def train(folder: Path, ranks: int, *more: str, tensor: int = 1) -> list[float]:
+def train(folder: Path, ranks: int, *more: str, **sizes: int) -> list[float]:
     """The losses of a run, step by step."""
-    done = subprocess.run(command(folder, ranks, *more, tensor=tensor), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command(folder, ranks, *more, **sizes), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(folder)
 
@@ -63,6 +65,45 @@ def test_the_loss_does_not_depend_on_where_attention_ran(ranks, tensor, mode, pi
     assert curve[-1] < curve[0]
     if mode == "disaggregated" and ranks // tensor > 1:
         assert sum(logged(tmp_path, "bytes_per_layer")) > 0      # attention did travel
+
+
+def train_in_micro_batches(folder: Path, ranks: int, *more: str, **sizes: int) -> list[float]:
+    """The learning rate of a step does not depend on the number of steps."""
+    return train(folder, ranks, "--batch.micro_batches", "3", "--optimizer.min_lr_ratio", "1", *more, tokens=384,
+                 **sizes)
+
+
+@pytest.fixture(scope="module")
+def alone_in_micro_batches(tmp_path_factory):
+    """20 steps of three micro-batches in one process."""
+    return train_in_micro_batches(tmp_path_factory.mktemp("alone"), 1, "--run.steps", "20", "--attention.mode", "home")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("ranks", "tensor", "mode", "fsdp"), [
+    (4, 1, "disaggregated", "true"),
+    pytest.param(2, 1, "disaggregated", "true", marks=pytest.mark.slow),
+    pytest.param(2, 1, "home", "true", marks=pytest.mark.slow),
+    pytest.param(4, 2, "disaggregated", "true", marks=pytest.mark.slow),
+    pytest.param(4, 2, "home", "false", marks=pytest.mark.slow),
+    pytest.param(4, 1, "per_document_cp", "false", marks=pytest.mark.slow),
+])
+def test_the_loss_does_not_depend_on_stages(ranks, tensor, mode, fsdp, alone_in_micro_batches, tmp_path):
+    curve = train_in_micro_batches(tmp_path, ranks, "--run.steps", "20", "--attention.mode", mode, "--parallel.fsdp",
+                                   fsdp, tensor=tensor, pipeline=2)
+    assert curve == pytest.approx(alone_in_micro_batches, abs=1e-5)
+    assert curve[-1] < curve[0]
+    assert logged(tmp_path, "bubble_share") == [pytest.approx(1 - 3 / 4)] * 20  # 3 micro-batches through 2 stages
+    assert (sum(logged(tmp_path, "served_in_bubbles")) > 0) == (mode == "disaggregated")
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_with_other_stages(alone_in_micro_batches, tmp_path):
+    saving = ("--checkpoint.folder", str(tmp_path / "saved"))
+    for pipeline, num_steps in ((2, 4), (1, 8)):         # as many ranks as stages
+        curve = train_in_micro_batches(tmp_path / "log", pipeline, "--run.steps", str(num_steps), *saving,
+                                       pipeline=pipeline)
+    assert curve == pytest.approx(alone_in_micro_batches[:8], abs=1e-6)
 
 
 @pytest.mark.multiprocess
@@ -111,6 +152,6 @@ def test_a_trace_shows_every_rank(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_memory_is_flat_over_300_steps(tmp_path):
-    train(tmp_path, 2, "--run.steps", "300", "--batch.tokens_per_rank", "256")
+    train(tmp_path, 2, "--run.steps", "300", tokens=512)
     peak = logged(tmp_path, "memory_bytes")
     assert peak[-1] <= 1.05 * peak[99]

@@ -1,0 +1,309 @@
+"""A pipeline on fake ranks: whatever its stages, ticks and documents, the losses and gradients of one process."""
+
+import time
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from distca.baselines.at_home import at_home
+from distca.kernels import dense_attention
+from distca.planning.pipeline_ticks import IDLE, one_forward_one_backward, same_phase_ticks
+from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.neighbours import LoopbackNeighbours
+from distca.runtime.pipeline import Pipeline
+from distca.runtime.recorder import Recorder
+from distca.runtime.roles import serve_until_stopped, stop_servers
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+from distca.spec import ModelShape
+from distca.testing import random_lengths, row_index, scattered_plan
+from distca.train.data import Batch, Row
+from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
+from distca.train.stage_work import StageWork
+from distca.train.stages import stage_of
+from distca.workload.packing import pack
+
+SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
+CPU = torch.device("cpu")
+CHUNK = 7                                                        # tokens of the loss
+PLANNINGS = ("balanced", "scattered", "home")                    # the last with 1F1B, among a stage's data ranks
+TIMEOUT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all ranks run together: layers of each stage, lengths of the documents, and who attends."""
+
+    layers: tuple[int, ...]
+    num_data: int
+    documents: tuple[tuple[tuple[int, ...], ...], ...]           # [micro-batch][row] lengths
+    placement: str = "given"
+    planning: str = "balanced"
+    num_dedicated: int = 0
+    num_steps: int = 1
+
+    @property
+    def num_stages(self):
+        return len(self.layers)
+
+    @property
+    def num_ranks(self):
+        return self.num_stages * self.num_data
+
+    @property
+    def model(self):
+        return replace(SHAPE.model, num_layers=sum(self.layers))
+
+    @property
+    def num_labels(self):
+        return sum(length - 1 for rows in self.documents for lengths in rows for length in lengths)
+
+    def layout(self, micro_batch, row):
+        return pack(self.documents[micro_batch][row], ranks=self.num_data, placement=self.placement)
+
+    def decoder(self):
+        """The same wherever it is made, with weights large enough for attention to be anything but uniform."""
+        whole = Decoder(replace(SHAPE, model=self.model), generator=torch.Generator().manual_seed(3)).double()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
+        return whole
+
+    def columns(self, micro_batch, row):
+        """Tokens, labels and positions of all documents, end to end."""
+        lengths = self.documents[micro_batch][row]
+        generator = torch.Generator().manual_seed(10 * micro_batch + row)
+        tokens = torch.randint(0, SHAPE.model.vocab, (sum(lengths),), generator=generator)
+        labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in tokens.split(lengths)])
+        return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
+
+    def batch(self, data):
+        """The rows of one data rank."""
+        rows = tuple(tuple(Row(*(column[row_index(self.layout(number, row), data)]
+                                 for column in self.columns(number, row)))
+                           for row in range(len(lengths))) for number, lengths in enumerate(self.documents))
+        return Batch(rows, None, self.num_labels, 0.0, 0.0)
+
+    def ticks(self):
+        make = one_forward_one_backward if self.planning == "home" else same_phase_ticks
+        return make(self.num_stages, len(self.documents))
+
+    def plans(self):
+        """[stage][tick][row][depth]"""
+        ticks, layers, seeds = self.ticks(), self.layers, count()
+        layouts = [[self.layout(number, row) for row in range(len(rows))] for number, rows in enumerate(self.documents)]
+        if self.planning == "home":
+            plans = [[at_home(layout, self.model) for layout in rows] for rows in layouts]
+            return [[() if number == IDLE else tuple((plan,) * layers[stage] for plan in plans[number])
+                     for number in ticks.micro_batch[:, stage].tolist()] for stage in range(self.num_stages)]
+        num_servers = self.num_ranks + self.num_dedicated
+
+        def of_row(layouts):
+            if self.planning == "balanced":
+                return plan_ticks(ticks, layouts, self.model, layers=layers, speed=np.ones(num_servers))
+            return plan_ticks_by(lambda layout: scattered_plan(next(seeds), layout, num_servers, self.model), ticks,
+                                 layouts, layers=layers)
+
+        by_row = [of_row(layouts_of_row) for layouts_of_row in zip(*layouts, strict=True)]
+        return [list(zip(*by_row, strict=True))] * self.num_stages
+
+
+class Work(StageWork):
+    """A stage that is not sharded, and notes what became of each micro-batch."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.losses, self.finals = Counter(), []
+
+    def forward(self, micro_batch, received, plans, backward_plans):
+        outputs = super().forward(micro_batch, received, plans, backward_plans)
+        if self.last:
+            self.losses[micro_batch] += outputs[0].item()
+        return outputs
+
+    def accumulate(self, last):
+        self.finals.append(last)
+        return nullcontext()
+
+
+def on_fake_ranks(step, make=Work, recorders=None):
+    """Every training rank's work after the step's ticks, [stage][data]."""
+    ticks, plans = step.ticks(), step.plans()
+    world = LoopbackWorld(step.num_ranks + step.num_dedicated, TIMEOUT_SECONDS)
+    stages = [LoopbackWorld(step.num_data, TIMEOUT_SECONDS) for _ in step.layers]
+
+    def body(transport):
+        if transport.rank >= step.num_ranks:
+            return serve_until_stopped(CoreAttention(transport=transport))
+        stage, data = divmod(transport.rank, step.num_data)
+        attention = CoreAttention(
+            transport=LoopbackTransport(stages[stage], data) if step.planning == "home" else transport,
+            recorder=None if recorders is None else recorders[transport.rank])
+        part = stage_of(step.decoder(), stage, step.num_stages, step.layers)
+        work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK)
+        neighbours = LoopbackNeighbours(world, range(data, step.num_ranks, step.num_data), stage)
+        for _ in range(step.num_steps):
+            work.begin(step.batch(data))
+            Pipeline(work, attention, neighbours).step(ticks, plans[stage])
+        stop_servers(attention, next(plan for rows in plans[stage] for row in rows for plan in row))
+        return work
+
+    works = world.run(body)
+    assert not any(world.passed.values()), "all that was sent was received"
+    return [works[first:first + step.num_data] for first in range(0, step.num_ranks, step.num_data)]
+
+
+def in_one_process(step):
+    """The loss of each micro-batch and the gradient of every parameter, by the formula."""
+    whole = step.decoder()
+    losses = []
+    for number, rows in enumerate(step.documents):
+        total = 0.0
+        for row, lengths in enumerate(rows):
+            tokens, labels, positions = step.columns(number, row)
+            hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
+            total = total + chunked_cross_entropy(hidden, whole.head_weight, labels, CHUNK)[0] / step.num_labels
+        total.backward()
+        losses.append(total.item())
+    return losses, {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def check(step, works):
+    losses, gradients = in_one_process(step)
+    for number, loss in enumerate(losses):
+        assert sum(work.losses[number] for work in works[-1]) == pytest.approx(step.num_steps * loss, abs=1e-10)
+    assert sum(float(work.total) for work in works[-1]) / step.num_labels == pytest.approx(sum(losses), abs=1e-10)
+    assert sorted(gradients) == sorted(name for stage in works for name, _ in stage[0].decoder.named_parameters())
+    for stage in works:
+        for name, _ in stage[0].decoder.named_parameters():
+            added = sum(work.decoder.get_parameter(name).grad for work in stage)
+            torch.testing.assert_close(added, step.num_steps * gradients[name], rtol=1e-10, atol=1e-10)
+        finals = [*[False] * (len(step.documents) - 1), True] * step.num_steps
+        assert all(work.finals == finals for work in stage)
+
+
+@st.composite
+def steps(draw):
+    layers = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    num_data, num_rows = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    num_micro_batches = draw(st.integers(1, 2 * len(layers) + 1))
+    num_tokens = st.sampled_from([1, 2, 9, 20, 140])             # 140: longer than what balancing leaves whole
+    documents = tuple(tuple(tuple(random_lengths(draw(st.integers(0, 2**32)), num_data * draw(num_tokens)).tolist())
+                            for _ in range(num_rows)) for _ in range(num_micro_batches))
+    planning = draw(st.sampled_from(PLANNINGS))
+    num_dedicated = 0 if planning == "home" else draw(st.integers(0, 2))
+    return Step(layers, num_data, documents, draw(st.sampled_from(["given", "balanced"])), planning, num_dedicated)
+
+
+FEW_LAYERS_FIRST = Step((1, 3, 2), 2, (((150, 1, 9), (1, 1, 20)), ((40,), (7, 7))), "balanced", "scattered", 1)
+DEEP = Step((2, 1, 1, 2), 1, tuple(((length, 3),) for length in (200, 1, 5, 60, 1, 1, 33, 2, 9)))
+
+
+@settings(max_examples=8, deadline=None)
+@given(steps())
+@example(FEW_LAYERS_FIRST)
+@example(DEEP)
+@example(replace(DEEP, planning="home"))
+@example(Step((1, 1), 2, (((3, 1),),), planning="home"))         # one micro-batch: no tick mixes phases
+@example(Step((1, 2), 1, (((30,), (1, 2)),) * 2, num_steps=3))
+def test_losses_and_gradients_are_those_of_one_process(step):
+    assume(step.num_labels)
+    check(step, on_fake_ranks(step))
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(steps())
+def test_many_more(step):
+    assume(step.num_labels)
+    check(step, on_fake_ranks(step))
+
+
+class Watched(Work):
+    """Counts the micro-batches of which anything is kept: what backward needs, what came in, what went out."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.saved, self.most_saved, self.passed, self.most_passed = Counter(), 0, {}, 0
+
+    def forward(self, micro_batch, received, plans, backward_plans):
+        def keep(tensor):
+            box = Box(tensor)
+            self.saved[micro_batch] += 1
+            weakref.finalize(box, self.saved.subtract, {micro_batch: 1})
+            self.most_saved = max(self.most_saved, sum(number > 0 for number in self.saved.values()))
+            return box
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda box: box.tensor):
+            outputs = super().forward(micro_batch, received, plans, backward_plans)
+        self.passed[micro_batch] = [weakref.ref(tensor) for tensor in (*received, *outputs)]
+        alive = [any(tensor() is not None for tensor in tensors) for tensors in self.passed.values()]
+        self.most_passed = max(self.most_passed, sum(alive))
+        return outputs
+
+
+class Box:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("planning", ["balanced", "home"])
+@pytest.mark.parametrize("num_micro_batches", [2, 6])
+def test_no_more_micro_batches_are_alive_than_the_ticks_say(planning, num_micro_batches):
+    step = Step((1, 2, 1), 1, (((20, 4), (9,)),) * num_micro_batches, planning=planning)
+    works = on_fake_ranks(step, make=Watched)
+    for (work,), most in zip(works, step.ticks().peak_live().tolist(), strict=True):
+        assert work.most_saved == most                           # neither more nor, with so many, fewer
+        assert work.most_passed == most
+        assert not any(work.saved.values())
+
+
+def test_a_trace_shows_every_tick_and_what_bubbles_served():
+    step = Step((1, 2), 2, tuple(((length, 4), (8,)) for length in (300, 8, 60)))
+    recorders = [Recorder(CPU) for _ in range(step.num_ranks)]
+    on_fake_ranks(step, recorders=recorders)
+    ticks, plans = step.ticks(), step.plans()[0]
+    assert any(served_in_bubbles(ticks, [rows[row] for rows in plans]) > 0 for row in range(2))
+    for rank, recorder in enumerate(recorders):
+        spans = recorder.end_step(rank, 1).spans
+        shown = [span for span in spans if span.lane == "pipeline"]
+        assert len(shown) == ticks.num_ticks
+        for tick, span in enumerate(shown):
+            number, backward = int(ticks.micro_batch[tick, rank // 2]), ticks.phase(tick)
+            way = "backward" if backward else "forward"
+            assert span.name == ("bubble" if number == IDLE else f"{way} {number}")
+            within = [other.name for other in spans if other.lane == "attention"
+                      and span.start_seconds <= other.start_seconds <= other.stop_seconds <= span.stop_seconds]
+            assert within == [f"attention {way}"] * 2 * len(plans[tick][0])  # rows × depths, wherever they are served
+
+
+def test_a_stage_that_fails_ends_all_of_them():
+    class Failing(Work):
+        def forward(self, micro_batch, received, plans, backward_plans):
+            if self.last and micro_batch == 1:
+                raise ArithmeticError("the head fell off")
+            return super().forward(micro_batch, received, plans, backward_plans)
+
+    for planning in ("balanced", "home"):
+        begin = time.monotonic()
+        with pytest.raises(ArithmeticError, match="the head fell off"):
+            on_fake_ranks(Step((1, 1, 1), 1, (((5, 2),),) * 4, planning=planning), make=Failing)
+        assert time.monotonic() - begin < TIMEOUT_SECONDS / 2
+
+
+def test_ticks_and_plans_that_do_not_fit_are_refused():
+    step = Step((1, 1), 1, (((5, 2),),) * 2)
+    pipeline = Pipeline(None, None, LoopbackNeighbours(LoopbackWorld(2), [0, 1], 0))
+    with pytest.raises(ValueError, match="the ticks are for 3 stages but the pipeline has 2; make them with as many"):
+        pipeline.step(same_phase_ticks(3, 2), step.plans()[0])
+    with pytest.raises(ValueError, match="there are plans for 5 ticks of 6; plan every tick"):
+        pipeline.step(step.ticks(), step.plans()[0][1:])

@@ -1,0 +1,243 @@
+"""Stages on real ranks over gloo: the losses and gradients of one process, level ticks, and an end when one dies."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from distca.kernels import dense_attention
+from distca.planning.plan import max_over_mean
+from distca.planning.tick_plans import layers_of_stages
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.pipeline import Pipeline
+from distca.spec import MODELS, ModelShape
+from distca.testing import random_lengths, row_index, run_processes
+from distca.train.config import Settings
+from distca.train.data import Batch, Row
+from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
+from distca.train.parallel import parallelize
+from distca.train.stage_work import StageWork
+from distca.train.stages import stage_of
+from distca.train.step_plan import plan_step
+from distca.train.trainer import connect
+
+SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers
+TOKENS = 288                                                     # of a data rank in a micro-batch
+PATIENT = {"timeout_seconds": 120.0, "deadline_seconds": 280.0}  # for machines that others use too
+MESHES = [(2, 1), (2, 2), (4, 1), (3, 1)]                        # stages × data ranks
+TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
+
+
+def settings_for(num_stages, mode, ping_pong):
+    return Settings().with_values({"parallel.pipeline": num_stages, "attention.mode": mode,
+                                   "batch.ping_pong": ping_pong})
+
+
+def planned(num_stages, num_data, num_micro_batches, mode, ping_pong):
+    lengths = [random_lengths(10 * num_micro_batches + number, num_data * TOKENS)
+               for number in range(num_micro_batches)]
+    return plan_step(lengths, settings_for(num_stages, mode, ping_pong), SHAPE.model, num_data)
+
+
+def columns(layout, micro_batch, row):
+    """Tokens, labels and positions of all documents, end to end."""
+    lengths = layout.lengths.tolist()
+    tokens = torch.randint(0, SHAPE.model.vocab, (sum(lengths),),
+                           generator=torch.Generator().manual_seed(10 * micro_batch + row))
+    labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in tokens.split(lengths)])
+    return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
+
+
+def batch(plan, data):
+    rows = tuple(tuple(Row(*(column[row_index(layout, data)] for column in columns(layout, number, row)))
+                       for row, layout in enumerate(layouts)) for number, layouts in enumerate(plan.layouts))
+    return Batch(rows, plan, plan.num_labels, 0.0, 0.0)
+
+
+def decoder(dtype):
+    """Weights large enough for attention to be anything but uniform."""
+    whole = Decoder(SHAPE, generator=torch.Generator().manual_seed(3)).to(dtype)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
+    return whole
+
+
+def in_one_process(plan):
+    """The loss and the gradient of every parameter by the formula, in float64."""
+    whole, loss = decoder(torch.float64), 0.0
+    for number, layouts in enumerate(plan.layouts):
+        for row, layout in enumerate(layouts):
+            tokens, labels, positions = columns(layout, number, row)
+            hidden = whole.hidden(tokens, positions,
+                                  lambda q, k, v, of=layout: dense_attention(q, k, v, of.lengths.tolist()))
+            loss = loss + chunked_cross_entropy(hidden, whole.head_weight, labels, 50)[0] / plan.num_labels
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+class Rank:
+    """What a training rank makes of its place among stages and data ranks."""
+
+    def __init__(self, num_stages, num_data, timeout_seconds=PATIENT["timeout_seconds"]):
+        timeout = timedelta(seconds=timeout_seconds)
+        self.mesh = init_device_mesh("cpu", (num_stages, num_data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+        self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
+        for group in (self.pool, *self.mesh.get_all_groups()):
+            _set_pg_timeout(timeout, group)
+        self.neighbours = connect(self.mesh["pipeline"], timeout)
+        self.num_stages, self.num_data = num_stages, num_data
+        self.stage, self.data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].get_local_rank()
+
+    def work(self, mode, dtype, *, fsdp=True, recompute=False, make=StageWork):
+        part = stage_of(decoder(dtype), self.stage, self.num_stages,
+                        layers_of_stages(SHAPE.model.num_layers, self.num_stages))
+        parallelize(part, self.mesh, tensor=1, fsdp=fsdp, dtype=dtype, activation_checkpointing=recompute)
+        attention = CoreAttention(self.pool if mode == "disaggregated" else self.mesh["data"].get_group())
+        return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50)
+
+    def step(self, work, plan):
+        work.begin(batch(plan, self.data))
+        Pipeline(work, work.attention, self.neighbours).step(plan.ticks, plan.by_stage[self.stage])
+
+
+def on_ranks(transport, num_stages, num_data, cases, folder):
+    """For every case how far this rank is from one process: the loss of all ranks, its stage's gradients by name."""
+    rank, works, apart = Rank(num_stages, num_data), {}, []
+    for number, (num_micro_batches, mode, ping_pong, dtype, *options) in enumerate(cases):
+        key = mode, dtype, *options
+        if key not in works:
+            works[key] = rank.work(mode, getattr(torch, dtype), **dict(options))
+        work, plan = works[key], planned(num_stages, num_data, num_micro_batches, mode, ping_pong)
+        rank.step(work, plan)
+        loss = work.total.clone()
+        dist.all_reduce(loss)
+        want_loss, want = torch.load(f"{folder}/{number}")
+        gradients = {name: float((parameter.grad.full_tensor() - want[name]).abs().max())
+                     for name, parameter in work.decoder.named_parameters()}
+        apart.append((abs(loss.item() / plan.num_labels - want_loss), gradients))
+        work.decoder.zero_grad()
+    return apart
+
+
+def check(num_stages, num_data, cases, folder):
+    names = set()
+    for number, (num_micro_batches, mode, ping_pong, *_) in enumerate(cases):
+        loss, gradients = in_one_process(planned(num_stages, num_data, num_micro_batches, mode, ping_pong))
+        assert all(gradient.abs().max() > 1e-3 for gradient in gradients.values())
+        torch.save((loss, gradients), folder / str(number))
+        names |= gradients.keys()
+    outcomes = run_processes(num_stages * num_data, on_ranks, num_stages, num_data, cases, str(folder), **PATIENT)
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    for number, case in enumerate(cases):
+        losses, gradients = zip(*(outcome.value[number] for outcome in outcomes), strict=True)
+        assert max(losses) < TOLERANCES[case[3]], case
+        assert max(max(of_stage.values()) for of_stage in gradients) < TOLERANCES[case[3]], (case, gradients)
+        assert {name for of_stage in gradients for name in of_stage} == names
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("num_stages", "num_data"), MESHES)
+def test_losses_and_gradients_are_those_of_one_process(num_stages, num_data, tmp_path):
+    most = 2 * num_stages + 1
+    check(num_stages, num_data, [
+        (1, "disaggregated", True, "float64"),
+        (num_stages, "disaggregated", False, "float64"),
+        (most, "disaggregated", True, "float32"),
+        (1, "home", True, "float32"),
+        (most, "home", True, "float64"),
+    ], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("num_stages", "num_data"), MESHES)
+def test_every_number_of_micro_batches(num_stages, num_data, tmp_path):
+    ways = (("disaggregated", True), ("disaggregated", False), ("home", True), ("per_document_cp", False))
+    check(num_stages, num_data, [(number, *way, dtype) for dtype in TOLERANCES for way in ways
+                                 for number in range(1, 2 * num_stages + 2)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_whole_parameters_and_replay_make_no_difference(tmp_path):
+    check(2, 2, [(number, mode, True, "float64", ("fsdp", fsdp), ("recompute", recompute)) for number in (1, 4)
+                 for mode in ("disaggregated", "home") for fsdp in (True, False) for recompute in (True, False)],
+          tmp_path)
+
+
+class Vanishing(StageWork):
+    """A stage that is gone in the middle of micro-batch 1: between two steps of attention, or of its backward."""
+
+    how: tuple[str, str]                                         # dies or hangs, in forward or backward
+
+    def forward(self, micro_batch, received, plans, backward_plans):
+        how, where = self.how
+        if micro_batch == 1 and where == "forward":
+            self.attention.serve = lambda pending: vanish(how)
+        outputs = super().forward(micro_batch, received, plans, backward_plans)
+        if micro_batch == 1:
+            outputs[0].register_hook(lambda gradient: vanish(how))
+        return outputs
+
+
+def vanish(how):
+    if how == "dies":
+        os._exit(17)
+    time.sleep(3600)
+
+
+def lose_a_stage(transport, num_stages, mode, victim, how, timeout_seconds):
+    rank = Rank(num_stages, 1, timeout_seconds)
+    work = rank.work(mode, torch.float32, make=Vanishing if rank.stage == victim else StageWork)
+    work.how = how
+    plan = planned(num_stages, 1, 3, mode, True)
+    rank.step(work, plan)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("mode", "victim", "how"), [
+    ("disaggregated", 0, ("dies", "backward")),
+    ("home", 2, ("dies", "forward")),
+    ("home", 1, ("hangs", "backward")),
+    pytest.param("disaggregated", 1, ("hangs", "forward"), marks=pytest.mark.slow),
+    pytest.param("disaggregated", 2, ("dies", "forward"), marks=pytest.mark.slow),
+    pytest.param("home", 0, ("dies", "forward"), marks=pytest.mark.slow),
+])
+def test_a_stage_that_vanishes_ends_the_others(mode, victim, how):
+    timeout_seconds = 4.0 if how[0] == "hangs" else 60.0
+    outcomes = run_processes(3, lose_a_stage, 3, mode, victim, how, timeout_seconds, timeout_seconds=60.0,
+                             deadline_seconds=50.0, lost=victim if how[0] == "hangs" else None)
+    assert outcomes[victim].exit_code == (17 if how[0] == "dies" else None)
+    for stage, outcome in enumerate(outcomes):
+        if stage != victim:
+            assert outcome.error is not None and outcome.error.startswith("TransportError: "), outcome
+            assert "died" in outcome.error and "restart from the last checkpoint" in outcome.error
+            assert (f"stage {stage} of 3" if mode == "home" else f"rank {stage} of 3") in outcome.error
+            assert outcome.seconds < 30.0                        # of starting, stepping and noticing
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(),
+       st.sampled_from([0.02, 0.1]))
+def test_every_tick_of_a_step_is_level(seed, num_stages, num_data, num_micro_batches, ping_pong, tolerance):
+    lengths = [random_lengths(seed + number, num_data * 16_384) for number in range(num_micro_batches)]
+    chosen = settings_for(num_stages, "disaggregated", ping_pong).with_values({"attention.tolerance": tolerance})
+    plan = plan_step(lengths, chosen, MODELS["llama3-8b"], num_data)
+    plan.ticks.validate()
+    plans = [of_depth for rows in plan.by_stage[0] for row in rows for of_depth in row]
+    assert all(of_stage is plan.by_stage[0] for of_stage in plan.by_stage)
+    level = [max_over_mean(one.work(), one.speed) for one in plans if one.limit is None]
+    assert max(level, default=1.0) <= 1.0 + tolerance + 1e-9
+    if max(documents.max() for documents in lengths) >= 4096:    # long enough to be cut
+        assert level and plan.served_in_bubbles > 0.0
+    at_home = plan_step(lengths, settings_for(num_stages, "home", ping_pong), MODELS["llama3-8b"], num_data)
+    assert at_home.served_in_bubbles == 0.0 and plan.work_after <= at_home.work_after + 1e-9
