@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from distca.cli.progress import progress
-from distca.simulate.paper import Row, cases, measure_all
+from distca.simulate.paper import Row, measure_all
+from distca.simulate.paper_cases import cases
 from distca.simulate.paper_claims import CLAIMS, Verdict, figures_of, marks, verdicts
 
 QUICK_BATCHES, FULL_BATCHES = 2, 30
@@ -58,8 +59,8 @@ def paper_command(
 def print_checklist(found: list[Verdict], console: Console) -> None:
     """The table of claims, then the reasons of those that differ."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("", "claim and setting", "paper, or aim", "ours", ""):
-        table.add_column(title)
+    for title, width in (("", None), ("claim and setting", None), ("paper, or aim", 13), ("ours", 13), ("", None)):
+        table.add_column(title, max_width=width)
     for verdict in found:
         table.add_row(
             verdict.claim, Text.assemble(verdict.what, "\n", (verdict.setting, "dim")), verdict.paper, verdict.ours,

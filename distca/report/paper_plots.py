@@ -125,7 +125,7 @@ def _speed(figure_name: str, title: str, rows: Rows, marks: Mapping[str, Any]) -
         axes.plot(at, [row["distca"] / row["distca_of_bound"] for row in here], linestyle="none", marker="_",
                   markersize=16, markeredgewidth=2, color=BLACK, label="bound")
         axes.axhline(1.0, color=BLACK, linewidth=0.8)
-        axes.set_ylim(min(0.8, *(row["disaggregated"] - 0.02 for row in shown)), 1.04 * top)
+        axes.set_ylim(min(1.0, *(min(row["disaggregated"], row["distca"]) for row in shown)) - 0.03, 1.04 * top)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}×"))
         axes.set_xticks(at, [f"{row['context'] // 1024}K\n{row['nodes']}" for row in here], fontsize=8)
         axes.set_title(f"{model}, {data}", fontsize=10)

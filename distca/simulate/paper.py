@@ -1,14 +1,13 @@
 """Measure with our simulator and planner what the DistCA paper measured: one row for every point of its figures.
 
-A case is one point. Models, nodes, contexts, batches and data are those of the paper's runs as far as they are public.
-A row holds what we find there. Nothing here knows what the paper found: `paper_claims` puts its figures beside ours.
+Nothing here knows what the paper found: `paper_claims` puts its figures beside ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from typing import Any
@@ -22,97 +21,21 @@ from distca.simulate.compare import Outcome, Question, compare
 from distca.simulate.costs import Costs
 from distca.simulate.memory import check_holds_step
 from distca.simulate.nano import Nano, Served, ping_pong
-from distca.simulate.setting import Setting, setting
+from distca.simulate.paper_cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
+from distca.simulate.setting import Setting
 from distca.simulate.step import plan_step, served_step
-from distca.simulate.strategies import Batch, Choice, bound_step, choices, run, single_stream
+from distca.simulate.strategies import Batch, Choice, choices, run, single_stream
 from distca.simulate.timeline import Exchange
 from distca.spec import cluster_named, model_named
 from distca.workload.contexts import Source
 
-CLUSTER, TABLE, TP = "dgx-h200", "h200", 8
+TABLE = "h200"
 TOLERANCE = 0.05
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-KIB = 1024
-RANK_TOKENS = 64 * KIB      # of one TP group, where a figure names no batch
-PILOT_BATCHES = 3           # choose the pipeline before all batches are run
-REPLICA_RANKS = 4           # the fewest TP groups that hold a sequence of 512K tokens of llama3-8b
-SHARD_KV_LEN = 64 * KIB     # keys of the shards whose throughput is looked up
-FIGURES = ("fig3", "fig4", "fig5", "fig9", "fig10", "fig11", "fig12", "appA", "memory")
-DATA = ("pretrain", "prolong")
+PILOT_BATCHES = 2          # choose the pipeline before all batches are run
+SHARD_KV_LEN = 65_536      # keys of the shards whose throughput is looked up
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One point of a figure."""
-
-    figure: str
-    model: str = "llama3-8b"
-    nodes: int = 1
-    context: int = RANK_TOKENS
-    sequences: int = 1               # of a step
-    data: str = "pretrain"
-    pipelines: tuple[int, ...] = (1,)  # stages to choose from
-
-    @property
-    def facts(self) -> Row:
-        return {"model": self.model, "nodes": self.nodes, "context": self.context, "sequences": self.sequences,
-                "data": self.data}
-
-    def settings(self) -> tuple[Setting, ...]:
-        """All pipelines with one or two sequences a micro-batch, at least as many micro-batches as stages."""
-        counts = (1,) if self.pipelines == (1,) else tuple(dict.fromkeys((self.sequences, self.sequences // 2)))
-        return tuple(
-            setting(model_named(self.model), cluster_named(CLUSTER), gpus=self.nodes * TP, context=self.context, tp=TP,
-                    pp=pp, sequences=self.sequences, micro_batches=count)
-            for pp in self.pipelines for count in counts if count >= pp)
-
-
-def cases(figure: str, quick: bool) -> list[Case]:
-    """The points of a figure; with `quick` the few that show its shape."""
-    if figure in ("fig5", "appA"):
-        return [Case(figure)]
-    if figure == "fig3":
-        return [Case(figure, nodes=nodes, context=128 * KIB, sequences=nodes * RANK_TOKENS // (128 * KIB))
-                for nodes in ((2, 8, 32) if quick else (2, 4, 8, 16, 32))]
-    if figure == "fig4":
-        return [Case(figure, nodes=dp * REPLICA_RANKS, context=512 * KIB, sequences=dp, data=data)
-                for data in DATA[:1 if quick else 2] for dp in ((2, 8) if quick else (2, 4, 8, 16))]
-    if figure == "fig9":
-        return _without_pipeline(figure, quick)
-    if figure == "fig10":
-        return _with_pipeline(figure, quick)
-    if figure == "memory":
-        return [replace(case, figure=figure) for case in
-                (*_without_pipeline(figure, quick), *_with_pipeline(figure, quick))]
-    return [Case(figure, model=model, nodes=nodes, context=128 * KIB, sequences=sequences * nodes // 8)
-            for model, sequences in (("llama3-8b", 4), ("llama-34b", 2))[:1 if quick else 2]
-            for nodes in ((8,) if quick else (8, 16))]
-
-
-def _without_pipeline(figure: str, quick: bool) -> list[Case]:
-    found = []
-    for model in ("llama3-8b", "llama-34b")[:1 if quick else 2]:
-        for nodes in (16,) if quick else (8, 16, 32):
-            for context in (128 * KIB, 512 * KIB) if quick else (128 * KIB, 256 * KIB, 512 * KIB):
-                tokens = nodes * RANK_TOKENS if model == "llama3-8b" else nodes // 8 * context
-                found += [Case(figure, model, nodes, context, tokens // context, data) for data in DATA]
-    return found
-
-
-def _with_pipeline(figure: str, quick: bool) -> list[Case]:
-    if quick:
-        return [Case(figure, "llama3-8b", 8, 128 * KIB, 8, data, (2,)) for data in DATA]
-    found = []
-    for model, sizes, contexts, pipelines in (
-            ("llama3-8b", (8, 16, 32), (128, 256, 512), (2, 4, 8)),
-            ("llama-34b", (16, 32, 64), (128, 256, 384), (1, 2, 4, 8))):
-        for nodes, times in zip(sizes, (1, 2, 2), strict=True):
-            for context in contexts:
-                sequences = times * (8 if context == 128 else 4)
-                found += [Case(figure, model, nodes, context * KIB, sequences, data, pipelines) for data in DATA]
-    return found
 
 
 def measure_all(
@@ -215,51 +138,68 @@ def _throughput(case: Case, num_batches: int) -> list[Row]:
 
 def _speed(case: Case, num_batches: int) -> list[Row]:
     """Ours over WLB-ideal and over the bound, each with the pipeline, grid and micro-batches that suit it best."""
-    question = _question(case, num_batches, ("wlb_ideal", "disaggregated", "distca", "bound"))
-    if len(question.settings) > 1 and num_batches > PILOT_BATCHES:
-        pilot = compare(replace(question, num_batches=PILOT_BATCHES))
-        chosen = tuple(dict.fromkeys(outcome.setting for outcome in pilot.outcomes))
-        question = replace(question, settings=chosen)
-    compared = compare(question)
-    by_name = {outcome.name: outcome for outcome in compared.outcomes}
-    row: Row = {**case.facts, "too_large": list(compared.too_large)}
-    for outcome in compared.outcomes:
+    names = ("wlb_ideal", "disaggregated", "distca", "bound")
+    question = _question(case, num_batches, names)
+    by_name = _best_pipelines(question)
+    row: Row = {**case.facts, "too_large": [name for name in names if name not in by_name]}
+    for outcome in by_name.values():
         row |= {f"{outcome.name}_seconds": outcome.step_seconds,
                 f"{outcome.name}_choice": outcome.choice.describe(outcome.setting)}
     for name in ("disaggregated", "distca"):
         row[name] = row[f"{name}_range"] = None
         if name in by_name and "wlb_ideal" in by_name:
             row[name], *row[f"{name}_range"] = by_name[name].speedup_over(by_name["wlb_ideal"])
-    ours = by_name.get("distca")
-    row["distca_of_bound"] = ours and by_name["bound"].step_seconds / ours.step_seconds
-    row["one_byte_of_bound"] = ours and _one_byte_of_bound(question, ours)
+    row["wlb_ideal_exposed_share"] = None
+    if "wlb_ideal" in by_name:
+        baseline = by_name["wlb_ideal"]
+        row["wlb_ideal_exposed_share"] = 1 - float(baseline.column("free_seconds").mean()) / baseline.step_seconds
+    row["distca_of_bound"] = row["one_byte_of_bound"] = row["free_links_of_bound"] = None
+    if "distca" in by_name:
+        ours, bound = by_name["distca"], by_name["bound"].step_seconds
+        row["distca_of_bound"] = bound / ours.step_seconds
+        row["one_byte_of_bound"] = bound / _one_byte_seconds(question, ours)
+        row["free_links_of_bound"] = bound / float(ours.column("free_seconds").mean())
     return [row]
 
 
-def _one_byte_of_bound(question: Question, ours: Outcome) -> float:
-    """How close to the bound the batches come were attention's own transfers free: what no plan of it can gain."""
+def _best_pipelines(question: Question) -> dict[str, Outcome]:
+    """Each strategy over all batches with the pipeline that the first few batches choose for it."""
+    if len(question.settings) == 1 or question.num_batches <= PILOT_BATCHES:
+        return {outcome.name: outcome for outcome in compare(question).outcomes}
+    pilot = compare(replace(question, num_batches=PILOT_BATCHES)).outcomes
+    best: dict[str, Outcome] = {}
+    for where in dict.fromkeys(outcome.setting for outcome in pilot if outcome.name != "bound"):
+        chose = {outcome.name for outcome in pilot if outcome.setting == where} | {"disaggregated", "bound"}
+        for outcome in compare(replace(question, settings=(where,), strategies=tuple(chose))).outcomes:
+            if outcome.name not in best or outcome.step_seconds < best[outcome.name].step_seconds:
+                best[outcome.name] = outcome
+    return best
+
+
+def _one_byte_seconds(question: Question, ours: Outcome) -> float:
+    """A step were attention's own transfers free: weights and gradients still travel."""
     where = ours.setting
     costs = question.costs(where)
-    both = np.zeros(2)
+    total = 0.0
     for number in range(question.num_batches):
-        batch = question.batch(where, number)
-        nanos, plans = _planned(where, costs, batch, "balanced", TOLERANCE)
-        both += (bound_step(where, costs, batch).seconds,
-                 served_step(where, costs, nanos, _with_one_byte(plans, costs)).seconds)
-    return float(both[0] / both[1])
+        nanos, plans = _planned(where, costs, question.batch(where, number), ours.choice.packing, TOLERANCE,
+                                ours.choice.loosened)
+        total += served_step(where, costs, nanos, _with_one_byte(plans, costs)).seconds
+    return total / question.num_batches
 
 
 Plans = list[tuple[Served, ...]]
 
 
 def _planned(
-    where: Setting, costs: Costs, batch: Batch, placement: str, tolerance: float
+    where: Setting, costs: Costs, batch: Batch, placement: str, tolerance: float, loosened: float = 1.0
 ) -> tuple[list[tuple[Nano, ...]], Plans]:
+    """Ping and pong of every micro-batch, placed and planned as the strategies of ours do it."""
     each = where.sequences_per_micro_batch
     nanos: list[tuple[Nano, ...]] = [
         ping_pong(np.concatenate(batch.sequences[at:at + each]), where.num_data, placement, tolerance)
         for at in range(0, where.num_sequences, each)]
-    return nanos, plan_step(where, costs, nanos, tolerance)
+    return nanos, plan_step(where, costs, nanos, min(loosened * tolerance, 1.0))
 
 
 def _with_one_byte(plans: Plans, costs: Costs) -> Plans:

@@ -1,0 +1,260 @@
+"""The simulator benchmark replays exactly what was planned, and its predictions recover a device that is made up."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+import torch
+
+from distca.cost.shipped import shipped_table
+from distca.cost.work import causal_pairs
+from distca.kernels import TaskRows, kernel_named
+from distca.planning.tasks import TaskTable
+from distca.simulate import nano as simulated
+from distca.simulate.costs import Costs
+from distca.simulate.nano import ping_pong
+from distca.spec import cluster_named, model_named
+from distca.train.step_plan import plan_step
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+replay, prediction, steps, benchmark = (
+    importlib.import_module(name) for name in ("attention_replay", "attention_prediction", "training_steps",
+                                               "simulator"))
+MODEL, HEADS, KV_HEADS, WORKERS = model_named("llama3-8b"), 4, 1, 132
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize("lengths", [[4_096] * 4, [16_384], [9_000, 300, 4_000, 3_084]])
+def test_replays_the_tasks_that_the_simulator_charges(lengths, monkeypatch):
+    """The last two cut a document, so pong reads keys of ping."""
+    seen: list[Any] = []
+    served = simulated.served
+    monkeypatch.setattr(simulated, "served", lambda layout, tasks, *rest: seen.append(tasks) or served(
+        layout, tasks, *rest))
+    costs = Costs.of(MODEL, cluster_named("dgx-h200"), 8, shipped_table("h200"))
+    for nano in ping_pong(np.array(lengths), 4, "balanced", replay.TOLERANCE):
+        simulated.plan_pool([(0, nano)], 4, 4, replay.TOLERANCE, costs)
+        ours = replay.pool_tasks(nano, 4, MODEL, 8)
+        for column in ("document", "q_start", "q_stop", "kv_start", "kv_stop", "server"):
+            np.testing.assert_array_equal(getattr(ours, column), getattr(seen[-1], column))
+        pairs = causal_pairs(ours.q_start, ours.q_stop, ours.kv_start, ours.kv_stop)
+        for server in range(4):
+            mine = ours.take(ours.server == server)
+            assert replay.server_batch(mine).pairs == pairs[ours.server == server].sum()
+
+
+ranges = st.tuples(st.integers(0, 2), st.integers(0, 50), st.integers(1, 30), st.integers(0, 40), st.integers(1, 40))
+
+
+@given(st.lists(ranges, min_size=1, max_size=12))
+def test_a_server_holds_every_token_of_its_tasks_once(rows):
+    """Each place of the buffers is one token, the same for all rows that use it, and no token has two places."""
+    document, q_start, q_len, kv_start, kv_len = np.array(rows).T
+    none = np.zeros_like(document)
+    tasks = TaskTable(document, q_start, q_start + q_len, kv_start, kv_start + kv_len, none, none)
+    batch = replay.server_batch(tasks)
+    for side, num_tokens, start in (("q", batch.num_q, q_start), ("k", batch.num_k, kv_start)):
+        token = np.full(num_tokens, -1)
+        begin, end = getattr(batch.rows, f"{side}_begin"), getattr(batch.rows, f"{side}_end")
+        for row in range(len(rows)):
+            mine = 1_000 * document[row] + start[row] + np.arange(end[row] - begin[row])
+            before = token[begin[row]:end[row]]
+            assert ((before == -1) | (before == mine)).all()
+            token[begin[row]:end[row]] = mine
+        assert (token >= 0).all() and len(set(token.tolist())) == num_tokens
+    np.testing.assert_array_equal(batch.rows.q_offset, q_start - kv_start)
+
+
+@given(st.integers(1, 200))
+def test_any_beginning_of_a_spread_order_is_spread(count):
+    order = replay.spread(count)
+    assert sorted(order) == list(range(count))
+    if count >= 16:
+        assert np.bincount(np.array(order[:8]) * 4 // count, minlength=4).max() <= 4
+
+
+def test_measures_what_fits_the_budget_and_keeps_it(tmp_path, monkeypatch):
+    """A kernel that refuses a batch costs that batch only."""
+    scale = replay.Scale((128,), (128, 256), 128, 128, 256, ((64, 2_048, 0),), 1_024, 1)
+    sdpa = kernel_named("sdpa")
+    refused = []
+
+    class Fussy:
+        name = "sdpa"
+
+        def prepare(self, rows: TaskRows, device: torch.device) -> Any:
+            if len(rows) == 24 and not refused:
+                refused.append(rows)
+                raise RuntimeError("no plan for this")
+            return sdpa.prepare(rows, device)
+
+        forward, backward = sdpa.forward, sdpa.backward
+
+    monkeypatch.setattr(replay, "choose", lambda *_, **__: Fussy())
+    monkeypatch.setattr(replay.Bench, "seconds", lambda self, run: [(run(), 1.0)[1]] * 3)
+    options = {"device": torch.device("cpu"), "kernel_name": "sdpa", "model_name": "llama3-8b", "tp": 8, "scale": scale}
+    found = replay.measure(tmp_path / "found.json", budget_seconds=600.0, **options)
+    assert found["complete"] and json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(found))
+    assert [one["error"] for one in found["failed"]] == ["RuntimeError: no plan for this"]
+    kinds = [one["kind"] for one in found["measured"]]
+    assert kinds == sorted(kinds, key=["table", "probe", "replay"].index) and kinds.count("replay") == 16
+    late = replay.measure(tmp_path / "late.json", budget_seconds=0.0, **options)
+    assert not late["complete"] and not late["measured"]
+
+
+# ---------------------------------------------------------------------------------------------------------- prediction
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=60), st.integers(1, 8))
+def test_makespan_lies_between_its_bounds(seconds, workers):
+    found = prediction.makespan(np.array(seconds), workers)
+    even = sum(seconds) / workers
+    assert max(even, max(seconds)) * (1 - 1e-9) <= found <= (even + max(seconds)) * (1 + 1e-9)
+
+
+def test_makespan_counts_waves_also_of_very_many():
+    for tiles in (131, 132, 133, 5 * 132 + 1, 4_000 * 132 + 1):
+        assert prediction.makespan(np.ones(tiles), 132) == pytest.approx(-(-tiles // 132))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 2_000), st.integers(0, 5_000), st.booleans(), st.sampled_from([64, 128, 256]))
+def test_tiles_share_the_work_in_proportion_to_their_pairs(q_len, more, backward, width):
+    k_len = q_len if backward else q_len + more
+    launch = prediction.Launch(np.array([q_len]), np.array([k_len]), np.array([True]), 0)
+    share = prediction.tile_shares(launch, 0, backward, width)
+    along = k_len if backward else q_len
+    assert len(share) == -(-along // width) and (share > 0).all()
+    pairs = int(causal_pairs(k_len - q_len, k_len, 0, k_len))
+    assert pairs - along <= share.sum() * width <= pairs + width * (k_len + q_len + width)
+
+
+def test_fitted_costs_are_never_negative_and_exact_where_they_can_be():
+    counts = np.array([[1.0, 0, 5], [2, 3, 0], [1, 1, 1], [4, 0, 2]])
+    cost = np.array([3e-6, 2e-6, 1e-8])
+    np.testing.assert_allclose(prediction.fitted(counts, counts @ cost, np.ones(4)), cost, rtol=1e-6)
+    assert (prediction.fitted(counts, counts @ np.array([1.0, -1.0, 0.5]), np.ones(4)) >= 0).all()
+
+
+def made_up(width: int, scale: Any) -> dict[str, Any]:
+    """Measurements on a device whose tiles of `width` take 2 µs and a known rate, launches 8 µs, copies 4 µs."""
+    rng = np.random.default_rng(0)
+
+    def seconds(batch: Any) -> list[list[float]]:
+        found = []
+        for call in prediction.calls(batch, HEADS, KV_HEADS, 128):
+            total = 4e-6 * call.num_copies + call.copied_bytes / 4e12 + 8e-6 * len(call.launches)
+            for launch in call.launches:
+                tiles = [np.tile(2e-6 + prediction.tile_shares(launch, row, call.backward, width)
+                                 * (width * (10 if call.backward else 4) * 128 * WORKERS / 500e12), HEADS)
+                         for row in range(len(launch.q_len))]
+                total += prediction.makespan(np.concatenate(tiles), WORKERS)
+            found.append((total * (1 + 0.005 * rng.standard_normal(3))).tolist())
+        return found
+
+    measured = [about | {"forward": seconds(there)[0], "backward": seconds(back)[1]}
+                for about, there, back in replay.table_batches(scale)]
+    for batches in (replay.probe_batches(scale), replay.pool_batches(scale, MODEL, 8)):
+        for about, batch in batches:
+            measured.append(about | batch.as_json() | {"pairs": batch.pairs}
+                            | dict(zip(("forward", "backward"), seconds(batch), strict=True)))
+    return {"host": {"device": "made up", "num_multiprocessors": WORKERS}, "copy_bytes_per_second": 4e12,
+            "options": {"model": "llama3-8b", "tp": 8, "kernel": "cudnn", "cluster": "dgx-h200"}, "measured": measured}
+
+
+def test_predictions_find_out_how_tiles_are_dealt_and_meet_the_measurements():
+    scale = replay.Scale((128, 1_024, 8_192, 32_768), (128, 1_024, 8_192, 32_768, 131_072), 33_792, 16_896, 65_536,
+                         ((64, 131_072, 5),), None, 128)
+    content = json.loads(json.dumps(made_up(128, scale)))
+    replays, found = prediction.predict(content)
+    assert found["forward"]["tile_width"] == found["backward"]["tile_width"] == 128
+    assert found["backward"]["seconds_per"]["launch"] == pytest.approx(8e-6, abs=8e-6)
+    *_, everything = prediction.summary(replays, MODEL, 8)
+    assert everything["num_batches"] == len(replays) == 32
+    assert everything["fill"]["median_error"] < 0.03 and everything["fill"]["worst_error"] < 0.10
+    assert everything["sum"]["median_error"] > 2 * everything["fill"]["median_error"]  # waves are worth counting
+
+
+def test_a_table_without_its_last_column_still_predicts_and_one_with_less_is_refused():
+    points = [about | {"forward": [1e-3], "backward": [2e-3]} for about, *_ in replay.table_batches(replay.FULL)]
+    content = {"host": {"device": "made up"}, "options": {"model": "llama3-8b", "tp": 8, "kernel": "cudnn"}}
+    even = prediction.DEALINGS[0], prediction.DEALINGS[0]
+    kept = [one for one in points if (one["q_len"], one["kv_len"]) != (512, 524_288)]
+    assert prediction.table_from(content | {"measured": kept}, WORKERS, HEADS, even).kv_len[-1] == 131_072
+    kept = [one for one in points if one["kv_len"] < 16_384 or one["q_len"] > 512]
+    with pytest.raises(ValueError, match="--budget-seconds"):
+        prediction.table_from(content | {"measured": kept}, WORKERS, HEADS, even)
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+def test_ranks_share_cores_and_are_alone_when_others_are_done():
+    none = np.zeros(4)
+    np.testing.assert_allclose(steps.shared(none, np.array([10.0, 1, 1, 1]), (1.0, 2.0)), [11, 2, 2, 2])
+    np.testing.assert_allclose(steps.shared(none[:2], np.array([3.0, 1]), (1.0, 1.0)), [4, 2])   # one core's worth
+    np.testing.assert_allclose(steps.shared(np.array([0.0, 5.0]), np.array([2.0, 2.0]), (1.0,)), [2, 7])
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=6), st.integers(1, 4))
+def test_sharing_loses_no_work(ranks, cores):
+    start, seconds = np.array(ranks).T
+    stop = steps.shared(start, seconds, tuple(range(1, cores + 1)))
+    assert (stop >= start + seconds - 1e-9).all()
+    assert stop.max() <= start.max() + seconds.sum() + 1e-9
+    if len(ranks) <= cores:
+        np.testing.assert_allclose(stop, start + seconds, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", list(steps.VARIANTS))
+def test_a_simulated_step_is_the_trainers_own(variant, tmp_path):
+    """Two cores and two ranks: attention's seconds per pair, nothing else costs anything."""
+    per_pair = 1e-6
+    table = shipped_table("h200")
+    grid = np.array([1, 128, 256, 512, 1_024, 4_096])
+    q = grid[:, None].astype(np.float64)
+    pairs = np.where(q <= grid, q * (grid - (q - 1) / 2), np.nan)
+    type(table)("made up", grid, grid, per_pair * pairs, 2 * per_pair * pairs, 1 / per_pair,
+                table.metadata).save(tmp_path / "table.json")
+    machine = steps.Machine(str(tmp_path / "table.json"), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 2.0), 0.0, 0.0)
+    chosen = steps.base_settings(str(tmp_path), 2).with_values(steps.VARIANTS[variant])
+    documents = steps.step_documents(2, 1_024, 128, 4)
+    plan = plan_step(documents, chosen, steps.MODEL, 2 // chosen.parallel.pipeline)
+    found = steps.simulated_seconds(plan, chosen, 2, machine, 0.25) - 0.25
+    total = 3 * per_pair * sum(length * (length + 1) / 2 for lengths in documents for length in lengths.tolist())
+    alone = total * steps.MODEL.num_layers
+    if variant == "home":
+        heavy = 3 * per_pair * steps.MODEL.num_layers * (2 * 2 * 512 * 513 / 2 + 2 * 8 * 128 * 129 / 2)
+        assert found == pytest.approx(heavy, rel=0.01)           # the first rank, in every micro-batch
+    elif variant == "pipeline, home":
+        assert alone / 2 < found < alone
+    else:
+        assert alone / 2 * 0.99 < found < alone / 2 * 1.08      # balanced within the tolerance
+
+
+def test_ratios_are_compared_alike_both_ways():
+    def result(variant: str, seconds: float, expected: float) -> Any:
+        return steps.Result(2, variant, seconds, expected, 0.0, [seconds], 0.0)
+
+    (pair,) = steps.ratios([result("home", 2.0, 1.0), result("disaggregated", 1.0, 0.6)])
+    assert (pair.over, pair.measured, pair.simulated) == ("home", 0.5, 0.6)
+    (turned,) = steps.ratios([result("disaggregated", 1.0, 0.6), result("home", 2.0, 1.0)])
+    assert pair.error == pytest.approx(0.2) == turned.error
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cpu"):
+        benchmark.device_named("cuda")
