@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each mode")
     parser.add_argument("--overhead-steps", type=int, default=30)
-    parser.add_argument("--output", type=Path, default=RESULTS / "integrations.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "integrations.json")
     arguments = parser.parse_args()
     results, overhead = measure(arguments)
     sdpa, home, balanced = results
@@ -166,8 +166,8 @@ def main() -> None:
     content = {"host": host, "options": options, "rows": [asdict(row) for row in results], "speedup": speedup,
                "speedup_over_sdpa": speedup_over_sdpa, "host_overhead_seconds_per_layer": overhead,
                "largest_loss_difference": difference}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

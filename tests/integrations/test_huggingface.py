@@ -327,7 +327,7 @@ def test_the_plain_pytorch_example_runs_and_is_short():
 def test_the_benchmark_measures_all_modes_in_one_run(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/integrations.py"), "--tokens", "512", "--short", "64", "--layers", "2",
-         "--steps", "1", "--overhead-steps", "2", "--output", str(tmp_path / "it.json")],
+         "--steps", "1", "--overhead-steps", "2", "--json", str(tmp_path / "it.json")],
         capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
