@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import distca
-from distca import cli
 from distca.cost.latency_table import analytic_table
 from distca.spec import model_named
 from distca.workload.documents import Workload, sample_lengths, standard_library_lengths
@@ -23,20 +22,6 @@ JSON_KEYS = {
     "bytes_sent_max", "bytes_received_max", "bytes_all_gather", "bytes_backward_total", "smallest_shard",
     "plan_seconds", "model", "tp", "placement", "tokens_per_rank", "documents", "limit",
 }
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run `distca …` in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -10,25 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca import cli, profiling
+from distca import profiling
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped import shipped_names, shipped_table
 from distca.runtime import probe
 from distca.runtime.transport import LoopbackWorld
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run `distca …` in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
 
 
 @given(st.integers(256, 2**20), st.sampled_from([1, 2]))

@@ -10,27 +10,12 @@ from pathlib import Path
 import pytest
 
 import distca
-from distca import cli
 from distca.trace import Span, StepTrace
 
 ROOT = Path(distca.__file__).parents[1]
 RECORD = {"loss": 2.5, "seconds": 0.5, "tokens_per_second": 100.0, "work_after": 1.0, "grad_norm": None}
 SUMMARY = {"steps": 2, "tokens_per_second": 123.0, "work_before": 2.0, "work_after": 1.1, "exposed_share": 0.25,
            "memory_bytes": 5e9, "final_loss": 1.5}
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run `distca …` in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
 
 
 def trace_text(step, seconds=1.0, ranks=(0, 1)):

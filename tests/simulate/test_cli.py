@@ -12,24 +12,10 @@ from pathlib import Path
 import pytest
 
 import distca
-from distca import cli
 
 KEYS = {"tokens_per_second", "step_seconds", "idle_share", "exposed_communication_share", "peak_memory_gb",
         "work_max_over_mean", "speedup_over"}
 QUICK = ("simulate", "--batches", "1", "--workers", "1", "--context", "65536", "--gpus", "32")
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
 
 
 def test_json_has_every_strategy_with_every_figure(run):
