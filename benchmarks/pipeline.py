@@ -261,16 +261,15 @@ class StageTrainer(Trainer):
 
 def where(trace: StepTrace, step_seconds: float) -> dict[str, float]:
     """Seconds of one stage's step by what it did."""
-    bubbles = [span for span in trace.spans if span.lane == "pipeline" and span.name == "bubble"]
+    bubbles = [span for span in trace.spans if span.lane == "bubble"]
     attention = [span for span in trace.spans if span.lane == "attention"]
     served = [span for span in attention if any(
         bubble.start_seconds <= span.start_seconds < bubble.stop_seconds for bubble in bubbles)]
     waits = {name: sum(span.seconds for span in trace.spans if (span.lane, span.name) == ("wait", name))
              for name in ("neighbour", "exchange")}
-    inside = sum(span.seconds for span in trace.spans if span.name == "forward and backward")
-    computing = sum(span.seconds for span in attention)
-    return {"attention": computing, "served": sum(span.seconds for span in served), **waits,
-            "linear": inside - computing - sum(waits.values()), "update": step_seconds - inside}
+    computing, linear = sum(span.seconds for span in attention), trace.seconds("linear")
+    return {"attention": computing, "served": sum(span.seconds for span in served), **waits, "linear": linear,
+            "update": step_seconds - computing - linear - sum(waits.values())}
 
 
 def rank_main(settings: Settings) -> int:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-LANES = ("pipeline", "linear", "attention", "wait", "optimizer", "host", "network")  # rows of a rank, in display order
+# rows of a rank, in display order: a pipeline's ticks, those without a micro-batch, what computes, what waits
+LANES = ("pipeline", "bubble", "linear", "attention", "wait", "optimizer", "host", "network")
 
 
 @dataclass(frozen=True, slots=True)

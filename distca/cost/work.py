@@ -126,8 +126,8 @@ def hidden_shards_bound(model: ModelShape, cluster: ClusterShape, tp: int = 1) -
     at most t * B: what the NIC carries while one layer's linear part computes that token. Hence
     s <= 2 (t B - h_q) / h_kv - 1; below 1, not even a whole document can move unseen.
 
-    t counts the weights of a layer without grouped-query attention, 4 hidden² + 3 hidden * ffn, at the GPU's peak, which
-    is the published reading. `linear_flops` at the rate that GEMMs reach gives about a sixth more.
+    t counts the weights of a layer without grouped-query attention, 4 hidden² + 3 hidden * ffn, at the GPU's peak: the
+    published reading. `linear_flops` at the rate that GEMMs reach gives about a sixth more.
     """
     token_flops = 2 * (4 * model.hidden**2 + 3 * model.hidden * model.ffn) / tp
     hideable_bytes = token_flops / cluster.peak_flops_per_second * cluster.inter_node_bandwidth

@@ -157,8 +157,9 @@ class Pipeline:
         recorder = self.attention.recorder
         if recorder is None:
             return nullcontext()
-        name = "bubble" if micro_batch == IDLE else f"{'backward' if backward else 'forward'} {micro_batch}"
-        return recorder.span(name, "pipeline")
+        if micro_batch == IDLE:
+            return recorder.span("bubble", "bubble")
+        return recorder.span(f"{'backward' if backward else 'forward'} {micro_batch}", "pipeline")
 
     def _check(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
         if ticks.num_stages != self.neighbours.num_stages:

@@ -6,8 +6,9 @@ from the clock. Exposed communication is the time spent waiting for exchanges th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -37,12 +38,18 @@ class Recorder:
         self._spans.append((name, lane, start, self._now(), num_bytes))
 
     def end_step(self, rank: int, step: int) -> StepTrace:
-        """The step's spans in seconds from its start; on a GPU this waits for the step's last span."""
+        """The step's spans in seconds from its start; on a GPU this waits for the step's last span.
+
+        Linear layers are what a span of theirs leaves between attention and waits.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        spans = tuple(Span(name, lane, self._since(begin), self._since(end), num_bytes)
-                      for name, lane, begin, end, num_bytes in self._spans)
-        return StepTrace(rank, step, tuple(sorted(spans, key=lambda span: span.start_seconds)))
+        spans = sorted((Span(name, lane, self._since(begin), self._since(end), num_bytes)
+                        for name, lane, begin, end, num_bytes in self._spans), key=lambda span: span.start_seconds)
+        inner = [span for span in spans if span.lane in ("attention", "wait")]
+        linear = [part for span in spans if span.lane == "linear" for part in _between(span, inner)]
+        others = [span for span in spans if span.lane != "linear"]
+        return StepTrace(rank, step, tuple(sorted([*others, *linear], key=lambda span: span.start_seconds)))
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -55,6 +62,17 @@ class Recorder:
         if self.device.type != "cuda":
             return moment - self._start
         return self._start.elapsed_time(moment) / 1e3
+
+
+def _between(outer: Span, inner: Sequence[Span]) -> Iterator[Span]:
+    """The parts of a span that no inner one covers; those come in the order in which they start."""
+    at = outer.start_seconds
+    for span in inner:
+        if at < span.start_seconds < outer.stop_seconds:
+            yield replace(outer, start_seconds=at, stop_seconds=span.start_seconds)
+        at = max(at, span.stop_seconds)
+    if at < outer.stop_seconds:
+        yield replace(outer, start_seconds=at)
 
 
 class RecordedTransport:

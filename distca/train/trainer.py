@@ -128,7 +128,7 @@ class Trainer:
         lr = learning_rate(self.step, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with self.recorder.span("forward and backward", "linear"):
+        with self.recorder.span("layers", "linear"):
             total = self.forward_backward(batch)
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
