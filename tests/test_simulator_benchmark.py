@@ -23,7 +23,7 @@ from distca.planning.tasks import TaskTable
 from distca.simulate import nano as simulated
 from distca.simulate.costs import Costs
 from distca.simulate.nano import ping_pong
-from distca.spec import cluster_named, model_named
+from distca.spec import MODELS, cluster_named, model_named
 from distca.train.step_plan import plan_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -31,6 +31,12 @@ replay, prediction, steps, benchmark = (
     importlib.import_module(name) for name in ("attention_replay", "attention_prediction", "training_steps",
                                                "simulator"))
 MODEL, HEADS, KV_HEADS, WORKERS = model_named("llama3-8b"), 4, 1, 132
+
+
+@pytest.fixture(autouse=True)
+def named_models_stay(monkeypatch):
+    """The benchmark names a model of its own in its processes."""
+    monkeypatch.setitem(MODELS, "tiny", MODELS["tiny"])
 
 
 # -------------------------------------------------------------------------------------------------------------- replay

@@ -257,7 +257,8 @@ def test_auto_is_what_fits_the_device(settings):
 
 
 def _llama_folder(tmp_path, **changes):
-    content = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 192}
+    content = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 192,
+               "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**content, **changes}))
     return str(tmp_path)
 
@@ -295,6 +296,11 @@ def test_a_loaded_models_own_heads_are_checked(settings, tmp_path, monkeypatch):
     check_machine(loaded.with_values({"parallel.tensor": 3}))
     with pytest.raises(ValueError, match="3 KV heads"):
         check_machine(loaded.with_values({"parallel.tensor": 2}))
+    with pytest.raises(ValueError, match=r"parallel.pipeline is 3 but model .* has 2 layers"):
+        check_machine(loaded.with_values({"parallel.pipeline": 3}))
+    _llama_folder(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"parallel.pipeline is 2 but the output layer .* is its embedding"):
+        check_machine(loaded.with_values({"parallel.pipeline": 2}))
     _llama_folder(tmp_path, intermediate_size="wide")
     with pytest.raises(ValueError, match=r"no Llama configuration"):
         check_machine(loaded)
