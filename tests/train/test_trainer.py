@@ -81,8 +81,8 @@ def alone_in_micro_batches(tmp_path_factory):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("ranks", "tensor", "mode", "fsdp"), [
-    (4, 1, "disaggregated", "true"),
-    pytest.param(2, 1, "disaggregated", "true", marks=pytest.mark.slow),
+    pytest.param(4, 1, "disaggregated", "true", marks=pytest.mark.slow),
+    (2, 1, "disaggregated", "true"),
     pytest.param(2, 1, "home", "true", marks=pytest.mark.slow),
     pytest.param(4, 2, "disaggregated", "true", marks=pytest.mark.slow),
     pytest.param(4, 2, "home", "false", marks=pytest.mark.slow),
