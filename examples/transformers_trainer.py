@@ -7,6 +7,7 @@ import argparse
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import (
     DataCollatorWithFlattening,
     Gemma3ForCausalLM,
@@ -69,6 +70,8 @@ def main() -> None:
         callbacks=[AttentionWork()] if options.attention == "distca" else [])
     trainer.train()
     trainer.save_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()                             # gloo's threads end before Python does
 
 
 if __name__ == "__main__":
