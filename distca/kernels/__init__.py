@@ -12,13 +12,14 @@ import torch
 
 from distca.kernels.cudnn import CudnnKernel
 from distca.kernels.dense import DenseKernel, dense_attention
+from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import Kernel, TaskRows, merge
 from distca.kernels.sdpa import SdpaKernel
 from distca.kernels.varlen import VarlenKernel
 
 __all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
 
-_FASTEST_FIRST: tuple[Kernel, ...] = (CudnnKernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
+_FASTEST_FIRST: tuple[Kernel, ...] = (HopperKernel(), CudnnKernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
 _announced: set[str] = set()
 
 

@@ -1,0 +1,407 @@
+// Backward: tiles of keys, each against all blocks of queries that see it, in however many tasks.
+//
+// dK and dV of a tile stay in registers until every task has added to them, so shared keys cost nothing extra. dQ is
+// added up in float32 in global memory, in the order in which accumulators lie in registers; `write_dq` puts it in its
+// place. As in forward one warp copies ahead and two warpgroups compute, 64 keys each, on transposed scores: rows are
+// keys, columns are queries, and the rounded probabilities are left operands without leaving their registers. Only dS
+// goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both.
+
+constexpr int AT_KEYS = 0;                            // two slots of keys and values
+constexpr int AT_QUERIES = AT_KEYS + 4 * KEY_TILE;    // two stages of queries and output gradients
+constexpr int AT_DS = AT_QUERIES + 4 * ROW_TILE;      // two of dS, rows are keys
+constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;         // two stages of float[64], times log2(e)
+constexpr int AT_DELTA = AT_LSE + 2 * 256;            // rowsum(dO * O), likewise
+constexpr int AT_TILES = AT_DELTA + 2 * 256;          // int4 of a slot: k_first, k_count, blocks, head
+constexpr int AT_BLOCKS = AT_TILES + 2 * 16;          // two int4 of a stage
+constexpr int AT_BARRIERS = AT_BLOCKS + 2 * 32;
+static_assert(AT_BARRIERS + 12 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+constexpr int BLOCK_FLOATS = ROWS * D;                // of dQ's sum
+
+struct Barriers {
+    u32 base;
+    INLINE u32 keys_full(u32 slot) const { return base + 8 * slot; }
+    INLINE u32 keys_empty(u32 slot) const { return base + 16 + 8 * slot; }
+    INLINE u32 queries_full(u32 stage) const { return base + 32 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 48 + 8 * stage; }
+    INLINE u32 douts_full(u32 stage) const { return base + 64 + 8 * stage; }
+    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * stage; }
+};
+
+struct Maps {
+    const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
+};
+
+// One number per row of a block, which lie apart by token; the barrier counts the lanes that brought theirs.
+INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = i * 32 + lane;
+        const bool inside = row < q_count * G;
+        const float* source = from + (inside ? static_cast<long>(q_first + row / G) * kv_heads * G + head * G + row % G : 0);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + row * 4), "l"(source), "r"(inside ? 4 : 0)
+                     : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
+                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
+                       int window, u32 lane) {
+    const Work work = {table[0], table[1]};
+    const int4* entries = reinterpret_cast<const int4*>(table + items_at);
+    const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
+    const u32 items = work.count * kv_heads;
+    Ring slots, ring;
+    u32 next = 0;
+    if (lane == 0) next = draw(counter, items);
+    while (true) {
+        const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage();
+        wait(barriers.keys_empty(slot), slots.empty());
+        int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
+        if (item >= items) {
+            if (lane == 0) {
+                *said = make_int4(0, 0, 0, 0);
+                arrive(barriers.keys_full(slot));
+                arrive(barriers.keys_full(slot));
+            }
+            return;
+        }
+        int entry, head;
+        locate(work, item, kv_heads, entry, head);
+        const int4 tile = entries[entry];
+        const int k_first = tile.x, k_end = tile.x + tile.y;
+        if (lane == 0) {
+            *said = make_int4(tile.x, tile.y, tile.z, head);
+            next = draw(counter, items);
+        }
+        const u32 keys = base + AT_KEYS + slot * 2 * KEY_TILE;
+        copy_keys(keys, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y, head, lane);
+        copy_keys(keys + KEY_TILE, maps.values, maps.value_rows, barriers.keys_full(slot), k_first, tile.y, head, lane);
+        slots.step++;
+        int left = tile.z;
+        for (int number = tile.w; left > 0; number++) {
+            const int4 a = rows[2 * number], b = rows[2 * number + 1];
+            const int q_begin = a.x, q_end = a.y, shift = b.x, block_base = b.y;
+            const int low = max(k_first, a.z), high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
+            if (low >= high) continue;
+            int block = max(0, low - shift - q_begin) / TOKENS;
+            int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
+            if (WINDOWED) {
+                const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
+                stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
+            }
+            for (; block < stop; block++, left--) {
+                const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
+                const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
+                bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
+                if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
+                const u32 stage = ring.stage();
+                wait(barriers.queries_empty(stage), ring.empty());
+                if (lane == 0) {
+                    const int first_key = WINDOWED ? max(a.z, q_first + shift - window + 1) : a.z;
+                    const int turn = (max(0, k_first - first_key) + KEYS - 1) / KEYS;  // tiles of this block before this one
+                    int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
+                    block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
+                    block_said[1] = make_int4(masked, block_base + block, turn, 0);
+                }
+                const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
+                copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head, lane);
+                copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head, kv_heads, lane);
+                wait(barriers.douts_empty(stage), ring.empty());
+                copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count, head, lane);
+                copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head, kv_heads, lane);
+                ring.step++;
+            }
+        }
+    }
+}
+
+// Transposed scores of 64 keys and 64 queries, or of their values and output gradients.
+INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            product<0, 0>(s, inner_descriptor(keys + panel * KEY_PANEL) + i * INNER_STEP,
+                          inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP, panel + i > 0);
+    products_commit();
+}
+
+// dV of 64 keys from 64 output gradients.
+INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[16], u32 douts) {
+    const u64 b = outer_descriptor(douts, ROW_PANEL);
+#pragma unroll
+    for (int i = 0; i < 4; i++) product(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP);
+}
+
+// dK of 64 keys from 64 queries; dS comes from shared memory because there is no register left to hold it.
+INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
+    const u64 a = inner_descriptor(ds), b = outer_descriptor(queries, ROW_PANEL);
+#pragma unroll
+    for (int i = 0; i < 4; i++) product<0, 1>(dk, a + i * INNER_STEP, b + i * OUTER_STEP, true);
+}
+
+// Half of the columns of dQ, from all keys of the tile.
+INLINE void issue_dq(float (&dq)[D / 4], u32 ds, u32 keys, int half) {
+    const u64 a = outer_descriptor(ds, KEY_PANEL);
+    const u64 b = outer_descriptor(D == 128 ? keys + half * KEY_PANEL : keys + half * 64, KEY_PANEL);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0);
+}
+
+INLINE void hide(float (&p)[32], int4 block, int row, int window, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+        const int last = block.x + column / G;
+        bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
+        if (WINDOWED) hidden |= key <= last - window;
+        if (hidden) p[i] = 0;
+    }
+}
+
+// dQ's part of one block, added to the others' in global memory: in any order, or each when its turn comes.
+INLINE void add_dq(float* dq_sum, u32* turns, const float (&dq)[D / 4], int4 block, int head, int kv_heads, int half, u32 thread) {
+    const long place = static_cast<long>(block.y) * kv_heads + head;
+    float* to = dq_sum + place * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2) + thread * 4;
+    if (DETERMINISTIC) {
+        if (thread == 0) {
+            u32 now;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns + 2 * place + half) : "memory");
+            while (now != block.z);
+        }
+        sync_named(4 + half, 128);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 16; i++)
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+    if (DETERMINISTIC) {
+        __threadfence();
+        sync_named(4 + half, 128);
+        if (thread == 0)
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + 2 * place + half) : "memory");
+    }
+}
+
+INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float factor, int4 tile, int half, int kv_heads,
+                       u32 warp, u32 lane) {
+    stage_rows(staging, KEY_PANEL, x, factor, factor, warp, lane);
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8), key = half * 64 + row;
+        const uint4 numbers = load_shared(staging + (chunk >> 3) * KEY_PANEL + swizzled(row, chunk & 7));
+        if (key < tile.y)
+            reinterpret_cast<uint4*>(out + (static_cast<long>(tile.x + key) * kv_heads + tile.w) * D)[chunk] = numbers;
+    }
+}
+
+// Probabilities from transposed scores, in place.
+INLINE void exponentiate(float (&s)[32], const unsigned char* lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+        const float2 less = *reinterpret_cast<const float2*>(lse + i * 8);
+        s[i] = exp2_fast(s[i] * scale_log2 - less.x);
+        s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
+        s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
+        s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
+    }
+}
+
+INLINE void differentiate(float (&p)[32], const float (&dp)[32], const unsigned char* delta) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+        const float2 less = *reinterpret_cast<const float2*>(delta + i * 8);
+        p[i] *= dp[i] - less.x;
+        p[i + 1] *= dp[i + 1] - less.y;
+        p[i + 2] *= dp[i + 2] - less.x;
+        p[i + 3] *= dp[i + 3] - less.y;
+    }
+}
+
+INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, float* dq_sum, u32* turns, bf16* dk, bf16* dv,
+                    int half, int kv_heads, float scale, int window) {
+    const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
+    const int row = half * 64 + 16 * warp + lane / 4;
+    const float scale_log2 = scale * LOG2E;
+    const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
+    const u32 ds_place = base + AT_DS + swizzled(half * 64 + 16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
+    Ring slots, ring;
+    while (true) {
+        const u32 slot = slots.stage();
+        wait(barriers.keys_full(slot), slots.full());
+        const int4 tile = reinterpret_cast<const int4*>(shared + AT_TILES)[slot];
+        if (tile.z == 0) return;
+        const u32 keys = base + AT_KEYS + slot * 2 * KEY_TILE, my_keys = keys + half * 64 * 128, my_values = my_keys + KEY_TILE;
+        slots.step++;
+        float s[32], dk_sum[D / 2], dv_sum[D / 2];
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
+        wait(barriers.queries_full(ring.stage()), ring.full());
+        products_begin();
+        issue_transposed(s, my_keys, base + AT_QUERIES + ring.stage() * 2 * ROW_TILE);
+        products_wait<0>();
+        hold(s);
+        const int4* said = reinterpret_cast<const int4*>(shared + AT_BLOCKS) + 2 * ring.stage();
+        int4 block = said[1];
+        exponentiate(s, shared + AT_LSE + ring.stage() * 256 + columns, scale_log2);
+        if (block.x) hide(s, said[0], row, window, lane);
+        for (int left = tile.z - 1;; left--) {  // probabilities of a block are in s, and no product is under way
+            const u32 stage = ring.stage(), queries = base + AT_QUERIES + stage * 2 * ROW_TILE, douts = queries + ROW_TILE;
+            float dp[32], dq[D / 4];
+            u32 p[16], ds[16];
+            wait(barriers.douts_full(stage), ring.full());
+            round_pairs(p, s);
+            hold(p);
+            hold(dv_sum);
+            products_begin();
+            issue_transposed(dp, my_values, douts);
+            issue_dv(dv_sum, p, douts);
+            products_commit();
+            products_wait<1>();
+            hold(dp);
+            differentiate(s, dp, shared + AT_DELTA + stage * 256 + columns);
+            round_pairs(ds, s);
+            const u32 ds_tile = base + AT_DS + stage * KEY_PANEL;
+#pragma unroll
+            for (int j = 0; j < 4; j++)  // chunk 2j + lane / 16 of the row, swizzled
+                store_matrices((ds_place + stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+            fence_async_proxy();
+            products_wait<0>();
+            hold(dv_sum);
+            hold(p);
+            release_warp(barriers.douts_empty(stage), lane);
+            ring.step++;
+            if (left == 0) {
+                sync_named(3, 256);  // dS of both halves is written
+                hold(dk_sum);
+                products_begin();
+                issue_dq(dq, ds_tile, keys, half);
+                issue_dk(dk_sum, ds_tile + half * ROW_PANEL, queries);
+                products_commit();
+                products_wait<0>();
+                hold(dq);
+                hold(dk_sum);
+                release_warp(barriers.queries_empty(stage), lane);
+                add_dq(dq_sum, turns, dq, block, tile.w, kv_heads, half, thread);
+                break;
+            }
+            const u32 next = ring.stage();
+            wait(barriers.queries_full(next), ring.full());
+            hold(dk_sum);
+            products_begin();
+            issue_transposed(s, my_keys, base + AT_QUERIES + next * 2 * ROW_TILE);
+            sync_named(3, 256);
+            products_begin();
+            issue_dq(dq, ds_tile, keys, half);
+            issue_dk(dk_sum, ds_tile + half * ROW_PANEL, queries);
+            products_commit();
+            products_wait<1>();
+            hold(s);
+            said = reinterpret_cast<const int4*>(shared + AT_BLOCKS) + 2 * next;
+            exponentiate(s, shared + AT_LSE + next * 256 + columns, scale_log2);
+            const int4 next_block = said[1];
+            if (next_block.x) hide(s, said[0], row, window, lane);
+            products_wait<0>();
+            hold(dq);
+            hold(dk_sum);
+            release_warp(barriers.queries_empty(stage), lane);
+            add_dq(dq_sum, turns, dq, block, tile.w, kv_heads, half, thread);
+            block = next_block;
+        }
+        write_keys(dv, my_values, dv_sum, 1.f, tile, half, kv_heads, warp, lane);
+        sync_named(3, 256);  // both are done with the keys
+        write_keys(dk, my_keys, dk_sum, scale, tile, half, kv_heads, warp, lane);
+        fence_async_proxy();
+        release_warp(barriers.keys_empty(slot), lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention_backward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap query_rows,
+                       const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
+                       const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
+                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
+                       const float* lse, const float* delta, float* dq_sum, u32* turns, bf16* dk, bf16* dv, const int* table,
+                       u32* counter, int items_at, int rows_at, int kv_heads, float scale, int window) {
+    extern __shared__ unsigned char unaligned[];
+    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    const u32 base = shared_address(shared);
+    const Barriers barriers = {base + AT_BARRIERS};
+    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x) reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < 2; i++) {
+            barrier_init(barriers.keys_full(i), 2);       // keys and values
+            barrier_init(barriers.queries_full(i), 33);   // the block and 32 lanes' numbers
+            barrier_init(barriers.douts_full(i), 33);
+            barrier_init(barriers.keys_empty(i), 8);
+            barrier_init(barriers.queries_empty(i), 8);
+            barrier_init(barriers.douts_empty(i), 8);
+        }
+    }
+    fence_async_proxy();
+    __syncthreads();
+    const int warpgroup = threadIdx.x >> 7;
+    if (warpgroup == 0) {
+        give_registers<40>();
+        if (threadIdx.x < 32) {
+            const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window, threadIdx.x);
+        }
+    } else {
+        take_registers<232>();
+        compute(shared, base, barriers, dq_sum, turns, dk, dv, warpgroup - 1, kv_heads, scale, window);
+    }
+}
+
+// Before: delta = rowsum(dO * O), and the log-sum-exp to base 2; a query without keys gets probabilities of zero.
+extern "C" __global__ void __launch_bounds__(256)
+    attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows) {
+    constexpr int LANES = D / 8;  // of 8 numbers
+    const long place = (blockIdx.x * 256L + threadIdx.x) / LANES, row = min(place, rows - 1);
+    const u32 lane = threadIdx.x % LANES;
+    const uint4 a = reinterpret_cast<const uint4*>(out + row * D)[lane], b = reinterpret_cast<const uint4*>(dout + row * D)[lane];
+    const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sum += __uint_as_float(x[i] << 16) * __uint_as_float(y[i] << 16) +
+               __uint_as_float(x[i] & 0xFFFF0000u) * __uint_as_float(y[i] & 0xFFFF0000u);
+#pragma unroll
+    for (int hop = LANES / 2; hop > 0; hop /= 2) sum += __shfl_xor_sync(~0u, sum, hop);
+    if (lane == 0 && place < rows) {
+        const float value = lse[row];
+        delta[row] = sum;
+        lse_log2[row] = value == -INFINITE ? INFINITE : value * LOG2E;
+    }
+}
+
+// After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn.
+extern "C" __global__ void __launch_bounds__(256)
+    attention_write_dq(bf16* dq, const float* dq_sum, const int* table, int blocks_at, int kv_heads, float scale) {
+    const int2* entries = reinterpret_cast<const int2*>(table + blocks_at);
+    const int used = table[2], half = threadIdx.x >> 7, thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+    for (int item = blockIdx.x; item < used * kv_heads; item += gridDim.x) {
+        const int head = item % kv_heads;
+        const int2 block = entries[item / kv_heads];
+        const float4* from = reinterpret_cast<const float4*>(
+            dq_sum + static_cast<long>(item) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2)) + thread;
+        const int rows = block.y * G;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            const float4 x = from[i * 128];
+            const int column = half * (D / 2) + 8 * i + 2 * (lane & 3);
+#pragma unroll
+            for (int below = 0; below < 2; below++) {
+                const int row = 16 * warp + lane / 4 + 8 * below;
+                const float pair[2] = {(below ? x.z : x.x) * scale, (below ? x.w : x.y) * scale};
+                u32 rounded[1];
+                round_pairs(rounded, pair);
+                if (row < rows) {
+                    const long place = static_cast<long>(block.x + row / G) * kv_heads * G + head * G + row % G;
+                    *reinterpret_cast<u32*>(dq + place * D + column) = rounded[0];
+                }
+            }
+        }
+    }
+}

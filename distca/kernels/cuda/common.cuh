@@ -1,0 +1,258 @@
+// What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
+//
+// Compiled with D (head dim, 64 or 128), G (query heads per KV head) and WINDOWED defined, backward with DETERMINISTIC too. Tiles lie in
+// shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16 bytes in row r stands
+// at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled` names it for the rest.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+constexpr int KEYS = 128;              // in a key tile
+constexpr int ROWS = 64;               // of a block: one row is one token and one query head
+constexpr int TOKENS = ROWS / G;       // in a block
+constexpr int PANELS = D / 64;
+constexpr int KEY_PANEL = KEYS * 128;  // bytes
+constexpr int ROW_PANEL = ROWS * 128;
+constexpr int KEY_TILE = KEY_PANEL * PANELS;
+constexpr int ROW_TILE = ROW_PANEL * PANELS;
+constexpr float LOG2E = 1.4426950408889634f;
+
+#define INFINITE __int_as_float(0x7F800000)
+#define INLINE __device__ __forceinline__
+
+INLINE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+INLINE u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+// ---- barriers ----
+
+INLINE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+INLINE void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void arrive_expecting(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+INLINE void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra READY;\nbra AGAIN;\nREADY:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+INLINE void sync_named(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+INLINE void arrive_named(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+INLINE void release_warp(u32 barrier, u32 lane) {  // one arrival for the warp
+    __syncwarp();
+    if (lane == 0) arrive(barrier);
+}
+
+struct Ring {  // position in a ring of two stages
+    u32 step = 0;
+    INLINE u32 stage() const { return step & 1; }
+    INLINE u32 full() const { return (step >> 1) & 1; }
+    INLINE u32 empty() const { return full() ^ 1; }
+};
+
+// ---- copies ----
+
+INLINE void copy_3d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+        ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+INLINE void copy_4d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Keys [first, first + count) of one head. Fewer than a tile come row by row, so that no other row is ever read: what
+// stands behind the last key is then an old row, which is finite, and meets probabilities of zero.
+INLINE void copy_keys(u32 to, const TensorMap* tile, const TensorMap* row, u32 barrier, int first, int count, int head,
+                      u32 lane) {
+    if (lane == 0) arrive_expecting(barrier, count * D * 2);
+    __syncwarp();
+    if (count == KEYS) {
+        if (lane < PANELS) copy_3d(to + lane * KEY_PANEL, tile, barrier, lane * 64, head, first);
+    } else {
+        for (int r = lane; r < count * PANELS; r += 32) {
+            int panel = r / count, key = r % count;
+            copy_3d(to + panel * KEY_PANEL + key * 128, row, barrier, panel * 64, head, first + key);
+        }
+    }
+}
+
+// Queries [first, first + count) of all heads of a group, likewise.
+INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u32 barrier, int first, int count,
+                         int head, u32 lane) {
+    if (lane == 0) arrive_expecting(barrier, count * G * D * 2);
+    __syncwarp();
+    if (count == TOKENS) {
+        if (lane < PANELS) copy_4d(to + lane * ROW_PANEL, block, barrier, lane * 64, 0, head, first);
+    } else {
+        for (int r = lane; r < count * PANELS; r += 32) {
+            int panel = r / count, token = r % count;
+            copy_4d(to + panel * ROW_PANEL + token * G * 128, row, barrier, panel * 64, 0, head, first + token);
+        }
+    }
+}
+
+INLINE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+                 "r"(d) : "memory");
+}
+
+// ---- matrix products: D[64, N] (+)= A[64, 16] B[16, N] on a warpgroup ----
+
+constexpr u64 SWIZZLE_128 = 1ull << 62;
+
+// Sixteen numbers of the inner dimension side by side in a row; the next sixteen stand 32 bytes on.
+INLINE u64 inner_descriptor(u32 address) { return SWIZZLE_128 | (64ull << 32) | (1ull << 16) | ((address & 0x3FFFF) >> 4); }
+
+// The inner dimension runs over rows; the next sixteen stand 16 rows on, the next 64 columns one panel on.
+INLINE u64 outer_descriptor(u32 address, u32 panel_bytes) {
+    return SWIZZLE_128 | (64ull << 32) | (static_cast<u64>(panel_bytes >> 4) << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+constexpr u64 INNER_STEP = 32 >> 4;
+constexpr u64 OUTER_STEP = (16 * 128) >> 4;
+
+INLINE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+INLINE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+INLINE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Registers that an asynchronous product reads or writes keep their place until here.
+template <int N>
+INLINE void hold(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <int N>
+INLINE void hold(u32 (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+#define TEXT16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define TEXT32 TEXT16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TEXT64 TEXT32 \
+    ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+    ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define HELD4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define HELD16(d, i) HELD4(d, i), HELD4(d, i + 4), HELD4(d, i + 8), HELD4(d, i + 12)
+#define HELD32(d, i) HELD16(d, i), HELD16(d, i + 16)
+#define HELD64(d) HELD32(d, 0), HELD32(d, 32)
+
+// A and B in shared memory, each with its inner dimension inside rows or, OUTER, over rows.
+#define PRODUCT_SHARED(COUNT, SHAPE, TEXT, HELD, A, B, ADD, TA, TB)                                                   \
+    template <int OUTER_A, int OUTER_B>                                                                               \
+    INLINE void product(float (&d)[COUNT], u64 a, u64 b, bool add) {                                                  \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE           \
+                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, " TA ", " TB ";\n}"                          \
+                     : HELD : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_A), "n"(OUTER_B));                 \
+    }
+
+PRODUCT_SHARED(16, "m64n32k16", TEXT16, HELD16(d, 0), "%16", "%17", "%18", "%19", "%20")
+PRODUCT_SHARED(32, "m64n64k16", TEXT32, HELD32(d, 0), "%32", "%33", "%34", "%35", "%36")
+PRODUCT_SHARED(64, "m64n128k16", TEXT64, HELD64(d), "%64", "%65", "%66", "%67", "%68")
+
+// A in registers, B in shared memory with its inner dimension over rows.
+#define PRODUCT_REGISTERS(COUNT, SHAPE, TEXT, HELD, A, B)                                                             \
+    INLINE void product(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                                   \
+        asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE               \
+                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, 1;\n}"                                      \
+                     : HELD : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                            \
+    }
+
+PRODUCT_REGISTERS(32, "m64n64k16", TEXT32, HELD32(d, 0), "{%32,%33,%34,%35}", "%36")
+PRODUCT_REGISTERS(64, "m64n128k16", TEXT64, HELD64(d), "{%64,%65,%66,%67}", "%68")
+
+// Accumulators of a warpgroup: number 4j + e of a lane is row 16 * warp + lane / 4 + 8 * (e / 2),
+// column 8j + 2 * (lane % 4) + e % 2. Rounded in pairs they are the left operand of a product over those columns.
+template <int N>
+INLINE void round_pairs(u32 (&to)[N / 2], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+}
+
+INLINE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+template <int REGISTERS>
+INLINE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+INLINE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// ---- work ----
+
+struct Work {
+    int count;        // entries of the table
+    int heads_outer;  // all entries of a head before the next head, or all heads of an entry before the next entry
+};
+
+// The counter goes back to zero by itself: every block of the grid draws exactly one number past the end.
+INLINE u32 draw(u32* counter, u32 items) { return atomicInc(counter, items + gridDim.x - 1); }
+
+INLINE void locate(const Work& work, u32 item, int kv_heads, int& entry, int& head) {
+    if (work.heads_outer) {
+        head = item / work.count;
+        entry = item % work.count;
+    } else {
+        head = item % kv_heads;
+        entry = item / kv_heads;
+    }
+}
+
+// A warp writes its 16 rows of a 64-row tile in shared memory.
+template <int N>
+INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float factor0, float factor1, u32 warp, u32 lane) {
+    u32 row = 16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7);
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+        float scaled[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) scaled[e] = x[8 * j + e] * ((e & 2) ? factor1 : factor0);
+        u32 pairs[4];
+        round_pairs(pairs, scaled);
+        u32 chunk = 2 * j + (lane >> 4);
+        store_matrices(tile + (chunk >> 3) * panel_bytes + swizzled(row, chunk & 7), pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    __syncwarp();
+}
+
+INLINE uint4 load_shared(u32 address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}

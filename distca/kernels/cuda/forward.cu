@@ -1,0 +1,312 @@
+// Forward: tiles of two blocks of queries, each against its keys from the last to the first.
+//
+// A persistent block of three warpgroups per multiprocessor. One warp draws tiles, longest first, and copies queries,
+// keys and values ahead; two warpgroups compute, one block of queries each. They take turns on the tensor cores (one's
+// products run under the other's exponentials), and each issues the next scores before the last values. The copying
+// warp also says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+
+constexpr int STAGES = 2;
+constexpr int QUERY_SLOT = 2 * ROW_TILE;
+constexpr int AT_QUERIES = 0;
+constexpr int AT_KEYS = AT_QUERIES + 2 * QUERY_SLOT;
+constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
+constexpr int AT_TILES = AT_VALUES + STAGES * KEY_TILE;  // int4 of a slot: q_first, q_count, steps, head
+constexpr int AT_STEPS = AT_TILES + 2 * 16;              // int4 of a stage: diagonal, keys, masked
+constexpr int AT_BARRIERS = AT_STEPS + STAGES * 16;
+static_assert(AT_BARRIERS + 12 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+
+struct Barriers {
+    u32 base;
+    INLINE u32 queries_full(u32 slot) const { return base + 8 * slot; }
+    INLINE u32 queries_empty(u32 slot) const { return base + 16 + 8 * slot; }
+    INLINE u32 keys_full(u32 stage) const { return base + 32 + 8 * stage; }
+    INLINE u32 keys_empty(u32 stage) const { return base + 48 + 8 * stage; }
+    INLINE u32 values_full(u32 stage) const { return base + 64 + 8 * stage; }
+    INLINE u32 values_empty(u32 stage) const { return base + 80 + 8 * stage; }
+};
+
+INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values,
+                        const TensorMap* value_rows, Ring& ring, int first, int count, int head, u32 lane) {
+    wait(barriers.values_empty(ring.stage()), ring.empty());
+    copy_keys(base + AT_VALUES + ring.stage() * KEY_TILE, values, value_rows, barriers.values_full(ring.stage()), first,
+              count, head, lane);
+    ring.step++;
+}
+
+INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* queries,
+                       const TensorMap* keys, const TensorMap* values, const TensorMap* value_rows, const int* table,
+                       u32* counter, int tiles_at, int segments_at, int kv_heads, int window, u32 lane) {
+    const Work work = {table[0], table[1]};
+    const int4* tiles = reinterpret_cast<const int4*>(table + tiles_at);
+    const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
+    const u32 items = work.count * kv_heads;
+    Ring slots, key_ring, value_ring;
+    u32 next = 0;
+    if (lane == 0) next = draw(counter, items);
+    while (true) {
+        u32 item = __shfl_sync(~0u, next, 0);
+        u32 slot = slots.stage();
+        wait(barriers.queries_empty(slot), slots.empty());
+        int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
+        if (item >= items) {
+            if (lane == 0) {
+                *said = make_int4(0, 0, 0, 0);
+                arrive(barriers.queries_full(slot));
+            }
+            return;
+        }
+        int entry, head;
+        locate(work, item, kv_heads, entry, head);
+        const int4 tile = tiles[entry];
+        const int q_first = tile.x, q_end = tile.x + tile.y;
+        if (lane == 0) {
+            *said = make_int4(tile.x, tile.y, tile.z, head);
+            arrive_expecting(barriers.queries_full(slot), 2 * TOKENS * G * D * 2);
+            for (int i = 0; i < 2 * PANELS; i++)
+                copy_4d(base + AT_QUERIES + slot * QUERY_SLOT + i * ROW_PANEL, queries, barriers.queries_full(slot),
+                        (i % PANELS) * 64, 0, head, q_first + (i / PANELS) * TOKENS);
+            next = draw(counter, items);
+        }
+        slots.step++;
+        int value_first = 0, value_count = 0;  // values are copied one step behind their keys
+        int left = tile.z;
+        for (int number = tile.w; left > 0; number++) {
+            const int4 segment = segments[number];
+            const int k_begin = segment.x, k_end = segment.y, shift = segment.z;
+            const int high = min(k_end, q_end + shift);
+            const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
+            const int stop = (low - k_begin) / KEYS;
+            for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--, left--) {
+                const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
+                const int diagonal = q_first + shift - first;  // the last key that the first query sees
+                bool masked = diagonal < KEYS - 1 || count < KEYS;
+                if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
+                u32 stage = key_ring.stage();
+                wait(barriers.keys_empty(stage), key_ring.empty());
+                if (lane == 0) {
+                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, 0);
+                    arrive_expecting(barriers.keys_full(stage), KEY_TILE);
+                    for (int i = 0; i < PANELS; i++)
+                        copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage), i * 64,
+                                head, first);
+                }
+                key_ring.step++;
+                if (value_count)
+                    copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
+                value_first = first;
+                value_count = count;
+            }
+        }
+        copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
+    }
+}
+
+INLINE void issue_scores(float (&s)[64], u32 queries, u32 keys) {
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            product<0, 0>(s, inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP,
+                          inner_descriptor(keys + panel * KEY_PANEL) + i * INNER_STEP, panel + i > 0);
+    products_commit();
+}
+
+INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
+    u64 b = outer_descriptor(values, KEY_PANEL);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++) product(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP);
+    products_commit();
+}
+
+// Two rows of a lane: running maximum and this lane's part of the sum, and what the earlier sum is to be scaled by.
+struct Softmax {
+    float max0 = -INFINITE, max1 = -INFINITE, sum0 = 0, sum1 = 0, keep0 = 0, keep1 = 0;
+
+    INLINE void mask(float (&s)[64], int4 step, int token0, int token1, int window, u32 lane) {
+        const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
+        const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
+#pragma unroll
+        for (int i = 0; i < 64; i++) {
+            const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+            bool hidden = column > ((i & 2) ? last1 : last0);
+            if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
+            if (hidden) s[i] = -INFINITE;
+        }
+    }
+
+    INLINE void exponentiate(float (&s)[64], float scale_log2) {
+        float high0 = max0, high1 = max1;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            high0 = fmaxf(high0, fmaxf(s[i], s[i + 1]));
+            high1 = fmaxf(high1, fmaxf(s[i + 2], s[i + 3]));
+        }
+#pragma unroll
+        for (int hop = 1; hop <= 2; hop++) {
+            high0 = fmaxf(high0, __shfl_xor_sync(~0u, high0, hop));
+            high1 = fmaxf(high1, __shfl_xor_sync(~0u, high1, hop));
+        }
+        const float from0 = high0 == -INFINITE ? 0.f : high0, from1 = high1 == -INFINITE ? 0.f : high1;
+        keep0 = exp2_fast((max0 - from0) * scale_log2);
+        keep1 = exp2_fast((max1 - from1) * scale_log2);
+        max0 = high0;
+        max1 = high1;
+        sum0 *= keep0;
+        sum1 *= keep1;
+        const float less0 = from0 * scale_log2, less1 = from1 * scale_log2;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            s[i] = exp2_fast(s[i] * scale_log2 - less0);
+            s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less0);
+            s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less1);
+            s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less1);
+            sum0 += s[i] + s[i + 1];
+            sum1 += s[i + 2] + s[i + 3];
+        }
+    }
+
+    INLINE void rescale(float (&o)[D / 2]) const {
+        if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f)) {
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) o[i] *= (i & 2) ? keep1 : keep0;
+        }
+    }
+};
+
+INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[D / 2], const Softmax& softmax, int4 tile,
+                       int half, int kv_heads, float scale_log2, u32 warp, u32 lane) {
+    float sum0 = softmax.sum0, sum1 = softmax.sum1;
+#pragma unroll
+    for (int hop = 1; hop <= 2; hop++) {
+        sum0 += __shfl_xor_sync(~0u, sum0, hop);
+        sum1 += __shfl_xor_sync(~0u, sum1, hop);
+    }
+    stage_rows(staging, ROW_PANEL, o, sum0 > 0 ? 1 / sum0 : 0.f, sum1 > 0 ? 1 / sum1 : 0.f, warp, lane);
+    const int rows = min(TOKENS, tile.y - half * TOKENS) * G;
+    const long first = static_cast<long>(tile.x + half * TOKENS) * kv_heads * G + tile.w * G;  // in heads of tokens
+    const int skip = (kv_heads - 1) * G;                                                       // from token to token
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8);
+        const uint4 x = load_shared(staging + (chunk >> 3) * ROW_PANEL + swizzled(row, chunk & 7));
+        if (row < rows) reinterpret_cast<uint4*>(out + (first + row + (row / G) * skip) * D)[chunk] = x;
+    }
+    if ((lane & 3) == 0) {
+        const int row = 16 * warp + lane / 4;
+        if (row < rows) lse[first + row + (row / G) * skip] = (softmax.max0 * scale_log2 + log2f(sum0)) / LOG2E;
+        if (row + 8 < rows) lse[first + row + 8 + ((row + 8) / G) * skip] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
+    }
+}
+
+INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, bf16* out, float* lse, int half, int kv_heads,
+                    float scale_log2, int window) {
+    const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+    const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
+    const int my_turn = 1 + half, other_turn = 2 - half;
+    const int4* steps = reinterpret_cast<const int4*>(shared + AT_STEPS);
+    Ring slots, key_ring, value_ring;
+    if (half == 1) arrive_named(other_turn, 256);
+    while (true) {
+        const u32 slot = slots.stage(), queries = base + AT_QUERIES + slot * QUERY_SLOT + half * ROW_TILE;
+        wait(barriers.queries_full(slot), slots.full());
+        const int4 tile = reinterpret_cast<const int4*>(shared + AT_TILES)[slot];
+        if (tile.z == 0) return;
+        slots.step++;
+        float s[64], o[D / 2];
+        u32 p[32];
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) o[i] = 0;
+        Softmax softmax;
+        {
+            const u32 stage = key_ring.stage();
+            wait(barriers.keys_full(stage), key_ring.full());
+            const int4 step = steps[stage];
+            hold(s);
+            products_begin();
+            issue_scores(s, queries, base + AT_KEYS + stage * KEY_TILE);
+            products_wait<0>();
+            hold(s);
+            release_warp(barriers.keys_empty(stage), lane);
+            key_ring.step++;
+            if (step.z) softmax.mask(s, step, token0, token1, window, lane);
+            softmax.exponentiate(s, scale_log2);
+            round_pairs(p, s);
+        }
+        for (int left = tile.z - 1; left > 0; left--) {
+            const u32 stage = key_ring.stage(), value_stage = value_ring.stage();
+            wait(barriers.keys_full(stage), key_ring.full());
+            const int4 step = steps[stage];
+            sync_named(my_turn, 256);
+            hold(s);
+            hold(o);
+            hold(p);
+            products_begin();
+            issue_scores(s, queries, base + AT_KEYS + stage * KEY_TILE);
+            wait(barriers.values_full(value_stage), value_ring.full());
+            products_begin();
+            issue_values(o, p, base + AT_VALUES + value_stage * KEY_TILE);
+            arrive_named(other_turn, 256);
+            products_wait<1>();
+            hold(s);
+            release_warp(barriers.keys_empty(stage), lane);
+            key_ring.step++;
+            if (step.z) softmax.mask(s, step, token0, token1, window, lane);
+            softmax.exponentiate(s, scale_log2);
+            products_wait<0>();
+            hold(o);
+            hold(p);
+            release_warp(barriers.values_empty(value_stage), lane);
+            value_ring.step++;
+            softmax.rescale(o);
+            round_pairs(p, s);
+        }
+        const u32 stage = value_ring.stage();
+        wait(barriers.values_full(stage), value_ring.full());
+        hold(o);
+        hold(p);
+        products_begin();
+        issue_values(o, p, base + AT_VALUES + stage * KEY_TILE);
+        products_wait<0>();
+        hold(o);
+        hold(p);
+        release_warp(barriers.values_empty(stage), lane);
+        value_ring.step++;
+        write_tile(out, lse, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
+        fence_async_proxy();
+        release_warp(barriers.queries_empty(slot), lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
+                      const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
+                      float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads, float scale,
+                      int window) {
+    extern __shared__ unsigned char unaligned[];
+    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    const u32 base = shared_address(shared);
+    const Barriers barriers = {base + AT_BARRIERS};
+    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x) reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < 2; i++) {
+            barrier_init(barriers.queries_full(i), 1);
+            barrier_init(barriers.keys_full(i), 1);
+            barrier_init(barriers.values_full(i), 1);
+            barrier_init(barriers.queries_empty(i), 8);
+            barrier_init(barriers.keys_empty(i), 8);
+            barrier_init(barriers.values_empty(i), 8);
+        }
+    }
+    fence_async_proxy();
+    __syncthreads();
+    const int warpgroup = threadIdx.x >> 7;
+    if (warpgroup == 0) {
+        give_registers<40>();
+        if (threadIdx.x < 32)
+            copy_ahead(shared, base, barriers, &queries, &keys, &values, &value_rows, table, counter, tiles_at, segments_at,
+                       kv_heads, window, threadIdx.x);
+    } else {
+        take_registers<232>();
+        compute(shared, base, barriers, out, lse, warpgroup - 1, kv_heads, scale * LOG2E, window);
+    }
+}

@@ -1,0 +1,298 @@
+"""CUDA C++ kernels of our own without a build step: NVRTC compiles them at first use, the driver API launches them.
+
+torch's CUDA wheels bring libnvrtc and every driver brings libcuda, so a plain `pip install` is enough: no compiler, no
+headers, no extension module. Compiling takes seconds, so cubins are kept in the user's cache folder. A launch is one
+call through ctypes with argument storages made beforehand, a few microseconds of the host's time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOOLKIT = Path("/usr/local/cuda")
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+TENSOR_MAPS_KEPT = 256
+
+# Values of enums in cuda.h.
+_LOCAL_SIZE_BYTES, _NUM_REGS, _MAX_DYNAMIC_SHARED_SIZE_BYTES = 3, 4, 8
+_BFLOAT16, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _OUT_OF_BOUNDS_ZEROS = 9, 0, 3, 3, 0
+
+_logger = logging.getLogger("distca")
+_of_this_thread = threading.local()
+
+
+@functools.cache
+def nvrtc(path: str | None = None) -> ctypes.CDLL:
+    """libnvrtc of torch's CUDA version, or the one at `path`."""
+    candidates = [path] if path is not None else _nvrtc_candidates()
+    for candidate in candidates:
+        try:
+            library = ctypes.CDLL(candidate)
+            library.nvrtcGetErrorString.restype = c_char_p
+            _load_builtins(library, [candidate, *candidates])
+        except OSError:
+            continue
+        return library
+    raise RuntimeError(f"libnvrtc cannot be loaded from {', '.join(candidates)}; pip install nvidia-cuda-nvrtc")
+
+
+def _load_builtins(library: ctypes.CDLL, beside: Sequence[str]) -> None:
+    """libnvrtc opens its builtins by bare name, which finds them in a wheel's folder only once they are loaded."""
+    name = "libnvrtc-builtins.so.{}.{}".format(*nvrtc_version(library))
+    for place in beside:
+        try:
+            ctypes.CDLL(str(Path(place).with_name(name)))
+        except OSError:
+            continue
+        return
+    raise FileNotFoundError(f"{name} is not beside {beside[0]}")
+
+
+def _nvrtc_candidates() -> list[str]:
+    """The bare name, for a library that is loaded already or known to the system, then the wheels', the toolkit's."""
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} has no CUDA, so no libnvrtc; install a CUDA build of torch")
+    major, wheels = torch.version.cuda.split(".")[0], Path(torch.__file__).parents[1] / "nvidia"
+    name = f"libnvrtc.so.{major}"
+    folders = (wheels / f"cu{major}" / "lib", wheels / "cuda_nvrtc" / "lib", TOOLKIT / "lib64", TOOLKIT / "lib")
+    return [name, *(str(folder / name) for folder in folders)]
+
+
+def compile_options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:
+    """NVRTC's options; the order of `defines` makes no difference."""
+    macros = (f"-D{name}={int(value)}" for name, value in sorted(defines.items()))
+    return (f"--gpu-architecture={arch}", "-std=c++17", "-lineinfo", "-default-device", *macros)
+
+
+def compile_cubin(source: str, name: str, defines: Mapping[str, int], arch: str = "sm_90a") -> bytes:
+    """The cubin of this CUDA C++ text, which includes nothing; `name` stands for it in messages and line info."""
+    library = nvrtc()
+    options = compile_options(defines, arch)
+    key = hashlib.sha256(repr((source, name, options, nvrtc_version(library))).encode()).hexdigest()
+    try:
+        return (cache_folder() / f"{key}.cubin").read_bytes()
+    except OSError:
+        cubin = run_compiler(library, source, name, options)
+    try:
+        _write_atomically(cache_folder() / f"{key}.cubin", cubin)
+    except OSError as error:
+        _say_not_kept(error.strerror or str(error))
+    return cubin
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept; an OSError where the user has no home."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(root):
+        raise FileNotFoundError(f"cache folder {root} is no absolute path; set HOME or XDG_CACHE_HOME to one")
+    return Path(root) / "distca" / "cubin"
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError:
+        os.unlink(scratch)
+        raise
+
+
+@functools.cache
+def _say_not_kept(reason: str) -> None:
+    _logger.info("compiled CUDA kernels are not kept (%s); set XDG_CACHE_HOME to a folder that can be written", reason)
+
+
+def nvrtc_version(library: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = c_int(), c_int()
+    _check_nvrtc(library, library.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
+    return major.value, minor.value
+
+
+def run_compiler(library: ctypes.CDLL, source: str, name: str, options: Sequence[str]) -> bytes:
+    """One run of NVRTC. What it remarks on a source that compiles, such as serialised wgmma, is logged as a warning."""
+    program, size = c_void_p(), c_size_t()
+    code = library.nvrtcCreateProgram(byref(program), source.encode(), name.encode(), 0, None, None)
+    _check_nvrtc(library, code, "nvrtcCreateProgram")
+    try:
+        words = (c_char_p * len(options))(*(option.encode() for option in options))
+        failed = library.nvrtcCompileProgram(program, len(options), words)
+        _check_nvrtc(library, library.nvrtcGetProgramLogSize(program, byref(size)), "nvrtcGetProgramLogSize")
+        text = ctypes.create_string_buffer(max(1, size.value))
+        _check_nvrtc(library, library.nvrtcGetProgramLog(program, text), "nvrtcGetProgramLog")
+        log = text.value.decode(errors="replace").strip()
+        if failed:
+            reason = library.nvrtcGetErrorString(failed).decode()
+            raise RuntimeError(f"{name} does not compile with {' '.join(options)}: {reason}\n{log}")
+        if log:
+            _logger.warning("compiling %s: %s", name, log)
+        _check_nvrtc(library, library.nvrtcGetCUBINSize(program, byref(size)), "nvrtcGetCUBINSize")
+        cubin = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(library, library.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(byref(program))
+
+
+def _check_nvrtc(library: ctypes.CDLL, code: int, call: str) -> None:
+    if code:
+        raise RuntimeError(f"{call} failed: {library.nvrtcGetErrorString(code).decode()}")
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda; only the call that is made at every launch declares its types, the others get ctypes objects."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"libcuda.so.1 cannot be loaded: {error}; install an NVIDIA driver") from error
+    library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint32] * 7, c_void_p, c_void_p, c_void_p]
+    return library
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        text = c_char_p()
+        _driver().cuGetErrorString(c_int(code), byref(text))
+        reason = text.value.decode() if text.value else "unknown error"
+        raise RuntimeError(f"{call} failed: {reason} (CUresult {code})")
+
+
+def _bind_context() -> None:
+    """Give this thread torch's context if it has none, as a thread of autograd's that has called no CUDA yet."""
+    if hasattr(_of_this_thread, "is_bound"):
+        return
+    index = torch.cuda.current_device()
+    driver, context, device = _driver(), c_void_p(), c_int()
+    _check(driver.cuCtxGetCurrent(byref(context)), "cuCtxGetCurrent")
+    if not context:
+        _check(driver.cuDeviceGet(byref(device), c_int(index)), "cuDeviceGet")
+        _check(driver.cuDevicePrimaryCtxRetain(byref(context), device), "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    _of_this_thread.is_bound = True
+
+
+class TensorMap:
+    """A tensor map for the bulk copy engine: 128 opaque bytes at an address that is a multiple of 64."""
+
+    __slots__ = ("_storage", "address")
+
+    def __init__(self) -> None:
+        self._storage = (c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT))()
+        begin = ctypes.addressof(self._storage)
+        self.address = begin + -begin % TENSOR_MAP_ALIGNMENT
+
+
+def tensor_map(pointer: int, sizes: Sequence[int], strides_bytes: Sequence[int], box: Sequence[int]) -> TensorMap:
+    """The map of a bf16 tensor, innermost dimension first, copied box by box with 128-byte swizzle.
+
+    `strides_bytes` leaves out the innermost dimension. Elements out of bounds are read as zeros and not written. Maps
+    are kept and shared, which is safe since they hold addresses and shapes alone.
+    """
+    return _encoded(pointer, tuple(sizes), tuple(strides_bytes), tuple(box))
+
+
+@functools.lru_cache(maxsize=TENSOR_MAPS_KEPT)
+def _encoded(pointer: int, sizes: tuple[int, ...], strides_bytes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    rank = len(sizes)
+    assert len(strides_bytes) == rank - 1 and len(box) == rank, (sizes, strides_bytes, box)
+    _bind_context()
+    encoded = TensorMap()
+    code = _driver().cuTensorMapEncodeTiled(
+        c_void_p(encoded.address), c_int(_BFLOAT16), c_uint32(rank), c_void_p(pointer), (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*strides_bytes), (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank),
+        c_int(_INTERLEAVE_NONE), c_int(_SWIZZLE_128B), c_int(_L2_PROMOTION_256B), c_int(_OUT_OF_BOUNDS_ZEROS),
+    )
+    if code:
+        what = f"pointer={pointer:#x}, sizes={sizes}, strides_bytes={strides_bytes}, box={box}"
+        _check(code, f"cuTensorMapEncodeTiled({what})")
+    return encoded
+
+
+class Arguments(threading.local):
+    """Storages for a kernel's arguments, made once: `types` are ctypes numbers, c_void_p or TensorMap, in order.
+
+    Each thread that uses the object has storages of its own, because autograd's backward launches from another thread
+    and a launch lets other threads run while the driver still reads them.
+    """
+
+    def __init__(self, types: Sequence[type]) -> None:
+        codes = "".join("P" if kind is TensorMap else vars(kind)["_type_"] for kind in types)
+        self._layout = struct.Struct(codes)
+        self._maps = [i for i, kind in enumerate(types) if kind is TensorMap]
+        self._values: tuple[Any, ...] = ()  # keeps the maps alive
+        self._storage = ctypes.create_string_buffer(max(1, self._layout.size))
+        begin = ctypes.addressof(self._storage)
+        offsets = (struct.calcsize(f"{codes[:i]}0{codes[i]}") for i in range(len(codes)))  # "0q" only aligns for a q
+        self.pointers = (c_void_p * len(codes))(*(begin + offset for offset in offsets))
+
+    def set(self, *values: Any) -> Arguments:
+        """Take these values in this thread; addresses are plain integers. A struct.error if they do not fit."""
+        numbers, pointers = list(values), self.pointers
+        for i in self._maps:
+            numbers[i] = pointers[i] = values[i].address
+        self._layout.pack_into(self._storage, 0, *numbers)
+        self._values = values
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel, ready to launch in the context it was loaded in."""
+
+    name: str
+    shared_bytes: int  # dynamic, of each block
+    registers: int  # of each thread
+    local_bytes: int  # of each thread; more than none means registers spill
+    handle: c_void_p
+
+    def launch(self, grid: int, block: int, stream: int, arguments: Arguments) -> None:
+        """Queue `grid` blocks of `block` threads; the driver copies the arguments before this returns."""
+        _bind_context()
+        code = _driver().cuLaunchKernel(
+            self.handle, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, arguments.pointers, None
+        )
+        if code:
+            _check(code, f"cuLaunchKernel of {self.name} with grid {grid} and block {block}")
+
+
+class Module:
+    """A cubin loaded on torch's current device, until the process ends."""
+
+    def __init__(self, cubin: bytes) -> None:
+        _bind_context()
+        self._handle = c_void_p()
+        _check(_driver().cuModuleLoadData(byref(self._handle), c_char_p(cubin)), "cuModuleLoadData")
+
+    def function(self, name: str, shared_bytes: int) -> Function:
+        """The kernel declared `extern "C"` under this name, with so much dynamic shared memory for a block."""
+        driver, handle = _driver(), c_void_p()
+        _check(driver.cuModuleGetFunction(byref(handle), self._handle, name.encode()), f"cuModuleGetFunction of {name}")
+        code = driver.cuFuncSetAttribute(handle, c_int(_MAX_DYNAMIC_SHARED_SIZE_BYTES), c_int(shared_bytes))
+        _check(code, f"cuFuncSetAttribute of {name} to {shared_bytes} bytes of dynamic shared memory")
+
+        def attribute(number: int) -> int:
+            value = c_int()
+            _check(driver.cuFuncGetAttribute(byref(value), c_int(number), handle), f"cuFuncGetAttribute of {name}")
+            return value.value
+
+        return Function(name, shared_bytes, attribute(_NUM_REGS), attribute(_LOCAL_SIZE_BYTES), handle)

@@ -1,0 +1,314 @@
+"""The Hopper kernel's tables, walked as the kernel walks them: every visible pair is computed as often as it is named.
+
+Forward and backward, for rows that overlap in keys, in queries or in both; the order of the work items, which the sum
+of the queries' gradients follows, is checked against its rule.
+"""
+
+import importlib
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.kernels.hopper_tables import (
+    HEADER_INTS,
+    TILE_KEYS,
+    BackwardTables,
+    Capacity,
+    ForwardTables,
+    backward_tables,
+    forward_tables,
+    tokens_per_block,
+)
+from distca.kernels.interface import TaskRows, joined, visible
+
+sys.path.insert(0, str(Path(__file__).parent))
+hopper_walk = importlib.import_module("hopper_walk")
+
+NUM_Q, NUM_K = 260, 420
+GROUPS = [1, 3, 4, 7, 8, 64]
+
+
+def named(rows: TaskRows, window: int | None) -> np.ndarray:
+    """How often the rows name each (query, key) pair, by the rule itself."""
+    count = np.zeros((NUM_Q, NUM_K), dtype=int)
+    for row in range(len(rows)):
+        q0, q1, k0, k1 = (int(c[row]) for c in (rows.q_begin, rows.q_end, rows.k_begin, rows.k_end))
+        distance = rows.q_offset[row] + np.arange(q1 - q0)[:, None] - np.arange(k1 - k0)
+        count[q0:q1, k0:k1] += (distance >= 0) & (distance < (window or NUM_Q + NUM_K + 10**6))
+    return count
+
+
+def add_tile(count: np.ndarray, q: tuple[int, int], k: tuple[int, int], shift: int, window: int | None) -> None:
+    """Count what one matrix tile computes of queries and keys [first, end), and refuse one that has nothing to do."""
+    (q0, q1), (k0, k1) = q, k
+    distance = np.arange(q0, q1)[:, None] + shift - np.arange(k0, k1)
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    assert seen.any(), "a visit without a visible pair"
+    count[q0:q1, k0:k1] += seen
+
+
+def exact(forward: ForwardTables, backward: BackwardTables) -> Capacity:
+    """No room to spare: a walk that leaves its section reads another one or the end."""
+    return Capacity(len(forward.tiles), len(forward.segments), len(backward.items), len(backward.rows),
+                    len(backward.blocks))
+
+
+def both(
+    rows: TaskRows, window: int | None, group: int, num_sms: int = 4
+) -> tuple[ForwardTables, BackwardTables, Capacity]:
+    rows = joined(visible(rows, window), window)
+    forward, backward = forward_tables(rows, window, group, num_sms), backward_tables(rows, window, group, num_sms)
+    return forward, backward, exact(forward, backward)
+
+
+def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_sms: int = 4) -> None:
+    expected = named(rows, window)
+    forward, backward, capacity = both(rows, window, group, num_sms)
+    count = np.zeros((2, NUM_Q, NUM_K), dtype=int)
+    for head, q0, q_count, k_tile, k_lo, k_hi, shift in hopper_walk.walk_forward(
+        forward.pack(capacity), capacity, group, 2, window
+    ):
+        assert k_tile <= k_lo < k_hi <= k_tile + TILE_KEYS
+        add_tile(count[head], (q0, q0 + q_count), (k_lo, k_hi), shift, window)
+    np.testing.assert_array_equal(count, [expected, expected])
+
+    count[:] = 0
+    for head, k0, k_count, _, q0, q_count, k_begin, k_end, shift in hopper_walk.walk_backward(
+        backward.pack(capacity), capacity, group, 2, window
+    ):
+        keys = max(k0, k_begin), min(k0 + k_count, k_end)
+        add_tile(count[head], (q0, q0 + q_count), keys, shift, window)
+    np.testing.assert_array_equal(count, [expected, expected])
+
+
+def assert_orders(rows: TaskRows, window: int | None, group: int) -> None:
+    """Every query, block and key has one place, and the long work comes first."""
+    expected = named(rows, window)
+    forward, backward, _ = both(rows, window, group)
+    for entries, seen in (
+        (forward.tiles, expected.any(axis=1)),
+        (backward.blocks, expected.any(axis=1)),
+        (backward.items, expected.any(axis=0)),                  # gradients of keys are written once
+    ):
+        written = np.zeros(len(seen), dtype=int)
+        for first, count, *_ in entries.tolist():
+            written[first : first + count] += 1
+        np.testing.assert_array_equal(written, seen)
+    assert all(a >= b for a, b in pairwise(forward.tiles[:, 2].tolist()))
+    regions = defaultdict(list)
+    place: list[int] = []
+    for k_first, k_count, num_blocks, row_begin in backward.items.tolist():
+        regions[row_begin].append((k_first, k_count, num_blocks))
+        place.append(min(entry[2] for entry in regions[row_begin]))
+    assert all(a >= b for a, b in pairwise(place))
+    for (row_begin, items), row_end in zip(
+        sorted(regions.items()), [*sorted(regions), len(backward.rows)][1:], strict=True
+    ):
+        region = backward.rows[row_begin:row_end].tolist()
+        assert items[0][0] == min(row[2] for row in region)
+        assert items[-1][0] + items[-1][1] == max(row[3] for row in region)
+        assert all(k_first + TILE_KEYS == following for (k_first, *_), (following, *_) in pairwise(items))
+        assert all(a[3] >= b[3] for a, b in pairwise(region))
+    for (_, end), (begin, _) in pairwise(sorted((items[0][0], items[-1][0] + items[-1][1])
+                                                for items in regions.values())):
+        assert end <= begin
+
+
+def assert_ranks_count_up(rows: TaskRows, window: int | None, group: int) -> None:
+    """Where no query stands twice, a block's visitors know from their keys alone how many come before them."""
+    _, backward, capacity = both(rows, window, group)
+    visited: dict[int, int] = defaultdict(int)
+    for _, k_first, _, block, q_first, _, k_begin, _, shift in hopper_walk.walk_backward(
+        backward.pack(capacity), capacity, group, 1, window
+    ):
+        lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
+        assert -(-max(0, k_first - lo) // TILE_KEYS) == visited[block]
+        visited[block] += 1
+    assert sorted(visited) == list(range(len(backward.blocks)))
+
+
+def span(draw: st.DrawFn, size: int) -> tuple[int, int]:
+    border = st.sampled_from([0, 1, 63, 64, 128, 129, 200, size]) | st.integers(0, size)
+    begin, end = sorted((draw(border), draw(border)))
+    return begin, end
+
+
+def row(draw: st.DrawFn, queries: tuple[int, int]) -> tuple[int, int, int, int, int]:
+    k_begin, k_end = span(draw, NUM_K)
+    aligned = (k_end - k_begin) - (queries[1] - queries[0])
+    offset = draw(st.just(aligned) | st.just(k_end - k_begin) | st.integers(-NUM_Q, NUM_K + 20))
+    return *queries, k_begin, k_end, offset
+
+
+def table(rows: list[tuple[int, int, int, int, int]]) -> TaskRows:
+    return TaskRows(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> TaskRows:
+    """Rows that overlap as they like; some have the queries of another one, as the parts of a split task have."""
+    queries = [span(draw, NUM_Q) for _ in range(draw(st.integers(1, 4)))]
+    return table([row(draw, draw(st.sampled_from(queries))) for _ in range(draw(st.integers(1, 6)))])
+
+
+@st.composite
+def disjoint_rows(draw: st.DrawFn) -> TaskRows:
+    cuts = sorted(draw(st.sets(st.integers(0, NUM_Q), min_size=2, max_size=7)))
+    return table([row(draw, queries) for queries in draw(st.permutations(list(pairwise(cuts))))])
+
+
+WINDOWS = st.none() | st.sampled_from([1, 2, 64, 128, 129, 1000]) | st.integers(1, 400)
+
+
+@given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS), num_sms=st.integers(1, 4))
+@settings(max_examples=120)
+def test_every_pair_is_computed_as_often_as_it_is_named(
+    rows: TaskRows, window: int | None, group: int, num_sms: int
+) -> None:
+    assert_walks_are_exact(rows, window, group, num_sms)
+
+
+@given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@settings(max_examples=150)
+def test_queries_and_keys_have_one_place_and_long_work_comes_first(
+    rows: TaskRows, window: int | None, group: int
+) -> None:
+    assert_orders(rows, window, group)
+
+
+@given(rows=disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@settings(max_examples=80)
+def test_visitors_of_a_block_know_their_rank(rows: TaskRows, window: int | None, group: int) -> None:
+    assert_ranks_count_up(rows, window, group)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_prefix_that_many_shards_share(group: int, window: int | None) -> None:
+    """One document in seven shards, last shards first; several tiles of keys, all in one region."""
+    cuts = [160, 163, 200, 240, 300, 350, 352, 420]
+    rows = table([(a - 160, b - 160, 0, b, a) for a, b in pairwise(cuts)][::-1])
+    _, backward, _ = both(rows, window, group)
+    assert len(set(backward.items[:, 3])) == 1
+    assert len(backward.items) == (4 if window is None else 3)
+    assert_walks_are_exact(rows, window, group)
+    assert_orders(rows, window, group)
+    assert_ranks_count_up(rows, window, group)
+
+
+def test_a_short_last_block_does_not_reach_past_its_own_queries() -> None:
+    """The first 70 queries of a causal row, cut off by a row that has the others too, see no key from 70 on."""
+    rows = table([(0, 100, 40, 140, 0), (70, 100, 0, 60, 90), (100, 101, 118, 120, 1)])
+    assert_walks_are_exact(rows, None, 1)
+    assert_walks_are_exact(rows, 50, 1)
+
+
+def test_keys_that_touch_are_regions_of_their_own() -> None:
+    rows = table([(0, 30, 0, 30, 0), (30, 60, 30, 60, 0), (60, 90, 59, 90, 1)])
+    _, backward, _ = both(rows, None, 8)
+    assert sorted(backward.items[:, :2].tolist()) == [[0, 30], [30, 60]]
+
+
+def test_queries_are_cut_only_where_they_overlap() -> None:
+    apart = table([(0, 100, 0, 100, 0), (100, 200, 0, 300, 250)])
+    forward, backward, _ = both(apart, None, 64)
+    assert (len(forward.segments), len(backward.rows), len(forward.tiles)) == (2, 2, 100)
+    assert {tuple(tile) for tile in forward.tiles[:, :2]} == {(q, 2) for q in range(0, 200, 2)}
+    forward, backward, _ = both(table([(0, 100, 0, 100, 0), (41, 60, 200, 300, 250)]), None, 8)
+    assert sorted(forward.tiles[:, :2].tolist()) == [
+        [0, 16], [16, 16], [32, 9], [41, 16], [57, 3], [60, 16], [76, 16], [92, 8]
+    ]
+    bases = defaultdict(set)
+    for q_begin, q_end, *_, block_base, _, _ in backward.rows.tolist():
+        bases[q_begin, q_end].add(block_base)
+    assert bases == {(0, 41): {0}, (41, 60): {6}, (60, 100): {9}}
+
+
+@pytest.mark.parametrize(("num_sms", "heads_outer"), [(1, True), (2, True), (3, False)])
+def test_heads_take_turns_only_where_one_heads_work_is_short(num_sms: int, heads_outer: bool) -> None:
+    """Four tiles of two steps each, four key tiles of two blocks each: 8 against 2 · num_sms · 2."""
+    rows = table([(64 * i, 64 * i + 64, 0, 256, 300) for i in range(4)])
+    forward = forward_tables(rows, None, 2, num_sms)
+    assert forward.tiles[:, 2].tolist() == [2] * 4
+    twice = table([(i, i + 1, 128 * i, 128 * i + 128, 300) for i in range(4)] * 2)
+    backward = backward_tables(twice, None, 64, num_sms)
+    assert backward.items[:, 2].tolist() == [2] * 4
+    assert (forward.heads_outer, backward.heads_outer) == (heads_outer, heads_outer)
+    capacity = exact(forward, backward)
+    heads = [head for head, *_ in hopper_walk.walk_forward(forward.pack(capacity), capacity, 2, 3, None)]
+    assert heads == ([0] * 8 + [1] * 8 + [2] * 8 if heads_outer else [0, 0, 1, 1, 2, 2] * 4)
+    heads = [head for head, *_ in hopper_walk.walk_backward(backward.pack(capacity), capacity, 64, 3, None)]
+    assert heads == ([0] * 8 + [1] * 8 + [2] * 8 if heads_outer else [0, 0, 1, 1, 2, 2] * 4)
+
+
+def test_no_rows_are_no_work() -> None:
+    forward, backward, capacity = both(table([(0, 0, 0, 9, 3), (4, 9, 7, 7, 0)]), None, 4)
+    assert capacity == Capacity(0, 0, 0, 0, 0)
+    assert forward.pack(capacity)[0] == backward.pack(capacity)[0] == backward.pack(capacity)[2] == 0
+
+
+@given(rows=any_rows(), window=WINDOWS, group=st.sampled_from(GROUPS), room=st.integers(0, 9))
+@settings(max_examples=40)
+def test_room_to_spare_changes_no_walk(rows: TaskRows, window: int | None, group: int, room: int) -> None:
+    forward, backward, tight = both(rows, window, group)
+    loose = Capacity(*(count + room * i for i, count in enumerate((tight.tiles, tight.segments, tight.items, tight.rows,
+                                                                   tight.blocks))))
+    for walk, tables in ((hopper_walk.walk_forward, forward), (hopper_walk.walk_backward, backward)):
+        walks = [list(walk(tables.pack(capacity), capacity, group, 1, window)) for capacity in (tight, loose)]
+        assert walks[0] == walks[1]
+    for offsets in (loose.forward_offsets(), loose.backward_offsets()):
+        assert offsets[0] == HEADER_INTS
+        assert not any(at % 4 for at in offsets)
+
+
+@given(rows=any_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@settings(max_examples=40)
+def test_fitting_holds_and_one_less_does_not(rows: TaskRows, window: int | None, group: int) -> None:
+    forward, backward, tight = both(rows, window, group)
+    fitting = Capacity.fitting(forward, backward)
+    assert fitting.holds(forward, backward) is None
+    assert tight.holds(forward, backward) is None
+    for name in ("tiles", "segments", "items", "rows", "blocks"):
+        count, room = getattr(tight, name), getattr(fitting, name)
+        assert room.bit_count() == 1
+        assert room < 2 * count or room == 1
+        if count:
+            less = Capacity(**{**{f: getattr(tight, f) for f in Capacity.__slots__}, name: count - 1})
+            reason = less.holds(forward, backward)
+            assert reason is not None
+            assert f"{count} {name} " in reason
+            assert f"room for {count - 1}; prepare with the largest step's rows" in reason
+
+
+@given(rows=disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@settings(max_examples=100)
+def test_bound_holds_for_disjoint_queries(rows: TaskRows, window: int | None, group: int) -> None:
+    forward, backward, _ = both(rows, window, group)
+    num_q, num_k = int(rows.q_len.sum()), int(rows.k_end.max())
+    assert Capacity.bound(num_q, num_k, len(rows), tokens_per_block(group)).holds(forward, backward) is None
+
+
+def test_bound_is_reached() -> None:
+    """Rows of one query or key more than whole tiles are the worst there is."""
+    block_len = tokens_per_block(8)
+    rows = table([(17 * i, 17 * i + 17, 129 * i, 129 * i + 129, 200) for i in range(3)])
+    forward, backward, tight = both(rows, None, 8)
+    assert Capacity.bound(51, 387, 3, block_len) == tight
+    assert (len(forward.tiles), len(backward.items), len(backward.blocks)) == (6, 6, 9)
+
+
+@pytest.mark.parametrize("group", [0, 65])
+def test_groups_that_do_not_fit_a_block_are_refused(group: int) -> None:
+    with pytest.raises(ValueError, match=f"group={group} .*give 1 to 64"):
+        forward_tables(table([(0, 1, 0, 1, 0)]), None, group, 132)
+
+
+def test_positions_past_an_int32_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"{2**40}.*q_offset"):
+        backward_tables(table([(0, 1, 0, 1, 2**40)]), None, 8, 132)
