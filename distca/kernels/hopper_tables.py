@@ -1,6 +1,6 @@
 """What the Hopper kernel walks: task rows as flat int32 tables that a launch reads and a later step refills.
 
-Rows differ wildly in length, so a launch is not one thread block per row but one list of work items, the longest first,
+Rows differ wildly in length, so a launch is not one thread block per row but one list of work items, long ones first,
 each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its rows.
 Backward, it is a tile of 128 keys that walks the queries of every row that reaches it: a key's gradient is summed in
 registers and written once, however many rows share it, and only the gradients of queries meet in memory. They meet in
@@ -84,7 +84,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTables:
-    """Tiles of queries, the longest first, and the rows of keys that they walk."""
+    """Tiles of queries, long ones first, and the rows of keys that they walk."""
 
     tiles: np.ndarray                                            # [tiles, 4] q_first, q_count, num_steps, segment_begin
     segments: np.ndarray                                         # [segments, 4] k_begin, k_end, shift, 0
@@ -98,7 +98,7 @@ class ForwardTables:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTables:
-    """Tiles of keys, the longest first, the rows whose queries they walk, and all blocks of queries."""
+    """Tiles of keys, long ones first, the rows whose queries they walk, and all blocks of queries."""
 
     items: np.ndarray                                            # [items, 4] k_first, k_count, num_blocks, row_begin
     rows: np.ndarray                                             # [rows, 8] q_begin, q_end, k_begin, k_end, shift,
@@ -119,13 +119,17 @@ def tokens_per_block(group: int) -> int:
     return BLOCK_ROWS // group
 
 
-def forward_tables(rows: TaskRows, window: int | None, group: int, num_sms: int) -> ForwardTables:
+def forward_tables(
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int
+) -> ForwardTables:
     """Tiles of two blocks of queries; each walks, row after row, the key tiles that its queries see."""
     tile_len = 2 * tokens_per_block(group)
     cut = _cut(rows)
     segment_count = np.bincount(cut.piece, minlength=len(cut.q_begin))
     segment_begin = np.cumsum(segment_count) - segment_count     # [pieces]
-    piece, number = _spread(_ceil_div(cut.q_end - cut.q_begin, tile_len))
+    tile_count = _ceil_div(cut.q_end - cut.q_begin, tile_len)
+    piece, number = _spread(tile_count)
+    number = tile_count[piece] - 1 - number                      # the longest of a causal piece first
     q_first = cut.q_begin[piece] + number * tile_len             # [tiles]
     q_count = np.minimum(tile_len, cut.q_end[piece] - q_first)
     tile, number = _spread(segment_count[piece])                 # [tile, segment pairs]
@@ -134,7 +138,7 @@ def forward_tables(rows: TaskRows, window: int | None, group: int, num_sms: int)
     k_begin = cut.k_begin[segment]
     steps = _ceil_div(hi - k_begin, TILE_KEYS) - (lo - k_begin) // TILE_KEYS
     num_steps = np.add.reduceat(steps, np.flatnonzero(number == 0))
-    order = np.argsort(-num_steps, kind="stable")
+    order = np.argsort(-_length_class(num_steps, kv_heads, num_sms), kind="stable")
     return ForwardTables(
         _table((q_first, q_count, num_steps, segment_begin[piece]), order),
         _table((cut.k_begin, cut.k_end, cut.shift, np.zeros_like(cut.shift))),
@@ -142,7 +146,9 @@ def forward_tables(rows: TaskRows, window: int | None, group: int, num_sms: int)
     )
 
 
-def backward_tables(rows: TaskRows, window: int | None, group: int, num_sms: int) -> BackwardTables:
+def backward_tables(
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int
+) -> BackwardTables:
     """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
     block_len = tokens_per_block(group)
     cut = _cut(rows)
@@ -170,7 +176,8 @@ def backward_tables(rows: TaskRows, window: int | None, group: int, num_sms: int
     row_order = np.lexsort((-cut.k_end, region))
     row_count = np.bincount(region, minlength=len(region_begin))
     row_begin = np.cumsum(row_count) - row_count                 # [regions]
-    item_order = np.argsort(-_least_so_far(num_blocks, item_region), kind="stable")
+    least = _least_so_far(num_blocks, item_region)
+    item_order = np.argsort(-_length_class(least, kv_heads, num_sms), kind="stable")
     nothing = np.zeros_like(cut.shift)
     return BackwardTables(
         _table((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
@@ -230,6 +237,15 @@ def _least_so_far(value: np.ndarray, region: np.ndarray) -> np.ndarray:
     """The running minimum inside each region; regions ascend."""
     drop = region * (value.max(initial=0) + 1)                   # below everything of the regions before
     return np.minimum.accumulate(value - drop) + drop
+
+
+def _length_class(length: np.ndarray, kv_heads: int, num_sms: int) -> np.ndarray:
+    """Lengths in sixteenths of what one multiprocessor computes in all.
+
+    The longest classes come first, so that no multiprocessor is left with a long item at the end. Inside a class items
+    stay in their own order: side by side with those that read the same keys or add to the same queries, in the cache.
+    """
+    return length * 16 * num_sms // max(1, kv_heads * int(length.sum()))
 
 
 def _heads_outer(length: np.ndarray, num_sms: int) -> bool:

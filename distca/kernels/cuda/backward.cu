@@ -4,27 +4,34 @@
 // added up in float32 in global memory, in the order in which accumulators lie in registers; `write_dq` puts it in its
 // place. As in forward one warp copies ahead and two warpgroups compute, 64 keys each, on transposed scores: rows are
 // keys, columns are queries, and the rounded probabilities are left operands without leaving their registers. Only dS
-// goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both.
+// goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
+// block later, when the other's half has long been written, so that the two need not keep step.
 
-constexpr int AT_KEYS = 0;                            // two slots of keys and values
-constexpr int AT_QUERIES = AT_KEYS + 4 * KEY_TILE;    // two stages of queries and output gradients
-constexpr int AT_DS = AT_QUERIES + 4 * ROW_TILE;      // two of dS, rows are keys
-constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;         // two stages of float[64], times log2(e)
-constexpr int AT_DELTA = AT_LSE + 2 * 256;            // rowsum(dO * O), likewise
-constexpr int AT_TILES = AT_DELTA + 2 * 256;          // int4 of a slot: k_first, k_count, blocks, head
-constexpr int AT_BLOCKS = AT_TILES + 2 * 16;          // two int4 of a stage
-constexpr int AT_BARRIERS = AT_BLOCKS + 2 * 32;
-static_assert(AT_BARRIERS + 12 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
-constexpr int BLOCK_FLOATS = ROWS * D;                // of dQ's sum
+constexpr int STAGES = 3;
+constexpr int AT_KEYS = 0;                                       // two slots
+constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
+constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;                 // stages of queries and output gradients
+constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;        // two of dS, rows are keys; dV and dK in the end
+constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;                    // stages of float[64], times log2(e)
+constexpr int AT_DELTA = AT_LSE + STAGES * 256;                  // rowsum(dO * O), likewise
+constexpr int AT_TILES = AT_DELTA + STAGES * 256;                // int4 of a slot: k_first, k_count, blocks, head
+constexpr int AT_BLOCKS = AT_TILES + 2 * 16;                     // two int4 of a stage
+constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
+constexpr int BLOCK_FLOATS = ROWS * D;                           // of dQ's sum
+static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
     INLINE u32 keys_full(u32 slot) const { return base + 8 * slot; }
     INLINE u32 keys_empty(u32 slot) const { return base + 16 + 8 * slot; }
-    INLINE u32 queries_full(u32 stage) const { return base + 32 + 8 * stage; }
-    INLINE u32 queries_empty(u32 stage) const { return base + 48 + 8 * stage; }
-    INLINE u32 douts_full(u32 stage) const { return base + 64 + 8 * stage; }
-    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * stage; }
+    INLINE u32 ds_full(u32 place) const { return base + 32 + 8 * place; }
+    INLINE u32 ds_empty(u32 place) const { return base + 48 + 8 * place; }
+    INLINE u32 values_full() const { return base + 64; }
+    INLINE u32 values_empty() const { return base + 72; }
+    INLINE u32 queries_full(u32 stage) const { return base + 80 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 80 + 8 * (STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 80 + 8 * (2 * STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * (3 * STAGES + stage); }
 };
 
 struct Maps {
@@ -51,17 +58,17 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* entries = reinterpret_cast<const int4*>(table + items_at);
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
     const u32 items = work.count * kv_heads;
-    Ring slots, ring;
-    u32 next = 0;
+    Ring<2> slots;
+    Ring<STAGES> ring;
+    u32 next = 0, values_empty = 1;
     if (lane == 0) next = draw(counter, items);
     while (true) {
-        const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage();
+        const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage;
         wait(barriers.keys_empty(slot), slots.empty());
         int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
         if (item >= items) {
             if (lane == 0) {
                 *said = make_int4(0, 0, 0, 0);
-                arrive(barriers.keys_full(slot));
                 arrive(barriers.keys_full(slot));
             }
             return;
@@ -74,10 +81,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             *said = make_int4(tile.x, tile.y, tile.z, head);
             next = draw(counter, items);
         }
-        const u32 keys = base + AT_KEYS + slot * 2 * KEY_TILE;
-        copy_keys(keys, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y, head, lane);
-        copy_keys(keys + KEY_TILE, maps.values, maps.value_rows, barriers.keys_full(slot), k_first, tile.y, head, lane);
-        slots.step++;
+        copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y, head, lane);
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const int4 a = rows[2 * number], b = rows[2 * number + 1];
@@ -95,7 +99,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
                 bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
                 if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
-                const u32 stage = ring.stage();
+                const u32 stage = ring.stage;
                 wait(barriers.queries_empty(stage), ring.empty());
                 if (lane == 0) {
                     const int first_key = WINDOWED ? max(a.z, q_first + shift - window + 1) : a.z;
@@ -107,12 +111,18 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
                 copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head, lane);
                 copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head, kv_heads, lane);
+                if (left == tile.z) {  // values have one place only, and are wanted after the first scores
+                    wait(barriers.values_empty(), values_empty);
+                    values_empty ^= 1;
+                    copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, tile.y, head, lane);
+                }
                 wait(barriers.douts_empty(stage), ring.empty());
                 copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count, head, lane);
                 copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head, kv_heads, lane);
-                ring.step++;
+                ring.advance();
             }
         }
+        slots.advance();
     }
 }
 
@@ -131,7 +141,7 @@ INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
 INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[16], u32 douts) {
     const u64 b = outer_descriptor(douts, ROW_PANEL);
 #pragma unroll
-    for (int i = 0; i < 4; i++) product(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP);
+    for (int i = 0; i < 4; i++) product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
 }
 
 // dK of 64 keys from 64 queries; dS comes from shared memory because there is no register left to hold it.
@@ -160,15 +170,15 @@ INLINE void hide(float (&p)[32], int4 block, int row, int window, u32 lane) {
     }
 }
 
-// dQ's part of one block, added to the others' in global memory: in any order, or each when its turn comes.
-INLINE void add_dq(float* dq_sum, u32* turns, const float (&dq)[D / 4], int4 block, int head, int kv_heads, int half, u32 thread) {
-    const long place = static_cast<long>(block.y) * kv_heads + head;
-    float* to = dq_sum + place * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2) + thread * 4;
+// A half's part of one block of dQ, added to the others' in global memory: in any order, or each when its turn comes.
+INLINE void add_dq(float* dq_sum, u32* turns, const float (&dq)[D / 4], int place, int turn, int half, u32 thread) {
+    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2) + thread * 4;
+    u32* my_turn = turns + 2 * static_cast<long>(place) + half;
     if (DETERMINISTIC) {
         if (thread == 0) {
             u32 now;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns + 2 * place + half) : "memory");
-            while (now != block.z);
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(my_turn) : "memory");
+            while (now != turn);
         }
         sync_named(4 + half, 128);
     }
@@ -179,8 +189,7 @@ INLINE void add_dq(float* dq_sum, u32* turns, const float (&dq)[D / 4], int4 blo
     if (DETERMINISTIC) {
         __threadfence();
         sync_named(4 + half, 128);
-        if (thread == 0)
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + 2 * place + half) : "memory");
+        if (thread == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(my_turn) : "memory");
     }
 }
 
@@ -197,10 +206,10 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
 }
 
 // Probabilities from transposed scores, in place.
-INLINE void exponentiate(float (&s)[32], const unsigned char* lse, float scale_log2) {
+INLINE void exponentiate(float (&s)[32], u32 lse, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
-        const float2 less = *reinterpret_cast<const float2*>(lse + i * 8);
+        const float2 less = load_pair(lse + i * 8);
         s[i] = exp2_fast(s[i] * scale_log2 - less.x);
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
         s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
@@ -208,10 +217,10 @@ INLINE void exponentiate(float (&s)[32], const unsigned char* lse, float scale_l
     }
 }
 
-INLINE void differentiate(float (&p)[32], const float (&dp)[32], const unsigned char* delta) {
+INLINE void differentiate(float (&p)[32], const float (&dp)[32], u32 delta) {
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
-        const float2 less = *reinterpret_cast<const float2*>(delta + i * 8);
+        const float2 less = load_pair(delta + i * 8);
         p[i] *= dp[i] - less.x;
         p[i + 1] *= dp[i + 1] - less.y;
         p[i + 2] *= dp[i + 2] - less.x;
@@ -219,38 +228,47 @@ INLINE void differentiate(float (&p)[32], const float (&dp)[32], const unsigned 
     }
 }
 
-INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, float* dq_sum, u32* turns, bf16* dk, bf16* dv,
-                    int half, int kv_heads, float scale, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turns, bf16* dk, bf16* dv, int half, int kv_heads,
+                    float scale, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = half * 64 + 16 * warp + lane / 4;
     const float scale_log2 = scale * LOG2E;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
-    const u32 ds_place = base + AT_DS + swizzled(half * 64 + 16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
-    Ring slots, ring;
+    const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * ROW_PANEL;
+    const u32 ds_place = my_ds + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
+    Ring<2> slots, ds_ring;
+    Ring<STAGES> ring;
+    u32 values_full = 0;
     while (true) {
-        const u32 slot = slots.stage();
-        wait(barriers.keys_full(slot), slots.full());
-        const int4 tile = reinterpret_cast<const int4*>(shared + AT_TILES)[slot];
+        wait(barriers.keys_full(slots.stage), slots.full);
+        const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
         if (tile.z == 0) return;
-        const u32 keys = base + AT_KEYS + slot * 2 * KEY_TILE, my_keys = keys + half * 64 * 128, my_values = my_keys + KEY_TILE;
-        slots.step++;
-        float s[32], dk_sum[D / 2], dv_sum[D / 2];
+        const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
+        float s[32], dq[D / 4], dk_sum[D / 2], dv_sum[D / 2];
+        int place, turn, last_place, last_turn;  // of this block, and of the one whose dQ is still to come
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
-        wait(barriers.queries_full(ring.stage()), ring.full());
-        products_begin();
-        issue_transposed(s, my_keys, base + AT_QUERIES + ring.stage() * 2 * ROW_TILE);
-        products_wait<0>();
-        hold(s);
-        const int4* said = reinterpret_cast<const int4*>(shared + AT_BLOCKS) + 2 * ring.stage();
-        int4 block = said[1];
-        exponentiate(s, shared + AT_LSE + ring.stage() * 256 + columns, scale_log2);
-        if (block.x) hide(s, said[0], row, window, lane);
-        for (int left = tile.z - 1;; left--) {  // probabilities of a block are in s, and no product is under way
-            const u32 stage = ring.stage(), queries = base + AT_QUERIES + stage * 2 * ROW_TILE, douts = queries + ROW_TILE;
-            float dp[32], dq[D / 4];
+
+        // Scores of the block at the ring's position, as products under way.
+        auto begin_scores = [&] {
+            wait(barriers.queries_full(ring.stage), ring.full);
+            products_begin();
+            issue_transposed(s, my_keys, base + AT_QUERIES + ring.stage * 2 * ROW_TILE);
+        };
+        auto finish_scores = [&] {
+            hold(s);
+            const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
+            place = said.y;
+            turn = said.z;
+            exponentiate(s, base + AT_LSE + ring.stage * 256 + columns, scale_log2);
+            if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
+        };
+        // From probabilities in s to dV and to dS in shared memory; no product is under way before or after.
+        auto middle = [&] {
+            const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
+            float dp[32];
             u32 p[16], ds[16];
-            wait(barriers.douts_full(stage), ring.full());
+            wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
             hold(dv_sum);
@@ -260,60 +278,110 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, f
             products_commit();
             products_wait<1>();
             hold(dp);
-            differentiate(s, dp, shared + AT_DELTA + stage * 256 + columns);
+            differentiate(s, dp, base + AT_DELTA + ring.stage * 256 + columns);
+            wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
             round_pairs(ds, s);
-            const u32 ds_tile = base + AT_DS + stage * KEY_PANEL;
 #pragma unroll
             for (int j = 0; j < 4; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                store_matrices((ds_place + stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+                store_matrices((ds_place + ds_ring.stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+                               ds[4 * j + 3]);
             fence_async_proxy();
+            sync_named(4 + half, 128);
+            release_warp(barriers.ds_full(ds_ring.stage), lane);
             products_wait<0>();
             hold(dv_sum);
             hold(p);
-            release_warp(barriers.douts_empty(stage), lane);
-            ring.step++;
-            if (left == 0) {
-                sync_named(3, 256);  // dS of both halves is written
-                hold(dk_sum);
-                products_begin();
-                issue_dq(dq, ds_tile, keys, half);
-                issue_dk(dk_sum, ds_tile + half * ROW_PANEL, queries);
-                products_commit();
-                products_wait<0>();
-                hold(dq);
-                hold(dk_sum);
-                release_warp(barriers.queries_empty(stage), lane);
-                add_dq(dq_sum, turns, dq, block, tile.w, kv_heads, half, thread);
-                break;
-            }
-            const u32 next = ring.stage();
-            wait(barriers.queries_full(next), ring.full());
+            release_warp(barriers.douts_empty(ring.stage), lane);
+        };
+        auto begin_dk = [&](u32 stage, u32 place) {
             hold(dk_sum);
             products_begin();
-            issue_transposed(s, my_keys, base + AT_QUERIES + next * 2 * ROW_TILE);
-            sync_named(3, 256);
+            issue_dk(dk_sum, my_ds + place * KEY_PANEL, base + AT_QUERIES + stage * 2 * ROW_TILE);
+        };
+        auto begin_dq = [&](u32 place, u32 parity) {
+            wait(barriers.ds_full(place), parity);
             products_begin();
-            issue_dq(dq, ds_tile, keys, half);
-            issue_dk(dk_sum, ds_tile + half * ROW_PANEL, queries);
-            products_commit();
-            products_wait<1>();
-            hold(s);
-            said = reinterpret_cast<const int4*>(shared + AT_BLOCKS) + 2 * next;
-            exponentiate(s, shared + AT_LSE + next * 256 + columns, scale_log2);
-            const int4 next_block = said[1];
-            if (next_block.x) hide(s, said[0], row, window, lane);
-            products_wait<0>();
-            hold(dq);
+            issue_dq(dq, base + AT_DS + place * KEY_PANEL, keys, half);
+        };
+        auto finish_dk = [&](u32 stage) {
             hold(dk_sum);
             release_warp(barriers.queries_empty(stage), lane);
-            add_dq(dq_sum, turns, dq, block, tile.w, kv_heads, half, thread);
-            block = next_block;
+        };
+        auto finish_dq = [&](u32 place) {
+            hold(dq);
+            release_warp(barriers.ds_empty(place), lane);
+            add_dq(dq_sum, turns, dq, last_place * kv_heads + tile.w, last_turn, half, thread);
+        };
+
+        begin_scores();
+        products_wait<0>();
+        finish_scores();
+        wait(barriers.values_full(), values_full);
+        values_full ^= 1;
+        middle();
+        int left = tile.z - 1;
+        if (left > 0) {
+            const u32 stage = ring.stage, ds = ds_ring.stage;
+            ring.advance();
+            last_place = place;
+            last_turn = turn;
+            begin_scores();
+            begin_dk(stage, ds);
+            products_commit();
+            products_wait<1>();
+            finish_scores();
+            products_wait<0>();
+            finish_dk(stage);
+            while (true) {
+                const Ring<2> before = ds_ring;
+                ds_ring.advance();
+                middle();
+                if (--left == 0) {
+                    begin_dq(before.stage, before.full);
+                    products_commit();
+                    products_wait<0>();
+                    finish_dq(before.stage);
+                    break;
+                }
+                const u32 stage = ring.stage;
+                const int this_place = place, this_turn = turn;
+                ring.advance();
+                begin_scores();
+                begin_dq(before.stage, before.full);
+                products_commit();
+                begin_dk(stage, ds_ring.stage);
+                products_commit();
+                products_wait<2>();
+                finish_scores();
+                products_wait<1>();
+                finish_dq(before.stage);  // under dK
+                products_wait<0>();
+                finish_dk(stage);
+                last_place = this_place;
+                last_turn = this_turn;
+            }
         }
-        write_keys(dv, my_values, dv_sum, 1.f, tile, half, kv_heads, warp, lane);
-        sync_named(3, 256);  // both are done with the keys
-        write_keys(dk, my_keys, dk_sum, scale, tile, half, kv_heads, warp, lane);
-        fence_async_proxy();
-        release_warp(barriers.keys_empty(slot), lane);
+        release_warp(barriers.values_empty(), lane);
+        last_place = place;
+        last_turn = turn;
+        begin_dk(ring.stage, ds_ring.stage);
+        begin_dq(ds_ring.stage, ds_ring.full);
+        products_commit();
+        products_wait<0>();
+        finish_dk(ring.stage);
+        finish_dq(ds_ring.stage);
+        release_warp(barriers.keys_empty(slots.stage), lane);
+        ring.advance();
+        ds_ring.advance();
+        slots.advance();
+        Ring<2> free = ds_ring;  // both places of dS have been read by both halves
+        wait(barriers.ds_empty(free.stage), free.empty());
+        free.advance();
+        wait(barriers.ds_empty(free.stage), free.empty());
+        write_keys(dv, my_ds, dv_sum, 1.f, tile, half, kv_heads, warp, lane);
+        __syncwarp();
+        write_keys(dk, my_ds, dk_sum, scale, tile, half, kv_heads, warp, lane);
+        __syncwarp();
     }
 }
 
@@ -331,76 +399,97 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x) reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < 2; i++) {
-            barrier_init(barriers.keys_full(i), 2);       // keys and values
-            barrier_init(barriers.queries_full(i), 33);   // the block and 32 lanes' numbers
-            barrier_init(barriers.douts_full(i), 33);
+            barrier_init(barriers.keys_full(i), 1);
             barrier_init(barriers.keys_empty(i), 8);
+            barrier_init(barriers.ds_full(i), 8);
+            barrier_init(barriers.ds_empty(i), 8);
+        }
+        for (u32 i = 0; i < STAGES; i++) {
+            barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
             barrier_init(barriers.queries_empty(i), 8);
+            barrier_init(barriers.douts_full(i), 33);
             barrier_init(barriers.douts_empty(i), 8);
         }
+        barrier_init(barriers.values_full(), 1);
+        barrier_init(barriers.values_empty(), 8);
     }
     fence_async_proxy();
     __syncthreads();
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
-        give_registers<40>();
+        give_registers<24>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
             copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window, threadIdx.x);
         }
     } else {
-        take_registers<232>();
-        compute(shared, base, barriers, dq_sum, turns, dk, dv, warpgroup - 1, kv_heads, scale, window);
+        take_registers<240>();
+        compute(base, barriers, dq_sum, turns, dk, dv, warpgroup - 1, kv_heads, scale, window);
     }
 }
 
-// Before: delta = rowsum(dO * O), and the log-sum-exp to base 2; a query without keys gets probabilities of zero.
+// Before: delta = rowsum(dO * O), the log-sum-exp to base 2 (a query without keys gets probabilities of zero), and zeros
+// where dQ is added up and turns are counted.
 extern "C" __global__ void __launch_bounds__(256)
-    attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows) {
+    attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows,
+                    uint4* zeros, long num_zeros) {
     constexpr int LANES = D / 8;  // of 8 numbers
-    const long place = (blockIdx.x * 256L + threadIdx.x) / LANES, row = min(place, rows - 1);
+    const long first = blockIdx.x * 256L + threadIdx.x, step = gridDim.x * 256L;
+    for (long i = first; i < num_zeros; i += step) zeros[i] = make_uint4(0, 0, 0, 0);
     const u32 lane = threadIdx.x % LANES;
-    const uint4 a = reinterpret_cast<const uint4*>(out + row * D)[lane], b = reinterpret_cast<const uint4*>(dout + row * D)[lane];
-    const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0;
+    for (long thread = first; thread - threadIdx.x < rows * LANES; thread += step) {
+        const long place = thread / LANES, row = min(place, rows - 1);
+        const uint4 a = reinterpret_cast<const uint4*>(out + row * D)[lane];
+        const uint4 b = reinterpret_cast<const uint4*>(dout + row * D)[lane];
+        const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+        float sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        sum += __uint_as_float(x[i] << 16) * __uint_as_float(y[i] << 16) +
-               __uint_as_float(x[i] & 0xFFFF0000u) * __uint_as_float(y[i] & 0xFFFF0000u);
+        for (int i = 0; i < 4; i++)
+            sum += __uint_as_float(x[i] << 16) * __uint_as_float(y[i] << 16) +
+                   __uint_as_float(x[i] & 0xFFFF0000u) * __uint_as_float(y[i] & 0xFFFF0000u);
 #pragma unroll
-    for (int hop = LANES / 2; hop > 0; hop /= 2) sum += __shfl_xor_sync(~0u, sum, hop);
-    if (lane == 0 && place < rows) {
-        const float value = lse[row];
-        delta[row] = sum;
-        lse_log2[row] = value == -INFINITE ? INFINITE : value * LOG2E;
+        for (int hop = LANES / 2; hop > 0; hop /= 2) sum += __shfl_xor_sync(~0u, sum, hop);
+        if (lane == 0 && place < rows) {
+            const float value = lse[row];
+            delta[row] = sum;
+            lse_log2[row] = value == -INFINITE ? INFINITE : value * LOG2E;
+        }
     }
 }
 
-// After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn.
+// After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn; a thread takes
+// eight columns of a row and of the row eight below, which lie in 64 bytes.
 extern "C" __global__ void __launch_bounds__(256)
     attention_write_dq(bf16* dq, const float* dq_sum, const int* table, int blocks_at, int kv_heads, float scale) {
+    constexpr int CHUNKS = D / 16;  // of eight columns in a half
     const int2* entries = reinterpret_cast<const int2*>(table + blocks_at);
-    const int used = table[2], half = threadIdx.x >> 7, thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
+    const int used = table[2];
     for (int item = blockIdx.x; item < used * kv_heads; item += gridDim.x) {
         const int head = item % kv_heads;
         const int2 block = entries[item / kv_heads];
-        const float4* from = reinterpret_cast<const float4*>(
-            dq_sum + static_cast<long>(item) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2)) + thread;
-        const int rows = block.y * G;
+        for (int part = threadIdx.x; part < 2 * CHUNKS * 32; part += 256) {
+            const int chunk = part % CHUNKS, half = part / CHUNKS % 2, upper = part / (2 * CHUNKS);  // of 32 upper rows
+            const float4* from = reinterpret_cast<const float4*>(dq_sum + static_cast<long>(item) * BLOCK_FLOATS) +
+                                 (half * CHUNKS + chunk) * 128 + upper * 4;
+            float above[8], below[8];
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) {
-            const float4 x = from[i * 128];
-            const int column = half * (D / 2) + 8 * i + 2 * (lane & 3);
+            for (int i = 0; i < 4; i++) {
+                const float4 x = from[i];
+                above[2 * i] = x.x * scale;
+                above[2 * i + 1] = x.y * scale;
+                below[2 * i] = x.z * scale;
+                below[2 * i + 1] = x.w * scale;
+            }
+            u32 rounded[2][4];
+            round_pairs(rounded[0], above);
+            round_pairs(rounded[1], below);
 #pragma unroll
-            for (int below = 0; below < 2; below++) {
-                const int row = 16 * warp + lane / 4 + 8 * below;
-                const float pair[2] = {(below ? x.z : x.x) * scale, (below ? x.w : x.y) * scale};
-                u32 rounded[1];
-                round_pairs(rounded, pair);
-                if (row < rows) {
-                    const long place = static_cast<long>(block.x + row / G) * kv_heads * G + head * G + row % G;
-                    *reinterpret_cast<u32*>(dq + place * D + column) = rounded[0];
-                }
+            for (int i = 0; i < 2; i++) {
+                const int row = upper / 8 * 16 + upper % 8 + 8 * i;
+                const long place = static_cast<long>(block.x + row / G) * kv_heads * G + head * G + row % G;
+                if (row < block.y * G)
+                    reinterpret_cast<uint4*>(dq + place * D)[half * CHUNKS + chunk] =
+                        make_uint4(rounded[i][0], rounded[i][1], rounded[i][2], rounded[i][3]);
             }
         }
     }

@@ -61,11 +61,16 @@ INLINE void release_warp(u32 barrier, u32 lane) {  // one arrival for the warp
     if (lane == 0) arrive(barrier);
 }
 
-struct Ring {  // position in a ring of two stages
-    u32 step = 0;
-    INLINE u32 stage() const { return step & 1; }
-    INLINE u32 full() const { return (step >> 1) & 1; }
-    INLINE u32 empty() const { return full() ^ 1; }
+template <int STAGES>
+struct Ring {  // position in a ring of stages
+    u32 stage = 0, full = 0;  // the parity to wait for until the stage is full
+    INLINE u32 empty() const { return full ^ 1; }
+    INLINE void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            full ^= 1;
+        }
+    }
 };
 
 // ---- copies ----
@@ -91,6 +96,7 @@ INLINE void copy_keys(u32 to, const TensorMap* tile, const TensorMap* row, u32 b
     if (count == KEYS) {
         if (lane < PANELS) copy_3d(to + lane * KEY_PANEL, tile, barrier, lane * 64, head, first);
     } else {
+#pragma unroll 1
         for (int r = lane; r < count * PANELS; r += 32) {
             int panel = r / count, key = r % count;
             copy_3d(to + panel * KEY_PANEL + key * 128, row, barrier, panel * 64, head, first + key);
@@ -106,11 +112,17 @@ INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u
     if (count == TOKENS) {
         if (lane < PANELS) copy_4d(to + lane * ROW_PANEL, block, barrier, lane * 64, 0, head, first);
     } else {
+#pragma unroll 1
         for (int r = lane; r < count * PANELS; r += 32) {
             int panel = r / count, token = r % count;
             copy_4d(to + panel * ROW_PANEL + token * G * 128, row, barrier, panel * 64, 0, head, first + token);
         }
     }
+}
+
+INLINE void load_matrices(u32 (&to)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
 INLINE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
@@ -178,16 +190,17 @@ PRODUCT_SHARED(16, "m64n32k16", TEXT16, HELD16(d, 0), "%16", "%17", "%18", "%19"
 PRODUCT_SHARED(32, "m64n64k16", TEXT32, HELD32(d, 0), "%32", "%33", "%34", "%35", "%36")
 PRODUCT_SHARED(64, "m64n128k16", TEXT64, HELD64(d), "%64", "%65", "%66", "%67", "%68")
 
-// A in registers, B in shared memory with its inner dimension over rows.
-#define PRODUCT_REGISTERS(COUNT, SHAPE, TEXT, HELD, A, B)                                                             \
-    INLINE void product(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                                   \
-        asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\nwgmma.mma_async.sync.aligned." SHAPE               \
-                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, 1;\n}"                                      \
-                     : HELD : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                            \
+// A in registers, B in shared memory.
+#define PRODUCT_REGISTERS(COUNT, SHAPE, TEXT, HELD, A, B, ADD, TB)                                                    \
+    template <int OUTER_B>                                                                                            \
+    INLINE void product(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {                         \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE           \
+                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, " TB ";\n}"                                 \
+                     : HELD : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_B));  \
     }
 
-PRODUCT_REGISTERS(32, "m64n64k16", TEXT32, HELD32(d, 0), "{%32,%33,%34,%35}", "%36")
-PRODUCT_REGISTERS(64, "m64n128k16", TEXT64, HELD64(d), "{%64,%65,%66,%67}", "%68")
+PRODUCT_REGISTERS(32, "m64n64k16", TEXT32, HELD32(d, 0), "{%32,%33,%34,%35}", "%36", "%37", "%38")
+PRODUCT_REGISTERS(64, "m64n128k16", TEXT64, HELD64(d), "{%64,%65,%66,%67}", "%68", "%69", "%70")
 
 // Accumulators of a warpgroup: number 4j + e of a lane is row 16 * warp + lane / 4 + 8 * (e / 2),
 // column 8j + 2 * (lane % 4) + e % 2. Rounded in pairs they are the left operand of a product over those columns.
@@ -254,5 +267,16 @@ INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float fac
 INLINE uint4 load_shared(u32 address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
+INLINE int4 load_said(u32 address) {  // what the copying warp wrote
+    const uint4 x = load_shared(address);
+    return make_int4(x.x, x.y, x.z, x.w);
+}
+
+INLINE float2 load_pair(u32 address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
 }

@@ -2,8 +2,8 @@
 //
 // A persistent block of three warpgroups per multiprocessor. One warp draws tiles, longest first, and copies queries,
 // keys and values ahead; two warpgroups compute, one block of queries each. They take turns on the tensor cores (one's
-// products run under the other's exponentials), and each issues the next scores before the last values. The copying
-// warp also says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+// products run under the other's exponentials), and each issues the next scores before the last values. Queries are
+// held in registers: shared memory is read a fifth less, and less power goes there. The copying warp also says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
 
 constexpr int STAGES = 2;
 constexpr int QUERY_SLOT = 2 * ROW_TILE;
@@ -26,11 +26,11 @@ struct Barriers {
 };
 
 INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values,
-                        const TensorMap* value_rows, Ring& ring, int first, int count, int head, u32 lane) {
-    wait(barriers.values_empty(ring.stage()), ring.empty());
-    copy_keys(base + AT_VALUES + ring.stage() * KEY_TILE, values, value_rows, barriers.values_full(ring.stage()), first,
+                        const TensorMap* value_rows, Ring<2>& ring, int first, int count, int head, u32 lane) {
+    wait(barriers.values_empty(ring.stage), ring.empty());
+    copy_keys(base + AT_VALUES + ring.stage * KEY_TILE, values, value_rows, barriers.values_full(ring.stage), first,
               count, head, lane);
-    ring.step++;
+    ring.advance();
 }
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* queries,
@@ -40,12 +40,12 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* tiles = reinterpret_cast<const int4*>(table + tiles_at);
     const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
     const u32 items = work.count * kv_heads;
-    Ring slots, key_ring, value_ring;
+    Ring<2> slots, key_ring, value_ring;
     u32 next = 0;
     if (lane == 0) next = draw(counter, items);
     while (true) {
         u32 item = __shfl_sync(~0u, next, 0);
-        u32 slot = slots.stage();
+        u32 slot = slots.stage;
         wait(barriers.queries_empty(slot), slots.empty());
         int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
         if (item >= items) {
@@ -67,7 +67,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                         (i % PANELS) * 64, 0, head, q_first + (i / PANELS) * TOKENS);
             next = draw(counter, items);
         }
-        slots.step++;
+        slots.advance();
         int value_first = 0, value_count = 0;  // values are copied one step behind their keys
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
@@ -81,7 +81,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const int diagonal = q_first + shift - first;  // the last key that the first query sees
                 bool masked = diagonal < KEYS - 1 || count < KEYS;
                 if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
-                u32 stage = key_ring.stage();
+                u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
                 if (lane == 0) {
                     reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, 0);
@@ -90,7 +90,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                         copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage), i * 64,
                                 head, first);
                 }
-                key_ring.step++;
+                key_ring.advance();
                 if (value_count)
                     copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
                 value_first = first;
@@ -101,20 +101,19 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     }
 }
 
-INLINE void issue_scores(float (&s)[64], u32 queries, u32 keys) {
+INLINE void issue_scores(float (&s)[64], const u32 (&q)[D / 16][4], u32 keys) {
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            product<0, 0>(s, inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP,
-                          inner_descriptor(keys + panel * KEY_PANEL) + i * INNER_STEP, panel + i > 0);
+    for (int i = 0; i < D / 16; i++)
+        product<0>(s, q[i][0], q[i][1], q[i][2], q[i][3],
+                   inner_descriptor(keys + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, i > 0);
     products_commit();
 }
 
 INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     u64 b = outer_descriptor(values, KEY_PANEL);
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) product(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP);
+    for (int i = 0; i < KEYS / 16; i++) 
+        product<1>(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
     products_commit();
 }
 
@@ -204,64 +203,68 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, b
     const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
     const int my_turn = 1 + half, other_turn = 2 - half;
     const int4* steps = reinterpret_cast<const int4*>(shared + AT_STEPS);
-    Ring slots, key_ring, value_ring;
+    Ring<2> slots, key_ring, value_ring;
     if (half == 1) arrive_named(other_turn, 256);
     while (true) {
-        const u32 slot = slots.stage(), queries = base + AT_QUERIES + slot * QUERY_SLOT + half * ROW_TILE;
-        wait(barriers.queries_full(slot), slots.full());
+        const u32 slot = slots.stage, queries = base + AT_QUERIES + slot * QUERY_SLOT + half * ROW_TILE;
+        wait(barriers.queries_full(slot), slots.full);
         const int4 tile = reinterpret_cast<const int4*>(shared + AT_TILES)[slot];
         if (tile.z == 0) return;
-        slots.step++;
+        slots.advance();
+        u32 q[D / 16][4];  // this warp's 16 rows
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+            load_matrices(q[i], queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
         float s[64], o[D / 2];
         u32 p[32];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) o[i] = 0;
         Softmax softmax;
         {
-            const u32 stage = key_ring.stage();
-            wait(barriers.keys_full(stage), key_ring.full());
+            const u32 stage = key_ring.stage;
+            wait(barriers.keys_full(stage), key_ring.full);
             const int4 step = steps[stage];
             hold(s);
             products_begin();
-            issue_scores(s, queries, base + AT_KEYS + stage * KEY_TILE);
+            issue_scores(s, q, base + AT_KEYS + stage * KEY_TILE);
             products_wait<0>();
             hold(s);
             release_warp(barriers.keys_empty(stage), lane);
-            key_ring.step++;
+            key_ring.advance();
             if (step.z) softmax.mask(s, step, token0, token1, window, lane);
             softmax.exponentiate(s, scale_log2);
             round_pairs(p, s);
         }
         for (int left = tile.z - 1; left > 0; left--) {
-            const u32 stage = key_ring.stage(), value_stage = value_ring.stage();
-            wait(barriers.keys_full(stage), key_ring.full());
+            const u32 stage = key_ring.stage, value_stage = value_ring.stage;
+            wait(barriers.keys_full(stage), key_ring.full);
             const int4 step = steps[stage];
             sync_named(my_turn, 256);
             hold(s);
             hold(o);
             hold(p);
             products_begin();
-            issue_scores(s, queries, base + AT_KEYS + stage * KEY_TILE);
-            wait(barriers.values_full(value_stage), value_ring.full());
+            issue_scores(s, q, base + AT_KEYS + stage * KEY_TILE);
+            wait(barriers.values_full(value_stage), value_ring.full);
             products_begin();
             issue_values(o, p, base + AT_VALUES + value_stage * KEY_TILE);
             arrive_named(other_turn, 256);
             products_wait<1>();
             hold(s);
             release_warp(barriers.keys_empty(stage), lane);
-            key_ring.step++;
+            key_ring.advance();
             if (step.z) softmax.mask(s, step, token0, token1, window, lane);
             softmax.exponentiate(s, scale_log2);
             products_wait<0>();
             hold(o);
             hold(p);
             release_warp(barriers.values_empty(value_stage), lane);
-            value_ring.step++;
+            value_ring.advance();
             softmax.rescale(o);
             round_pairs(p, s);
         }
-        const u32 stage = value_ring.stage();
-        wait(barriers.values_full(stage), value_ring.full());
+        const u32 stage = value_ring.stage;
+        wait(barriers.values_full(stage), value_ring.full);
         hold(o);
         hold(p);
         products_begin();
@@ -270,7 +273,7 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, b
         hold(o);
         hold(p);
         release_warp(barriers.values_empty(stage), lane);
-        value_ring.step++;
+        value_ring.advance();
         write_tile(out, lse, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
         fence_async_proxy();
         release_warp(barriers.queries_empty(slot), lane);

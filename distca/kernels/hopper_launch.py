@@ -1,0 +1,271 @@
+"""Launches of the Hopper kernel: its tables in device memory, its tensor maps, its compiled variants.
+
+Everything that a call needs beside its tensors' addresses is made once and kept, because a launch should cost the host
+tens of microseconds: tables per set of rows, tensor maps per place in memory, kernels per head dim and group size.
+"""
+
+from __future__ import annotations
+
+import functools
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distca.kernels.cuda_driver import Arguments, Function, Module, TensorMap, compile_cubin, tensor_map
+from distca.kernels.hopper_tables import (
+    BLOCK_ROWS,
+    TILE_KEYS,
+    BackwardTables,
+    Capacity,
+    ForwardTables,
+    backward_tables,
+    forward_tables,
+    tokens_per_block,
+)
+from distca.kernels.interface import TaskRows
+
+SOURCES = Path(__file__).parent / "cuda"
+PANEL = 64  # columns that a tensor copy brings at once
+THREADS = 384
+SHARED_BYTES = 227 * 1024
+CALLS_KEPT = 512
+
+Heads = tuple[int, int]  # query heads, KV heads
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables of one set of rows for one number of heads, on the device at fixed addresses."""
+
+    capacity: Capacity
+    forward: torch.Tensor  # int32, see ForwardTables.pack
+    backward: torch.Tensor  # int32, see BackwardTables.pack
+    counters: torch.Tensor  # int32 [2], of forward and backward; zero between launches
+    num_blocks: int  # of queries in backward
+    forward_offsets: tuple[int, ...]  # of the tables' sections
+    backward_offsets: tuple[int, ...]
+
+    @classmethod
+    def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device) -> Tables:
+        forward, backward = _tables(rows, window, heads, device)
+        capacity = Capacity.fitting(forward, backward)
+        return cls(
+            capacity,
+            _pinned(forward.pack(capacity), device).to(device, non_blocking=True),
+            _pinned(backward.pack(capacity), device).to(device, non_blocking=True),
+            torch.zeros(2, dtype=torch.int32, device=device),
+            len(backward.blocks),
+            capacity.forward_offsets(),
+            capacity.backward_offsets(),
+        )
+
+    def refilled(self, rows: TaskRows, window: int | None, heads: Heads) -> Tables:
+        """The tables of other rows in the same buffers."""
+        device = self.forward.device
+        forward, backward = _tables(rows, window, heads, device)
+        reason = self.capacity.holds(forward, backward)
+        if reason is not None:
+            raise ValueError(f"these rows do not fit where others were prepared: {reason}")
+        self.forward.copy_(_pinned(forward.pack(self.capacity), device), non_blocking=True)
+        self.backward.copy_(_pinned(backward.pack(self.capacity), device), non_blocking=True)
+        return replace(self, num_blocks=len(backward.blocks))
+
+
+def run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: Tables,
+    window: int | None,
+    scale: float,
+) -> None:
+    """Fill the rows' places in out and lse."""
+    if tables.num_blocks == 0:
+        return
+    q, k, v = _copyable(q), _copyable(k), _copyable(v)
+    places = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    maps, kernel = _forward_call(
+        q.device, places, q.shape, k.shape, (q.stride(), k.stride(), v.stride()), window is not None
+    )
+    tiles_at, segments_at, _ = tables.forward_offsets
+    kernel.launch(
+        kernel.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
+        tiles_at, segments_at, k.shape[1], scale, window or 0,
+    )
+
+
+def run_backward(
+    saved: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    tables: Tables,
+    window: int | None,
+    scale: float,
+    deterministic: bool,
+) -> None:
+    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse."""
+    if tables.num_blocks == 0:
+        return
+    dout, q, k, v, out, lse = saved
+    dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+    dout, q, k, v = _copyable(dout), _copyable(q), _copyable(k), _copyable(v)
+    dq, dk, dv = gradients
+    (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
+    places = dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr()
+    strides = dout.stride(), q.stride(), k.stride(), v.stride()
+    maps, (before, main, after) = _backward_call(
+        q.device, places, q.shape, k.shape, strides, window is not None, deterministic
+    )
+    capturing = torch.cuda.is_current_stream_capturing()
+    num_blocks = (tables.capacity.blocks if capturing else tables.num_blocks) * kv_heads
+    num_numbers, num_zeros = num_q * heads, num_blocks * (BLOCK_ROWS * dim + (4 if deterministic else 0))
+    workspace = torch.empty(num_zeros + 2 * num_numbers, dtype=torch.float32, device=q.device)
+    dq_sum = workspace.data_ptr()
+    turns = dq_sum + 4 * num_blocks * BLOCK_ROWS * dim
+    lse_log2 = dq_sum + 4 * num_zeros
+    delta = lse_log2 + 4 * num_numbers
+    items_at, rows_at, blocks_at, _ = tables.backward_offsets
+    before.launch(
+        8 * before.num_sms, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
+        num_zeros // 4,
+    )
+    table = tables.backward.data_ptr()
+    main.launch(
+        main.num_sms, *maps, lse_log2, delta, dq_sum, turns, dk.data_ptr(), dv.data_ptr(), table,
+        tables.counters.data_ptr() + 4, items_at, rows_at, kv_heads, scale, window or 0,
+    )
+    after.launch(8 * after.num_sms, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    function: Function
+    arguments: Arguments
+    num_threads: int
+    device_index: int
+    num_sms: int
+
+    def launch(self, grid: int, *values: int | float | TensorMap) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        self.function.launch(grid, self.num_threads, stream, self.arguments.set(*values))
+
+
+def _launchers(
+    device: torch.device, source: str, defines: dict[str, int], kernels: dict[str, tuple[list[type], int, int]]
+) -> list[_Launcher]:
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", source))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    with torch.cuda.device(index):
+        module = Module(compile_cubin(text, f"distca/kernels/cuda/{source}", defines))
+        return [
+            _Launcher(module.function(name, shared), Arguments(types), num_threads, index, num_sms)
+            for name, (types, shared, num_threads) in kernels.items()
+        ]
+
+
+@functools.cache
+def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Launcher:
+    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
+    defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
+    return _launchers(device, "forward.cu", defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
+
+
+@functools.cache
+def _backward_kernels(
+    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool
+) -> list[_Launcher]:
+    defines = {"D": head_dim, "G": group, "WINDOWED": windowed, "DETERMINISTIC": deterministic}
+    main: list[type] = [TensorMap] * 8 + [c_void_p] * 8 + [c_int32] * 3 + [c_float, c_int32]
+    kernels: dict[str, tuple[list[type], int, int]] = {
+        "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
+        "attention_backward": (main, SHARED_BYTES, THREADS),
+        "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
+    }
+    return _launchers(device, "backward.cu", defines, kernels)
+
+
+@functools.lru_cache(maxsize=CALLS_KEPT)
+def _forward_call(
+    device: torch.device,
+    places: tuple[int, ...],
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    strides: tuple[tuple[int, ...], ...],
+    windowed: bool,
+) -> tuple[tuple[TensorMap, ...], _Launcher]:
+    """The tensor maps and the kernel for q, k, v in these places: layers and steps come back to the same ones."""
+    (q, k, v), (q_stride, k_stride, v_stride), kv_heads = places, strides, k_shape[1]
+    maps = (
+        _query_map(q, q_shape, q_stride, kv_heads),
+        _key_map(k, k_shape, k_stride),
+        _key_map(v, k_shape, v_stride),
+        _key_map(v, k_shape, v_stride, 1),
+    )
+    return maps, _forward_kernel(device, q_shape[2], q_shape[1] // kv_heads, windowed)
+
+
+@functools.lru_cache(maxsize=CALLS_KEPT)
+def _backward_call(
+    device: torch.device,
+    places: tuple[int, ...],
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    strides: tuple[tuple[int, ...], ...],
+    windowed: bool,
+    deterministic: bool,
+) -> tuple[tuple[TensorMap, ...], list[_Launcher]]:
+    """The same for dout, q, k, v."""
+    (dout, q, k, v), (dout_stride, q_stride, k_stride, v_stride), kv_heads = places, strides, k_shape[1]
+    maps = (
+        _query_map(q, q_shape, q_stride, kv_heads),
+        _query_map(q, q_shape, q_stride, kv_heads, 1),
+        _query_map(dout, q_shape, dout_stride, kv_heads),
+        _query_map(dout, q_shape, dout_stride, kv_heads, 1),
+        _key_map(k, k_shape, k_stride),
+        _key_map(k, k_shape, k_stride, 1),
+        _key_map(v, k_shape, v_stride),
+        _key_map(v, k_shape, v_stride, 1),
+    )
+    return maps, _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
+
+
+def _query_map(
+    place: int, shape: torch.Size, stride: tuple[int, ...], kv_heads: int, num_tokens: int | None = None
+) -> TensorMap:
+    """Blocks of [tokens, heads, dim] that hold all query heads of a KV head; or of single tokens."""
+    tokens, heads, dim = shape
+    group, head_bytes = heads // kv_heads, 2 * stride[1]
+    sizes, strides = (dim, group, kv_heads, tokens), (head_bytes, group * head_bytes, 2 * stride[0])
+    return tensor_map(place, sizes, strides, (PANEL, group, 1, num_tokens or tokens_per_block(group)))
+
+
+def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int = TILE_KEYS) -> TensorMap:
+    """Tiles of [tokens, kv_heads, dim] that hold one KV head."""
+    tokens, kv_heads, dim = shape
+    return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
+
+
+def _copyable(x: torch.Tensor) -> torch.Tensor:
+    """Tensor copies want whole heads, and everything at multiples of 16 bytes."""
+    token, head, number = x.stride()
+    fits = number == 1 and head % 8 == 0 and token % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _tables(
+    rows: TaskRows, window: int | None, heads: Heads, device: torch.device
+) -> tuple[ForwardTables, BackwardTables]:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    group, kv_heads = heads[0] // heads[1], heads[1]
+    return (forward_tables(rows, window, group, kv_heads, num_sms),
+            backward_tables(rows, window, group, kv_heads, num_sms))
+
+
+def _pinned(packed: np.ndarray, device: torch.device) -> torch.Tensor:
+    table = torch.from_numpy(packed)
+    return table.pin_memory() if device.type == "cuda" else table
