@@ -2,9 +2,12 @@
 
 TFLOP/s count 4 * pairs * heads * dim forward and 2.5 times that backward, pairs being those the causal mask leaves.
 Kernels are prepared once per batch, as they are once per plan. All kernels of a batch are measured in turns, in one
-run, and compared with each other's results on the same random numbers; rows hold medians. Shards of one document come
-twice: with its keys stored once for all of them, as a server stores them, and with keys of their own. `dense` is
-torch's own attention on the cuDNN backend, which takes one document only and is the yardstick for it.
+run, and compared with each other's results on the same random numbers; rows hold medians. On a GPU the host's own time
+for a call, until it returns with the device still at work, is measured apart.
+
+`dense` is torch's own attention on the cuDNN backend, every query head with keys of its own: the yardstick where rows
+are alike and share nothing. It takes documents as they are; shards before long prefixes it computes without a mask, and
+the pairs of that are counted.
 """
 
 from __future__ import annotations
@@ -13,99 +16,43 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
-import numpy as np
 import torch
+from attention_batches import Batch, batches, shard_lengths
+from attention_report import BASELINE, Failure, Result, draw_shard_lengths, of_peak, result_table, saturation
 from rich.console import Console
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import distca
-from distca.cost.work import attention_backward_flops, attention_flops, causal_pairs
-from distca.dispatch.build import build
-from distca.kernels import TaskRows, choose, kernel_named
-from distca.planning.greedy import balance
+from distca.cost.work import attention_backward_flops, attention_flops
+from distca.kernels import choose, kernel_named
 from distca.profiling import samples, versions
 from distca.spec import ModelShape, model_named
-from distca.workload.documents import sample_lengths
-from distca.workload.packing import pack
+from distca.workload.documents import Workload, read_source
 
 RESULTS = Path(__file__).parent / "results"
-GPU_KERNELS, CPU_KERNELS = ("varlen", "cudnn", "auto"), ("sdpa", "auto")
+GPU_KERNELS, CPU_KERNELS = ("varlen", "cudnn", "hopper", "auto", "dense"), ("sdpa", "auto", "dense")
+LEAST_OVER_BASELINE = 1.5  # where a goal counts as reached
+GOAL_MODEL, GOAL_DEVICE = "llama3-8b", "H200"
 ROUNDS = 2
+HOST_CALLS, LEAST_HOST_CALLS, HOST_BUDGET_SECONDS = 50, 5, 0.1
 CPU_SHRINK = 32  # batches are this much smaller on a CPU
-POOL_RANKS, POOL_TOKENS = 64, 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Task rows and the buffers they stand in."""
+class Runs:
+    """Two calls ready to be timed, and what they compute."""
 
-    name: str
-    rows: TaskRows
-    num_q: int
-    num_k: int
-
-    @property
-    def pairs(self) -> int:
-        rows = self.rows
-        return int(causal_pairs(rows.q_offset, rows.q_offset + rows.q_len, 0, rows.k_len).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One kernel on one batch."""
-
-    batch: str
-    kernel: str         # as asked for
-    runs: str           # as chosen
-    rows: int
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+    label: str
     pairs: int
-    forward_seconds: float
-    backward_seconds: float
-    forward_tflops: float
-    backward_tflops: float
-    spread: float       # slowest sample over fastest, the worse of forward and backward
-    difference: float   # largest relative difference of out and gradients from the batch's first kernel
-
-
-def batches(shrink: int) -> Iterator[Batch]:
-    for count, length in ((1, 32_768), (4, 8_192), (32, 1_024)):
-        yield documents(count, length // shrink)
-    for count, q_len in ((64, 128), (64, 512), (8, 4_096)):
-        for shared in (True, False):
-            yield shards(count, q_len // shrink, 16_384 // shrink, shared)
-    yield mixed(shrink)
-
-
-def documents(count: int, length: int) -> Batch:
-    return Batch(f"{count} of {length}", TaskRows.documents([length] * count), count * length, count * length)
-
-
-def shards(count: int, q_len: int, kv_len: int, shared: bool) -> Batch:
-    """Shards of q_len queries at the end of kv_len keys: all of the same keys, or each of its own."""
-    shard = np.arange(count)
-    k_begin = shard * 0 if shared else shard * kv_len
-    rows = TaskRows.aligned(shard * q_len, (shard + 1) * q_len, k_begin, k_begin + kv_len)
-    keys = "shared" if shared else "own"
-    return Batch(f"{count} x q={q_len} kv={kv_len}, {keys} keys", rows, count * q_len, int(rows.k_end.max()))
-
-
-def mixed(shrink: int) -> Batch:
-    """What the median server of a planned pool computes."""
-    tokens = POOL_TOKENS // shrink
-    longest = None if shrink == 1 else tokens
-    lengths = sample_lengths("prolong", POOL_RANKS * tokens, seed=0, max_document=longest)
-    plan = balance(pack(lengths, ranks=POOL_RANKS), model_named("llama3-8b"), tolerance=0.05)
-    moved = np.bincount(plan.tasks.server, weights=plan.tasks.home != plan.tasks.server, minlength=POOL_RANKS)
-    busy = np.lexsort((plan.work(), moved))
-    tables = build(plan, int(busy[POOL_RANKS // 2]))
-    rows = TaskRows(tables.q_begin, tables.q_end, tables.k_begin, tables.k_end, tables.q_offset)
-    return Batch(f"mixed: {len(rows)} tasks of a plan", rows, tables.queries.buffer_tokens, tables.keys.buffer_tokens)
+    difference: float | None
 
 
 class Inputs:
@@ -127,29 +74,30 @@ class Inputs:
         return worst
 
 
-Runs = tuple[Callable[[], object], Callable[[], object], list[torch.Tensor], str]  # forward, backward, results, kernel
-
-
 def kernel_runs(name: str, batch: Batch, inputs: Inputs) -> Runs:
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     kernel = choose(q.device, q.dtype, q.shape[-1], name=name)
     prepared = kernel.prepare(batch.rows, q.device)
     out, lse = kernel.forward(q, k, v, prepared)
     gradients = kernel.backward(dout, q, k, v, out, lse, prepared)
-    return (lambda: kernel.forward(q, k, v, prepared), lambda: kernel.backward(dout, q, k, v, out, lse, prepared),
-            [out, *gradients], kernel.name)
+    return Runs(lambda: kernel.forward(q, k, v, prepared),
+                lambda: kernel.backward(dout, q, k, v, out, lse, prepared),
+                kernel.name, batch.pairs, inputs.difference([out, *gradients]))
 
 
-def dense_runs(inputs: Inputs, backend: SDPBackend) -> Runs:
-    """torch's attention on a single document, every query head with keys of its own; backward without the forward."""
+def dense_runs(batch: Batch, inputs: Inputs, backend: SDPBackend) -> Runs:
+    """torch's attention, every query head with keys of its own; backward without the forward."""
+    assert batch.uniform is not None
+    count, q_len, kv_len = batch.uniform
     group = inputs.q.shape[1] // inputs.k.shape[1]
-    expanded = inputs.q, inputs.k.repeat_interleave(group, dim=1), inputs.v.repeat_interleave(group, dim=1)
-    q, k, v = (x.transpose(0, 1)[None].detach().requires_grad_() for x in expanded)  # [1, heads, tokens, dim]
-    dout = inputs.dout.transpose(0, 1)[None]
+    causal = q_len == kv_len
+    expanded = inputs.q, inputs.k.repeat_interleave(group, dim=1), inputs.v.repeat_interleave(group, dim=1), inputs.dout
+    q, k, v, dout = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in expanded)  # [count, heads, tokens, dim]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
 
     def forward() -> torch.Tensor:
         with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     def forward_alone() -> torch.Tensor:
         with torch.no_grad():
@@ -160,66 +108,106 @@ def dense_runs(inputs: Inputs, backend: SDPBackend) -> Runs:
     def backward() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    out_and_dq, dk_and_dv = (out.detach(), backward()[0]), backward()[1:]
-    results = [x[0].transpose(0, 1) for x in out_and_dq]
-    results += [x[0].transpose(0, 1).unflatten(1, (-1, group)).sum(dim=2, dtype=torch.float32) for x in dk_and_dv]
-    return forward_alone, backward, results, f"torch {backend.name.lower()}"
+    label = f"torch {backend.name.lower()}"
+    if not causal:
+        return Runs(forward_alone, backward, f"{label}, no mask", count * q_len * kv_len, None)
+    tensors = [x.transpose(1, 2).flatten(0, 1) for x in (out.detach(), *backward())]
+    tensors[2:] = (x.unflatten(1, (-1, group)).sum(dim=2, dtype=torch.float32) for x in tensors[2:])
+    return Runs(forward_alone, backward, label, batch.pairs, inputs.difference(tensors))
 
 
-def measure(batch: Batch, names: list[str], model: ModelShape, device: torch.device, budget: float) -> list[Result]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    inputs = Inputs(batch, model, device, dtype)
-    contestants: dict[str, Runs] = {name: kernel_runs(name, batch, inputs) for name in names}
-    if len(batch.rows) == 1:
-        backend = SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.FLASH_ATTENTION
-        contestants["dense"] = dense_runs(inputs, backend)
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
+def contestants(batch: Batch, names: Iterable[str], inputs: Inputs) -> tuple[dict[str, Runs], list[Failure]]:
+    """Every kernel that can compute the batch, after one run of it; a lost device ends it all."""
+    device = inputs.q.device
+    backend = SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.FLASH_ATTENTION
+    ready: dict[str, Runs] = {}
+    failures = []
+    for name in names:
+        if name == "dense" and batch.uniform is None:
+            continue
+        try:
+            ready[name] = (dense_runs(batch, inputs, backend) if name == "dense" else kernel_runs(name, batch, inputs))
+        except Exception as problem:  # cuDNN's have no base of their own
+            reason = str(problem).strip().split("\n")[0]
+            failures.append(Failure(batch.name, name, f"{type(problem).__name__}: {reason}"))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    return ready, failures
+
+
+def host_seconds(run: Callable[[], object], device: torch.device, run_seconds: float) -> float | None:
+    """Median until `run` returns, calls in a row: the device is busy with those before, as it is in training."""
+    if device.type != "cuda":
+        return None
+    seconds: list[float] = []
+    torch.cuda.synchronize()
+    for _ in range(min(HOST_CALLS, max(LEAST_HOST_CALLS, int(HOST_BUDGET_SECONDS / run_seconds)))):
+        start = perf_counter()
+        run()
+        seconds.append(perf_counter() - start)
+    torch.cuda.synchronize()
+    return median(seconds)
+
+
+def measure(
+    batch: Batch, names: Iterable[str], model: ModelShape, device: torch.device, budget: float, aims: bool = False
+) -> tuple[list[Result], list[Failure]]:
+    """`aims` says whether the batch's goal is for this model and device."""
+    inputs = Inputs(batch, model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    ready, failures = contestants(batch, names, inputs)
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(ROUNDS):
-        for name, (forward, backward, _, _) in contestants.items():
-            times[name][0].extend(samples(forward, device, budget_seconds=budget, least=3, most=100))
-            times[name][1].extend(samples(backward, device, budget_seconds=budget, least=3, most=100))
+        for name, runs in ready.items():
+            times[name][0].extend(samples(runs.forward, device, budget_seconds=budget, least=3, most=100))
+            times[name][1].extend(samples(runs.backward, device, budget_seconds=budget, least=3, most=100))
+    rates = {
+        name: (float(attention_flops(runs.pairs, model)) / median(times[name][0]) / 1e12,
+               float(attention_backward_flops(runs.pairs, model)) / median(times[name][1]) / 1e12)
+        for name, runs in ready.items()}
     results = []
-    for name, (_, _, tensors, runs) in contestants.items():
-        forward_seconds, backward_seconds = (median(seconds) for seconds in times[name])
+    for name, runs in ready.items():
+        goal = batch.goal if aims and name != "dense" else None
+        ratio = [rates[name][way] / rates[BASELINE][way] if BASELINE in rates else None for way in (0, 1)]
+        reached = [None if goal is None else rates[name][way] >= goal[way]
+                   and (ratio[way] is None or ratio[way] >= LEAST_OVER_BASELINE) for way in (0, 1)]
         results.append(Result(
             batch=batch.name,
             kernel=name,
-            runs=runs,
+            runs=runs.label,
             rows=len(batch.rows),
-            pairs=batch.pairs,
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
-            forward_tflops=attention_flops(batch.pairs, model) / forward_seconds / 1e12,
-            backward_tflops=attention_backward_flops(batch.pairs, model) / backward_seconds / 1e12,
+            pairs=runs.pairs,
+            forward_seconds=median(times[name][0]),
+            backward_seconds=median(times[name][1]),
+            forward_tflops=rates[name][0],
+            backward_tflops=rates[name][1],
+            forward_over_varlen=ratio[0],
+            backward_over_varlen=ratio[1],
+            forward_goal=goal and goal[0],
+            backward_goal=goal and goal[1],
+            forward_reached=reached[0],
+            backward_reached=reached[1],
+            forward_host_seconds=host_seconds(runs.forward, device, median(times[name][0])),
+            backward_host_seconds=host_seconds(runs.backward, device, median(times[name][1])),
             spread=max(max(seconds) / min(seconds) for seconds in times[name]),
-            difference=inputs.difference(tensors),
+            difference=runs.difference,
         ))
-    return results
+    return results, failures
 
 
-def fitting(names: tuple[str, ...], model: ModelShape, device: torch.device, console: Console) -> list[str]:
+def fitting(names: Iterable[str], model: ModelShape, device: torch.device, console: Console) -> list[str]:
     """The kernels that run here; says why others do not."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     fit = []
     for name in names:
-        reason = None if name == "auto" else kernel_named(name).supports(device, dtype, model.head_dim, None)
+        reason = None if name in ("auto", "dense") else kernel_named(name).supports(device, dtype, model.head_dim, None)
         if reason is None:
             fit.append(name)
         else:
             console.print(f"without {name}: {reason}")
+    if not fit:
+        raise ValueError(f"kernels is {', '.join(names)}, of which none runs on {device}; give others")
     return fit
-
-
-def result_table(results: list[Result]) -> Table:
-    table = Table(title="TFLOP/s", title_justify="left")
-    for title in ("batch", "kernel", "runs", "forward", "backward", "fwd ms", "bwd ms", "spread", "difference"):
-        left = title in ("batch", "kernel", "runs")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    for row in results:
-        table.add_row(row.batch, row.kernel, row.runs, f"{row.forward_tflops:.3g}", f"{row.backward_tflops:.3g}",
-                      f"{row.forward_seconds * 1e3:.2f}", f"{row.backward_seconds * 1e3:.2f}", f"{row.spread:.2f}",
-                      f"{row.difference:.1e}")
-    return table
 
 
 def host_facts(device: torch.device) -> dict[str, object]:
@@ -232,9 +220,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure attention kernels on the batches of attention servers.")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--kernels", help=f"names with commas; default {','.join(GPU_KERNELS)} on a GPU")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only batches whose name holds this")
+    parser.add_argument("--workload", type=Path, help="plan the pool of this workload file instead of a sampled one")
+    parser.add_argument("--shard-lengths", action="store_true",
+                        help="instead: shards of 16 to 4096 queries with 16K keys of their own, and a plot of them")
     parser.add_argument("--shrink", type=int, help=f"divide all lengths by this; 1 on a GPU, {CPU_SHRINK} on a CPU")
     parser.add_argument("--quick", action="store_true", help="few samples")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/attention_<device>.json")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/attention_<device>.json, or "
+                        "attention_shards_<device>.json; with --only or --kernels none is written unless named here")
     return parser.parse_args()
 
 
@@ -247,28 +241,60 @@ def run(options: argparse.Namespace, console: Console) -> None:
     shrink = options.shrink or (1 if use_gpu else CPU_SHRINK)
     if not 1 <= shrink <= 64:
         raise ValueError(f"shrink is {shrink}; give 1 to 64")
-    names = fitting(GPU_KERNELS if use_gpu else CPU_KERNELS, model, device, console)
-    torch.manual_seed(0)
-    results: list[Result] = []
-    for batch in batches(shrink):
-        print(f"{batch.name} ...", file=sys.stderr, flush=True)
-        results += measure(batch, names, model, device, 0.02 if options.quick else 0.15)
-        if use_gpu:
-            torch.cuda.empty_cache()
+    asked = options.kernels.split(",") if options.kernels else GPU_KERNELS if use_gpu else CPU_KERNELS
+    if options.shard_lengths and not options.kernels:
+        asked = [name for name in asked if name not in ("auto", "dense")]
+    names = fitting(asked, model, device, console)
+    workload = workload_file(options.workload) if options.workload else None
     facts = host_facts(device)
     label = "".join(c if c.isalnum() else "_" for c in str(facts["device"]).lower())
-    output = options.output or RESULTS / f"attention_{label}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"host": facts, "settings": {"model": model.name, "shrink": shrink, "quick": options.quick},
-               "rows": [asdict(result) for result in results]}
-    output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    output = options.output
+    if output is None and not options.only and not options.kernels:
+        output = RESULTS / f"attention_{'shards_' if options.shard_lengths else ''}{label}.json"
+    content = {"host": facts, "settings": {"model": model.name, "shrink": shrink, "quick": options.quick,
+                                           "workload": workload.name if workload else "sampled"}}
+    aims = shrink == 1 and model.name == GOAL_MODEL and GOAL_DEVICE in str(facts["device"])
+    torch.manual_seed(0)
+    results: list[Result] = []
+    failures: list[Failure] = []
+    lengths: dict[str, tuple[int, int]] = {}
+    for batch in shard_lengths(shrink) if options.shard_lengths else batches(shrink, workload):
+        if options.only not in batch.name:
+            continue
+        print(f"{batch.name} ...", file=sys.stderr, flush=True)
+        measured, failed = measure(batch, names, model, device, 0.02 if options.quick else 0.15, aims)
+        for failure in failed:
+            console.print(f"{failure.kernel} does not compute {failure.batch}: {failure.reason}")
+        results, failures = results + measured, failures + failed
+        lengths[batch.name] = int(batch.rows.q_len[0]), int(batch.rows.k_len[0])
+        if use_gpu:
+            torch.cuda.empty_cache()
+        if output is not None:  # after every batch: what was measured stays, whatever happens to the next
+            rows = of_peak(results, lengths) if options.shard_lengths else [asdict(result) for result in results]
+            text = json.dumps({**content, "rows": rows, "failures": [asdict(f) for f in failures]}, indent=1)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(text + "\n", encoding="utf-8")
+    if not results:
+        raise ValueError(f"only is {options.only!r} and nothing was measured; leave it out to see all batches")
     console.print(result_table(results))
-    console.print(f"Written to {output}.")
+    if options.shard_lengths:
+        console.print(*saturation(of_peak(results, lengths)), sep="\n")
+    if output is not None:
+        console.print(f"Written to {output}.")
+        if options.shard_lengths:
+            console.print(draw_shard_lengths(output))
+
+
+def workload_file(path: Path) -> Workload:
+    workload = read_source(path)
+    if not isinstance(workload, Workload):
+        raise ValueError(f"{path}: a list of lengths; give a workload file with ranks and sequences")
+    return workload
 
 
 if __name__ == "__main__":
     screen = Console()
     try:
-        run(arguments(), screen if screen.is_terminal else Console(width=150))
+        run(arguments(), screen if screen.is_terminal else Console(width=220))
     except (ValueError, OSError) as problem:
         sys.exit(f"attention.py: error: {problem}")

@@ -1,5 +1,6 @@
 """The kernel and runtime benchmarks run, count pairs as the mask does, and write what they print."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import distca
 from distca.spec import model_named
 
 ROOT = Path(distca.__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))                     # attention.py imports its siblings
 
 
 def load(name):
@@ -30,6 +32,11 @@ def attention():
 
 
 @pytest.fixture(scope="module")
+def batches():
+    return load("attention_batches")
+
+
+@pytest.fixture(scope="module")
 def runtime():
     return load("runtime")
 
@@ -41,24 +48,54 @@ def pairs_one_by_one(rows):
                for i in range(q_end - q_begin))
 
 
-def test_batches_count_the_pairs_of_their_rows(attention):
-    batches = list(attention.batches(64))
-    assert len({batch.name for batch in batches}) == len(batches) == 10
-    for batch in batches:
+def test_batches_count_the_pairs_of_their_rows(batches):
+    tables = list(batches.batches(64))
+    assert len({batch.name for batch in tables}) == len(tables) == 11
+    for batch in (*tables, *batches.shard_lengths(64)):
         assert batch.pairs == pairs_one_by_one(batch.rows) > 0
         assert batch.rows.q_end.max() == batch.num_q and batch.rows.k_end.max() == batch.num_k
-    shared, own = attention.shards(4, 8, 64, True), attention.shards(4, 8, 64, False)
+        if batch.uniform is not None:
+            count, q_len, kv_len = batch.uniform
+            assert (count * q_len, count * kv_len) == (batch.num_q, batch.num_k)
+    shared, own = batches.shards(4, 8, 64, True), batches.shards(4, 8, 64, False)
     assert shared.pairs == own.pairs and (shared.num_k, own.num_k) == (64, 256)
 
 
-def test_kernels_are_measured_against_each_other(attention):
-    results = attention.measure(attention.documents(1, 96), ["sdpa", "auto"], model_named("tiny"), torch.device("cpu"),
-                                1e-3)
-    assert [row.kernel for row in results] == ["sdpa", "auto", "dense"]
+def test_the_plans_servers_are_the_median_and_the_most_fragmented(batches):
+    plan = batches.sampled_plan(1024)
+    num_rows = sorted(len(plan.tasks.take(plan.tasks.server == server)) for server in range(plan.num_servers))
+    median, most = batches.servers(plan)
+    assert len(most.rows) == num_rows[-1] > len(median.rows) == num_rows[len(num_rows) // 2]
+
+
+def test_kernels_are_measured_against_each_other(attention, batches):
+    results, failures = attention.measure(batches.documents(1, 96), ["sdpa", "auto", "dense"], model_named("tiny"),
+                                          torch.device("cpu"), 1e-3)
+    assert [row.kernel for row in results] == ["sdpa", "auto", "dense"] and not failures
     for row in results:
         assert row.pairs == 96 * 97 // 2 and row.difference < 1e-5
         assert row.forward_tflops == pytest.approx(4 * row.pairs * 8 * 32 / row.forward_seconds / 1e12)
         assert row.backward_tflops == pytest.approx(10 * row.pairs * 8 * 32 / row.backward_seconds / 1e12)
+
+
+def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention, batches):
+    results, failures = attention.measure(batches.shards(2, 8, 32, True), ["varlen", "sdpa", "dense"],
+                                          model_named("tiny"), torch.device("cpu"), 1e-3)
+    assert [row.kernel for row in results] == ["sdpa"]           # dense takes no rows that share keys
+    assert [failure.kernel for failure in failures] == ["varlen"] and "FlashAttention needs" in failures[0].reason
+    assert results[0].forward_over_varlen is None and results[0].forward_host_seconds is None
+
+
+def test_goals_count_only_where_they_are_meant(attention, batches, monkeypatch):
+    monkeypatch.setattr(attention, "BASELINE", "sdpa")
+    cpu, tiny, batch = torch.device("cpu"), model_named("tiny"), batches.documents(2, 64)
+    easy, hard = (dataclasses.replace(batch, goal=(goal, goal)) for goal in (1e-9, 1e9))
+    for goal, least, reached in ((easy, 0.0, True), (hard, 0.0, False), (easy, 1e9, False)):
+        monkeypatch.setattr(attention, "LEAST_OVER_BASELINE", least)
+        (row,), _ = attention.measure(goal, ["sdpa"], tiny, cpu, 1e-3, aims=True)
+        assert (row.forward_reached, row.backward_reached, row.forward_over_varlen) == (reached, reached, 1.0)
+    (row,), _ = attention.measure(easy, ["sdpa"], tiny, cpu, 1e-3)
+    assert row.forward_goal is None and row.forward_reached is None
 
 
 def test_tables_are_timed_and_nothing_is_stored_twice(runtime):

@@ -1,7 +1,7 @@
 """Attention kernels behind one interface, and the choice among them.
 
-`choose` takes "auto", which is the fastest kernel that fits the device and says so once, or a kernel's name, which
-either fits or is refused with the reason: nothing falls back in silence.
+`choose` takes "auto", which is the kernel that was measured fastest on this kind of device (ranking.py) among those
+that fit, and says so once; or a kernel's name, which fits or is refused with the reason: nothing falls back in silence.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from distca.kernels.cudnn import CudnnKernel
 from distca.kernels.dense import DenseKernel, dense_attention
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import Kernel, TaskRows, merge
+from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
 from distca.kernels.varlen import VarlenKernel
 
 __all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
 
-_FASTEST_FIRST: tuple[Kernel, ...] = (HopperKernel(), CudnnKernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
+_KERNELS: tuple[Kernel, ...] = (HopperKernel(), CudnnKernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
 _announced: set[str] = set()
 
 
 def kernel_named(name: str) -> Kernel:
     """The kernel of this name, whether or not it fits this machine."""
-    for kernel in _FASTEST_FIRST:
+    for kernel in _KERNELS:
         if kernel.name == name:
             return kernel
-    names = ", ".join(kernel.name for kernel in _FASTEST_FIRST)
+    names = ", ".join(kernel.name for kernel in _KERNELS)
     raise ValueError(f"kernel={name!r} is unknown; give auto or one of {names}")
 
 
@@ -44,7 +45,7 @@ def choose(
             raise ValueError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
         return kernel
     refused: list[str] = []
-    for kernel in _FASTEST_FIRST:
+    for kernel in fastest_first(_KERNELS, device, dtype, head_dim, window):
         reason = kernel.supports(device, dtype, head_dim, window)
         if reason is None:
             _announce(kernel, device, dtype, head_dim, window, refused)

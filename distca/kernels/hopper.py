@@ -17,8 +17,16 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import Heads, Tables, run_backward, run_forward
-from distca.kernels.interface import TaskRows, check_inputs, joined, query_disjoint, softmax_scale, visible
+from distca.kernels.hopper_launch import Heads, Tables, run_backward, run_forward, tables_of
+from distca.kernels.interface import (
+    TaskRows,
+    accumulation_dtype,
+    check_inputs,
+    joined,
+    query_disjoint,
+    softmax_scale,
+    visible,
+)
 
 HEAD_DIMS = (64, 128)
 
@@ -34,14 +42,19 @@ class Prepared:
         self.take(rows)
 
     def take(self, rows: TaskRows) -> None:
-        self.rows, self.inside = rows, joined(visible(rows, self.window), self.window)
-        self.covered = {
-            "q": _covered(self.inside.q_begin, self.inside.q_end), "k": _covered(self.inside.k_begin, self.inside.k_end)
-        }
+        inside = joined(visible(rows, self.window), self.window)
+        filled = {}
+        for heads, tables in self.by_heads.items():
+            filled[heads] = tables_of(inside, self.window, heads, self.device)
+            reason = tables.capacity.holds(*filled[heads])
+            if reason is not None:
+                raise ValueError(f"these rows do not fit where others were prepared: {reason}")
+        for heads, content in filled.items():
+            self.by_heads[heads] = self.by_heads[heads].refilled(*content)
+        self.rows, self.inside = rows, inside
+        self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
         self.checked: set[tuple[object, ...]] = set()
         self.parts: list[Prepared] | None = None
-        for heads, tables in self.by_heads.items():
-            self.by_heads[heads] = tables.refilled(self.inside, self.window, heads)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """check_inputs, once for tensors of the same shapes."""
@@ -50,9 +63,11 @@ class Prepared:
             check_inputs(q, k, v, self.rows)
             self.checked.add(key)
 
-    def tables(self, q: torch.Tensor, k: torch.Tensor) -> Tables:
+    def tables(self, q: torch.Tensor, k: torch.Tensor, capturing: bool) -> Tables:
         heads = q.shape[1], k.shape[1]
         if heads not in self.by_heads:
+            if capturing:
+                raise ValueError(f"rows have no tables for {heads} heads yet; run once before capturing a CUDA graph")
             self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device)
         return self.by_heads[heads]
 
@@ -62,11 +77,6 @@ class Prepared:
             groups = query_disjoint(self.inside)
             self.parts = [self] if len(groups) <= 1 else [Prepared(g, self.device, self.window) for g in groups]
         return self.parts
-
-    def fills(self, side: str, num_tokens: int) -> bool:
-        """Whether every token of the buffer is written, whatever rows a captured graph replays with."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return not capturing and self.covered[side] == num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +112,15 @@ class HopperKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Prepared, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         prepared.check(q, k, v)
+        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        if not prepared.fills("q", q.shape[0]):
+        lse = torch.empty(q.shape[:2], dtype=accumulation_dtype(q.dtype), device=q.device)
+        if capturing or prepared.covered["q"] < q.shape[0]:  # a graph is replayed with other rows
             out.zero_()
             lse.fill_(-torch.inf)
-        tables = prepared.tables(q, k)
-        run_forward(q, k, v, out, lse, tables, prepared.window, _positive(softmax_scale(q, scale)))
+        tables = prepared.tables(q, k, capturing)
+        if tables.num_blocks or capturing:
+            run_forward(q, k, v, out, lse, tables, prepared.window, scale)
         return out, lse
 
     def backward(
@@ -128,7 +140,11 @@ class HopperKernel:
         parts = prepared.in_turns() if deterministic else [prepared]
         if len(parts) == 1:
             return _gradients(saved, parts[0], scale, deterministic)
-        sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        if _capturing(q):
+            raise ValueError("deterministic gradients of rows that share queries cannot be captured in a CUDA graph; "
+                             "turn torch.use_deterministic_algorithms off")
+        wide = accumulation_dtype(q.dtype)
+        sums = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
         for part in parts:
             for total, gradient in zip(sums, _gradients(saved, part, scale, deterministic), strict=True):
                 total += gradient
@@ -140,15 +156,22 @@ def _gradients(
     saved: tuple[torch.Tensor, ...], prepared: Prepared, scale: float, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _, q, k, v, _, _ = saved
+    capturing = _capturing(q)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not prepared.fills("q", q.shape[0]):
+    if capturing or prepared.covered["q"] < q.shape[0]:
         dq.zero_()
-    if not prepared.fills("k", k.shape[0]):
+    if capturing or prepared.covered["k"] < k.shape[0]:
         dk.zero_()
         dv.zero_()
-    tables = prepared.tables(q, k)
-    run_backward(saved, (dq, dk, dv), tables, prepared.window, scale, deterministic)
+    tables = prepared.tables(q, k, capturing)
+    if tables.num_blocks or capturing:
+        num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
+        run_backward(saved, (dq, dk, dv), tables, num_blocks, prepared.window, scale, deterministic)
     return dq, dk, dv
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _covered(begin: np.ndarray, end: np.ndarray) -> int:

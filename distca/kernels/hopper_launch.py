@@ -7,6 +7,7 @@ tens of microseconds: tables per set of rows, tensor maps per place in memory, k
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from distca.kernels.hopper_tables import (
 from distca.kernels.interface import TaskRows
 
 SOURCES = Path(__file__).parent / "cuda"
+FORWARD = ("common.cuh", "forward.cu")
+BACKWARD = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
 PANEL = 64  # columns that a tensor copy brings at once
 THREADS = 384
 SHARED_BYTES = 227 * 1024
@@ -50,7 +53,7 @@ class Tables:
 
     @classmethod
     def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device) -> Tables:
-        forward, backward = _tables(rows, window, heads, device)
+        forward, backward = tables_of(rows, window, heads, device)
         capacity = Capacity.fitting(forward, backward)
         return cls(
             capacity,
@@ -62,15 +65,10 @@ class Tables:
             capacity.backward_offsets(),
         )
 
-    def refilled(self, rows: TaskRows, window: int | None, heads: Heads) -> Tables:
-        """The tables of other rows in the same buffers."""
-        device = self.forward.device
-        forward, backward = _tables(rows, window, heads, device)
-        reason = self.capacity.holds(forward, backward)
-        if reason is not None:
-            raise ValueError(f"these rows do not fit where others were prepared: {reason}")
-        self.forward.copy_(_pinned(forward.pack(self.capacity), device), non_blocking=True)
-        self.backward.copy_(_pinned(backward.pack(self.capacity), device), non_blocking=True)
+    def refilled(self, forward: ForwardTables, backward: BackwardTables) -> Tables:
+        """Other rows' tables, which must fit, in the same buffers."""
+        for buffer, tables in ((self.forward, forward), (self.backward, backward)):
+            buffer.copy_(_pinned(tables.pack(self.capacity), buffer.device), non_blocking=True)
         return replace(self, num_blocks=len(backward.blocks))
 
 
@@ -85,13 +83,14 @@ def run_forward(
     scale: float,
 ) -> None:
     """Fill the rows' places in out and lse."""
-    if tables.num_blocks == 0:
-        return
-    q, k, v = _copyable(q), _copyable(k), _copyable(v)
-    places = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    maps, kernel = _forward_call(
-        q.device, places, q.shape, k.shape, (q.stride(), k.stride(), v.stride()), window is not None
+    call = _forward_call(
+        q.device, q.shape, k.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), v.stride(),
+        window is not None,
     )
+    if call is None:
+        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, window, scale)
+        return
+    maps, kernel = call
     tiles_at, segments_at, _ = tables.forward_offsets
     kernel.launch(
         kernel.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
@@ -103,30 +102,31 @@ def run_backward(
     saved: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
     tables: Tables,
+    num_blocks: int,
     window: int | None,
     scale: float,
     deterministic: bool,
 ) -> None:
-    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse."""
-    if tables.num_blocks == 0:
-        return
+    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks."""
     dout, q, k, v, out, lse = saved
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-    dout, q, k, v = _copyable(dout), _copyable(q), _copyable(k), _copyable(v)
+    call = _backward_call(
+        q.device, q.shape, k.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.stride(),
+        q.stride(), k.stride(), v.stride(), window is not None, deterministic,
+    )
+    if call is None:
+        saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
+        run_backward(saved, gradients, tables, num_blocks, window, scale, deterministic)
+        return
+    maps, (before, main, after) = call
     dq, dk, dv = gradients
     (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
-    places = dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr()
-    strides = dout.stride(), q.stride(), k.stride(), v.stride()
-    maps, (before, main, after) = _backward_call(
-        q.device, places, q.shape, k.shape, strides, window is not None, deterministic
-    )
-    capturing = torch.cuda.is_current_stream_capturing()
-    num_blocks = (tables.capacity.blocks if capturing else tables.num_blocks) * kv_heads
-    num_numbers, num_zeros = num_q * heads, num_blocks * (BLOCK_ROWS * dim + (4 if deterministic else 0))
+    num_numbers = num_q * heads
+    num_sums = num_blocks * kv_heads * BLOCK_ROWS * dim
+    num_zeros = num_sums + (4 * num_blocks * kv_heads if deterministic else 0)
     workspace = torch.empty(num_zeros + 2 * num_numbers, dtype=torch.float32, device=q.device)
     dq_sum = workspace.data_ptr()
-    turns = dq_sum + 4 * num_blocks * BLOCK_ROWS * dim
-    lse_log2 = dq_sum + 4 * num_zeros
+    turns, lse_log2 = dq_sum + 4 * num_sums, dq_sum + 4 * num_zeros
     delta = lse_log2 + 4 * num_numbers
     items_at, rows_at, blocks_at, _ = tables.backward_offsets
     before.launch(
@@ -155,13 +155,16 @@ class _Launcher:
 
 
 def _launchers(
-    device: torch.device, source: str, defines: dict[str, int], kernels: dict[str, tuple[list[type], int, int]]
+    device: torch.device,
+    sources: Sequence[str],
+    defines: dict[str, int],
+    kernels: dict[str, tuple[list[type], int, int]],
 ) -> list[_Launcher]:
-    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", source))
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in sources)
     index = torch.cuda.current_device() if device.index is None else device.index
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
     with torch.cuda.device(index):
-        module = Module(compile_cubin(text, f"distca/kernels/cuda/{source}", defines))
+        module = Module(compile_cubin(text, f"distca/kernels/cuda/{sources[-1]}", defines))
         return [
             _Launcher(module.function(name, shared), Arguments(types), num_threads, index, num_sms)
             for name, (types, shared, num_threads) in kernels.items()
@@ -172,7 +175,7 @@ def _launchers(
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Launcher:
     types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
     defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
-    return _launchers(device, "forward.cu", defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
+    return _launchers(device, FORWARD, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
 
 
 @functools.cache
@@ -186,20 +189,32 @@ def _backward_kernels(
         "attention_backward": (main, SHARED_BYTES, THREADS),
         "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
     }
-    return _launchers(device, "backward.cu", defines, kernels)
+    return _launchers(device, BACKWARD, defines, kernels)
+
+
+Stride = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=CALLS_KEPT)
 def _forward_call(
     device: torch.device,
-    places: tuple[int, ...],
     q_shape: torch.Size,
     k_shape: torch.Size,
-    strides: tuple[tuple[int, ...], ...],
+    q: int,
+    k: int,
+    v: int,
+    q_stride: Stride,
+    k_stride: Stride,
+    v_stride: Stride,
     windowed: bool,
-) -> tuple[tuple[TensorMap, ...], _Launcher]:
-    """The tensor maps and the kernel for q, k, v in these places: layers and steps come back to the same ones."""
-    (q, k, v), (q_stride, k_stride, v_stride), kv_heads = places, strides, k_shape[1]
+) -> tuple[tuple[TensorMap, ...], _Launcher] | None:
+    """The tensor maps and the kernel for q, k, v in these places: layers and steps come back to the same ones.
+
+    None where a tensor cannot be mapped as it lies.
+    """
+    if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
+        return None
+    kv_heads = k_shape[1]
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads),
         _key_map(k, k_shape, k_stride),
@@ -212,15 +227,24 @@ def _forward_call(
 @functools.lru_cache(maxsize=CALLS_KEPT)
 def _backward_call(
     device: torch.device,
-    places: tuple[int, ...],
     q_shape: torch.Size,
     k_shape: torch.Size,
-    strides: tuple[tuple[int, ...], ...],
+    dout: int,
+    q: int,
+    k: int,
+    v: int,
+    dout_stride: Stride,
+    q_stride: Stride,
+    k_stride: Stride,
+    v_stride: Stride,
     windowed: bool,
     deterministic: bool,
-) -> tuple[tuple[TensorMap, ...], list[_Launcher]]:
+) -> tuple[tuple[TensorMap, ...], list[_Launcher]] | None:
     """The same for dout, q, k, v."""
-    (dout, q, k, v), (dout_stride, q_stride, k_stride, v_stride), kv_heads = places, strides, k_shape[1]
+    places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
+    if not all(_mappable(place, stride) for place, stride in places):
+        return None
+    kv_heads = k_shape[1]
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads),
         _query_map(q, q_shape, q_stride, kv_heads, 1),
@@ -232,6 +256,15 @@ def _backward_call(
         _key_map(v, k_shape, v_stride, 1),
     )
     return maps, _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
+
+
+def _mappable(place: int, stride: Stride) -> bool:
+    """Tensor copies want whole heads, and everything at multiples of 16 bytes."""
+    return place % 16 == 0 and stride[2] == 1 and stride[1] % 8 == 0 and stride[0] % 8 == 0
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _query_map(
@@ -250,14 +283,7 @@ def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens:
     return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
 
 
-def _copyable(x: torch.Tensor) -> torch.Tensor:
-    """Tensor copies want whole heads, and everything at multiples of 16 bytes."""
-    token, head, number = x.stride()
-    fits = number == 1 and head % 8 == 0 and token % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def _tables(
+def tables_of(
     rows: TaskRows, window: int | None, heads: Heads, device: torch.device
 ) -> tuple[ForwardTables, BackwardTables]:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

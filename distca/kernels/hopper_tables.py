@@ -138,7 +138,7 @@ def forward_tables(
     k_begin = cut.k_begin[segment]
     steps = _ceil_div(hi - k_begin, TILE_KEYS) - (lo - k_begin) // TILE_KEYS
     num_steps = np.add.reduceat(steps, np.flatnonzero(number == 0))
-    order = np.argsort(-_length_class(num_steps, kv_heads, num_sms), kind="stable")
+    order = np.argsort(-_length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms), kind="stable")
     return ForwardTables(
         _table((q_first, q_count, num_steps, segment_begin[piece]), order),
         _table((cut.k_begin, cut.k_end, cut.shift, np.zeros_like(cut.shift))),
@@ -177,7 +177,7 @@ def backward_tables(
     row_count = np.bincount(region, minlength=len(region_begin))
     row_begin = np.cumsum(row_count) - row_count                 # [regions]
     least = _least_so_far(num_blocks, item_region)
-    item_order = np.argsort(-_length_class(least, kv_heads, num_sms), kind="stable")
+    item_order = np.argsort(-_length_class(least, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
     nothing = np.zeros_like(cut.shift)
     return BackwardTables(
         _table((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
@@ -239,13 +239,13 @@ def _least_so_far(value: np.ndarray, region: np.ndarray) -> np.ndarray:
     return np.minimum.accumulate(value - drop) + drop
 
 
-def _length_class(length: np.ndarray, kv_heads: int, num_sms: int) -> np.ndarray:
+def _length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
     """Lengths in sixteenths of what one multiprocessor computes in all.
 
     The longest classes come first, so that no multiprocessor is left with a long item at the end. Inside a class items
     stay in their own order: side by side with those that read the same keys or add to the same queries, in the cache.
     """
-    return length * 16 * num_sms // max(1, kv_heads * int(length.sum()))
+    return length * 16 * num_sms // max(1, total)
 
 
 def _heads_outer(length: np.ndarray, num_sms: int) -> bool:

@@ -1,12 +1,18 @@
 """The Hopper kernel's walk through its packed tables, one matrix tile at a time, in plain Python.
 
-Each function reads the flat int32 array alone, as a launch does, and yields what the kernel multiplies next.
+The walks read the flat int32 array alone, as a launch does, and yield what the kernel multiplies next. The launches
+stand in for the kernel's on any device and in any dtype: they compute along the walks, sum where the kernel sums, and
+refuse to write a place twice or to wait for a turn that cannot come.
 """
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 
 import numpy as np
+import torch
 
+from distca.kernels.hopper_launch import Tables
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS, Capacity
 
 
@@ -77,3 +83,97 @@ def walk_backward(
                 yield head, k_first, k_count, block_base + b, q_first, q_count, k_begin, k_end, shift
             num_blocks -= max(0, b1 + 1 - b0)
         assert num_blocks == 0, "an item ends inside a row"
+
+
+def turn(k_first: int, q_first: int, k_begin: int, shift: int, window: int | None) -> int:
+    """How many key tiles add to a block before the one at k_first, where no query stands in two rows."""
+    lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
+    return -(-max(0, k_first - lo) // TILE_KEYS)
+
+
+def seen(q: slice, keys: torch.Tensor, shift: int, window: int | None) -> torch.Tensor:
+    distance = torch.arange(q.start, q.stop)[:, None] + shift - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def write_once(place: torch.Tensor, value: torch.Tensor, written: torch.Tensor) -> None:
+    assert not written.any(), "two work items write to the same place"
+    written.fill_(True)
+    place.copy_(value)
+
+
+def launch_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: Tables,
+    window: int | None,
+    scale: float,
+) -> None:
+    """hopper_launch.run_forward, with an online softmax over the steps of a tile."""
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    q, k, v = (x.to(lse.dtype) for x in (q, k, v))
+    written = torch.zeros(q.shape[:2], dtype=torch.bool)
+    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window)
+    for (head, q_first, q_count), steps in groupby(walk, key=lambda step: step[:3]):
+        queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
+        top = lse.new_full((q_count, group), -torch.inf)
+        total, acc = torch.zeros_like(top), lse.new_zeros((q_count, group, q.shape[2]))
+        for *_, k_lo, k_hi, shift in steps:
+            hidden = ~seen(queries, torch.arange(k_lo, k_hi), shift, window)[:, None]
+            scores = torch.einsum("qhd,kd->qhk", q[queries, heads], k[k_lo:k_hi, head]) * scale
+            scores = scores.masked_fill(hidden, -torch.inf)
+            higher = torch.maximum(top, scores.amax(dim=-1))
+            finite = higher.masked_fill(higher == -torch.inf, 0.0)
+            p, less = torch.exp(scores - finite[..., None]), torch.exp(top - finite)
+            total, top = total * less + p.sum(dim=-1), higher
+            acc = acc * less[..., None] + torch.einsum("qhk,kd->qhd", p, v[k_lo:k_hi, head])
+        write_once(out[queries, heads], acc / total[..., None], written[queries, heads])
+        lse[queries, heads] = top + total.log()
+
+
+def launch_backward(
+    saved: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    tables: Tables,
+    num_blocks: int,
+    window: int | None,
+    scale: float,
+    deterministic: bool,
+) -> None:
+    """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table."""
+    lse = saved[-1]
+    dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
+    dq, dk, dv = gradients
+    packed, (_, _, blocks_at, _) = tables.backward.numpy(), tables.capacity.backward_offsets()
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    assert num_blocks >= packed[2] == tables.num_blocks
+    sums = lse.new_zeros((num_blocks, kv_heads, BLOCK_ROWS // group, group, q.shape[2]))
+    visits: Counter[tuple[int, int]] = Counter()
+    written = torch.zeros(k.shape[:2], dtype=torch.bool)
+    walk = walk_backward(packed, tables.capacity, group, kv_heads, window)
+    for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
+        heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
+        dk_sum, dv_sum = (lse.new_zeros((k_count, q.shape[2])) for _ in range(2))
+        for *_, block, q_first, q_count, k_begin, k_end, shift in blocks:
+            if deterministic:
+                assert turn(k_first, q_first, k_begin, shift, window) == visits[block, head], "a turn that never comes"
+            visits[block, head] += 1
+            queries, keys = slice(q_first, q_first + q_count), torch.arange(k_first, k_first + k_count)
+            shown = seen(queries, keys, shift, window) & (k_begin <= keys) & (keys < k_end)
+            q_block, dout_block = q[queries, heads], dout[queries, heads]
+            scores = torch.einsum("qhd,kd->qhk", q_block, k[tile, head]) * scale
+            p = torch.exp(scores - lse[queries, heads, None]).masked_fill(~shown[:, None], 0.0)
+            delta = (dout_block * out[queries, heads]).sum(dim=-1, keepdim=True)
+            ds = p * (torch.einsum("qhd,kd->qhk", dout_block, v[tile, head]) - delta) * scale
+            dv_sum += torch.einsum("qhk,qhd->kd", p, dout_block)
+            dk_sum += torch.einsum("qhk,qhd->kd", ds, q_block)
+            sums[block, head, :q_count] += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
+        write_once(dk[tile, head], dk_sum, written[tile, head])
+        dv[tile, head] = dv_sum
+    written = torch.zeros(q.shape[0], dtype=torch.bool)
+    for block, (q_first, q_count) in enumerate(packed[blocks_at : blocks_at + 2 * packed[2]].reshape(-1, 2).tolist()):
+        queries = slice(q_first, q_first + q_count)
+        write_once(dq[queries], sums[block, :, :q_count].transpose(0, 1).flatten(1, 2), written[queries])

@@ -1,12 +1,13 @@
 """Choosing a kernel: auto says once what it took, a name is refused with the reason, tensors are checked by all."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import distca.kernels
-from distca.kernels import TaskRows, choose, kernel_named
+from distca.kernels import TaskRows, choose, cudnn, hopper, kernel_named
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -25,19 +26,77 @@ def test_auto_says_once_what_runs_and_what_does_not(caplog: pytest.LogCaptureFix
     assert "varlen: " in caplog.messages[0]
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU to be described, with NVRTC and cuDNN at hand; nothing has been announced yet."""
+    described = SimpleNamespace(capability=(9, 0), nvrtc_error=None, has_cudnn=True)
+
+    def nvrtc() -> None:
+        if described.nvrtc_error is not None:
+            raise RuntimeError(described.nvrtc_error)
+
+    monkeypatch.setattr(distca.kernels, "_announced", set())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: described.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Made Up")
+    monkeypatch.setattr(hopper, "nvrtc", nvrtc)
+    monkeypatch.setattr(cudnn, "_cudnn", lambda: SimpleNamespace(backend_version=lambda: cudnn.OLDEST_BACKEND))
+    find_spec = SimpleNamespace(find_spec=lambda name: SimpleNamespace() if described.has_cudnn else None)
+    monkeypatch.setattr(cudnn, "importlib", SimpleNamespace(util=find_spec))
+    return described
+
+
+@pytest.mark.parametrize(
+    ("described", "dtype", "head_dim", "window", "taken", "reason"),
+    [
+        ({"capability": (8, 0)}, torch.bfloat16, 128, None, "varlen", "Made Up is compute capability 8.0, not 9.0"),
+        ({"capability": (10, 0)}, torch.bfloat16, 128, None, "cudnn", "Made Up is compute capability 10.0, not 9.0"),
+        ({"capability": (10, 0)}, torch.bfloat16, 128, 64, "varlen", "Made Up is compute capability 10.0, not 9.0"),
+        ({"capability": (10, 0), "has_cudnn": False}, torch.bfloat16, 64, None, "varlen", "is compute capability 10.0"),
+        ({"nvrtc_error": "libnvrtc cannot be loaded"}, torch.bfloat16, 128, None, "cudnn", "libnvrtc cannot be loaded"),
+        ({}, torch.float16, 128, None, "cudnn", "dtype is torch.float16; give bfloat16"),
+        ({}, torch.bfloat16, 96, None, "cudnn", "head_dim is 96; give 64 or 128"),
+    ],
+)
+def test_auto_says_once_why_it_is_not_hopper(
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, described: dict, dtype: torch.dtype, head_dim: int,
+    window: int | None, taken: str, reason: str,
+) -> None:
+    vars(gpu).update(described)
+    with caplog.at_level(logging.INFO, logger="distca"):
+        assert [choose("cuda", dtype, head_dim, window).name for _ in range(3)] == [taken] * 3
+    assert len(caplog.messages) == 1
+    assert f"attention kernel {taken} for" in caplog.messages[0]
+    assert "(not hopper: " in caplog.messages[0] and reason in caplog.messages[0]
+    with pytest.raises(ValueError, match="kernel='hopper' cannot run here: ") as refused:
+        choose("cuda", dtype, head_dim, window, name="hopper")
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_auto_on_hopper_is_hopper(
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, head_dim: int, window: int | None
+) -> None:
+    with caplog.at_level(logging.INFO, logger="distca"):
+        assert [choose("cuda", torch.bfloat16, head_dim, window).name for _ in range(3)] == ["hopper"] * 3
+    assert len(caplog.messages) == 1 and "attention kernel hopper for" in caplog.messages[0]
+    assert "not" not in caplog.messages[0]
+
+
 @pytest.mark.parametrize("name", ["dense", "sdpa"])
 def test_a_name_that_fits_is_taken(name: str) -> None:
     assert choose("cpu", torch.float64, 8, name=name) is kernel_named(name)
 
 
-@pytest.mark.parametrize("name", ["varlen", "cudnn"])
+@pytest.mark.parametrize("name", ["varlen", "cudnn", "hopper"])
 def test_a_name_that_does_not_fit_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=f"kernel='{name}' cannot run here: .*cpu.*auto"):
         choose("cpu", torch.bfloat16, 64, name=name)
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"kernel='fast'.*cudnn, varlen, sdpa, dense"):
+    with pytest.raises(ValueError, match=r"kernel='fast'.*auto or one of hopper, cudnn, varlen, sdpa, dense"):
         kernel_named("fast")
 
 

@@ -4,9 +4,12 @@
 on the CPU, in float64, what the GPU operators document.
 """
 
+import importlib
 import math
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +19,12 @@ from hypothesis import strategies as st
 
 from distca.kernels import Kernel, TaskRows, dense_attention, kernel_named, merge
 from distca.kernels import cudnn as cudnn_module
+from distca.kernels import hopper as hopper_module
 from distca.kernels import sdpa as sdpa_module
 from distca.kernels import varlen as varlen_module
+
+sys.path.insert(0, str(Path(__file__).parent))
+hopper_walk = importlib.import_module("hopper_walk")
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -198,9 +205,13 @@ def cudnn_backward(
                 write_once(place, value, fresh)
 
 
-@pytest.fixture(scope="module", params=["dense", "sdpa", "sdpa off the CPU", "varlen", "cudnn"])
+@pytest.fixture(scope="module", params=["dense", "sdpa", "sdpa off the CPU", "varlen", "cudnn", "hopper",
+                                        "hopper in turns"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
+        if request.param.startswith("hopper"):
+            patch.setattr(hopper_module, "run_forward", hopper_walk.launch_forward)
+            patch.setattr(hopper_module, "run_backward", hopper_walk.launch_backward)
         if request.param == "sdpa off the CPU":  # a few queries at a time
             patch.setattr(sdpa_module, "_fused_forward", sdpa_module._plain_forward)
             patch.setattr(sdpa_module, "_fused_backward", sdpa_module._plain_backward)
@@ -215,7 +226,11 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
             patch.setattr(cudnn_module, "run_backward", cudnn_backward)
             patch.setattr(cudnn_module, "COPIED_KEYS_AT_ONCE", 20)
             patch.setattr(cudnn_module, "ROWS_AT_ONCE", 3)
-        yield kernel_named(request.param.split()[0])
+        torch.use_deterministic_algorithms(request.param == "hopper in turns")  # and then what is empty is nan
+        try:
+            yield kernel_named(request.param.split()[0])
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def takes(kernel: Kernel, window: int | None) -> int | None:

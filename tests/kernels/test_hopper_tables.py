@@ -6,8 +6,9 @@ of the queries' gradients follows, is checked against its rule.
 
 import importlib
 import sys
-from collections import defaultdict
-from itertools import pairwise
+from collections import Counter, defaultdict
+from fractions import Fraction
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ hopper_walk = importlib.import_module("hopper_walk")
 
 NUM_Q, NUM_K = 260, 420
 GROUPS = [1, 3, 4, 7, 8, 64]
+Grid = tuple[int, int]  # KV heads, multiprocessors
 
 
 def named(rows: TaskRows, window: int | None) -> np.ndarray:
@@ -60,16 +62,16 @@ def exact(forward: ForwardTables, backward: BackwardTables) -> Capacity:
 
 
 def both(
-    rows: TaskRows, window: int | None, group: int, num_sms: int = 4
+    rows: TaskRows, window: int | None, group: int, grid: Grid = (2, 4)
 ) -> tuple[ForwardTables, BackwardTables, Capacity]:
     rows = joined(visible(rows, window), window)
-    forward, backward = forward_tables(rows, window, group, num_sms), backward_tables(rows, window, group, num_sms)
+    forward, backward = (tables(rows, window, group, *grid) for tables in (forward_tables, backward_tables))
     return forward, backward, exact(forward, backward)
 
 
 def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_sms: int = 4) -> None:
     expected = named(rows, window)
-    forward, backward, capacity = both(rows, window, group, num_sms)
+    forward, backward, capacity = both(rows, window, group, (2, num_sms))
     count = np.zeros((2, NUM_Q, NUM_K), dtype=int)
     for head, q0, q_count, k_tile, k_lo, k_hi, shift in hopper_walk.walk_forward(
         forward.pack(capacity), capacity, group, 2, window
@@ -87,10 +89,16 @@ def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_s
     np.testing.assert_array_equal(count, [expected, expected])
 
 
-def assert_orders(rows: TaskRows, window: int | None, group: int) -> None:
-    """Every query, block and key has one place, and the long work comes first."""
+def length_classes(lengths: list[int], total: int, grid: Grid) -> list[int]:
+    """Sixteenths of what one multiprocessor computes when every KV head has that much work in all."""
+    kv_heads, num_sms = grid
+    return [length // (Fraction(kv_heads * total, num_sms) / 16) for length in lengths]
+
+
+def assert_orders(rows: TaskRows, window: int | None, group: int, grid: Grid) -> None:
+    """Every query, block and key has one place, and the long work comes first: by class, neighbours side by side."""
     expected = named(rows, window)
-    forward, backward, _ = both(rows, window, group)
+    forward, backward, _ = both(rows, window, group, grid)
     for entries, seen in (
         (forward.tiles, expected.any(axis=1)),
         (backward.blocks, expected.any(axis=1)),
@@ -100,13 +108,19 @@ def assert_orders(rows: TaskRows, window: int | None, group: int) -> None:
         for first, count, *_ in entries.tolist():
             written[first : first + count] += 1
         np.testing.assert_array_equal(written, seen)
-    assert all(a >= b for a, b in pairwise(forward.tiles[:, 2].tolist()))
+    tiles = forward.tiles.tolist()
+    places = [(-length, segment_begin, -q_first) for length, (q_first, _, _, segment_begin) in zip(
+        length_classes([tile[2] for tile in tiles], int(forward.tiles[:, 2].sum()), grid), tiles, strict=True)]
+    assert places == sorted(places)                              # in a class by piece, a piece's last queries first
     regions = defaultdict(list)
-    place: list[int] = []
     for k_first, k_count, num_blocks, row_begin in backward.items.tolist():
         regions[row_begin].append((k_first, k_count, num_blocks))
-        place.append(min(entry[2] for entry in regions[row_begin]))
-    assert all(a >= b for a, b in pairwise(place))
+    least = {key[0]: length for items in regions.values()
+             for key, length in zip(items, accumulate((item[2] for item in items), min), strict=True)}
+    firsts = backward.items[:, 0].tolist()
+    classes = length_classes([least[k_first] for k_first in firsts], int(backward.items[:, 2].sum()), grid)
+    places = [(-length, k_first) for length, k_first in zip(classes, firsts, strict=True)]
+    assert places == sorted(places)                              # in a class by key, so by region
     for (row_begin, items), row_end in zip(
         sorted(regions.items()), [*sorted(regions), len(backward.rows)][1:], strict=True
     ):
@@ -120,17 +134,19 @@ def assert_orders(rows: TaskRows, window: int | None, group: int) -> None:
         assert end <= begin
 
 
-def assert_ranks_count_up(rows: TaskRows, window: int | None, group: int) -> None:
+def assert_ranks_count_up(rows: TaskRows, window: int | None, group: int, grid: Grid) -> None:
     """Where no query stands twice, a block's visitors know from their keys alone how many come before them."""
-    _, backward, capacity = both(rows, window, group)
-    visited: dict[int, int] = defaultdict(int)
-    for _, k_first, _, block, q_first, _, k_begin, _, shift in hopper_walk.walk_backward(
-        backward.pack(capacity), capacity, group, 1, window
+    _, backward, capacity = both(rows, window, group, grid)
+    visited: Counter[tuple[int, int]] = Counter()
+    last_key: dict[tuple[int, int], int] = {}
+    for head, k_first, _, block, q_first, _, k_begin, _, shift in hopper_walk.walk_backward(
+        backward.pack(capacity), capacity, group, grid[0], window
     ):
-        lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
-        assert -(-max(0, k_first - lo) // TILE_KEYS) == visited[block]
-        visited[block] += 1
-    assert sorted(visited) == list(range(len(backward.blocks)))
+        assert hopper_walk.turn(k_first, q_first, k_begin, shift, window) == visited[head, block]
+        assert last_key.get((head, block), -1) < k_first
+        visited[head, block] += 1
+        last_key[head, block] = k_first
+    assert sorted(visited) == [(head, block) for head in range(grid[0]) for block in range(len(backward.blocks))]
 
 
 def span(draw: st.DrawFn, size: int) -> tuple[int, int]:
@@ -164,6 +180,7 @@ def disjoint_rows(draw: st.DrawFn) -> TaskRows:
 
 
 WINDOWS = st.none() | st.sampled_from([1, 2, 64, 128, 129, 1000]) | st.integers(1, 400)
+GRIDS = st.tuples(st.sampled_from([1, 2, 8]), st.sampled_from([1, 4, 132]))
 
 
 @given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS), num_sms=st.integers(1, 4))
@@ -174,18 +191,36 @@ def test_every_pair_is_computed_as_often_as_it_is_named(
     assert_walks_are_exact(rows, window, group, num_sms)
 
 
-@given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS), grid=GRIDS)
 @settings(max_examples=150)
 def test_queries_and_keys_have_one_place_and_long_work_comes_first(
-    rows: TaskRows, window: int | None, group: int
+    rows: TaskRows, window: int | None, group: int, grid: Grid
 ) -> None:
-    assert_orders(rows, window, group)
+    assert_orders(rows, window, group, grid)
 
 
-@given(rows=disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@given(rows=disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS), grid=GRIDS)
 @settings(max_examples=80)
-def test_visitors_of_a_block_know_their_rank(rows: TaskRows, window: int | None, group: int) -> None:
-    assert_ranks_count_up(rows, window, group)
+def test_visitors_of_a_block_know_their_rank(rows: TaskRows, window: int | None, group: int, grid: Grid) -> None:
+    assert_ranks_count_up(rows, window, group, grid)
+
+
+def test_only_a_class_of_lengths_comes_before_neighbours() -> None:
+    """Documents of 10, 1 and 20 tiles: a sixteenth of all work is 16.6 steps forward and 33.25 blocks backward."""
+    forward, backward, _ = both(TaskRows.documents([1280, 128, 2560]), None, 1, (1, 1))
+    steps = [*range(20, 16, -1), *range(10, 0, -1), 1, *range(16, 0, -1)]
+    assert forward.tiles[:, 2].tolist() == steps
+    assert backward.items[:, 2].tolist() == [2 * length for length in steps]
+    forward, backward, _ = both(TaskRows.documents([1280, 128, 2560]), None, 1, (1, 132))
+    assert forward.tiles[:, 2].tolist() == sorted(steps, reverse=True)
+    assert backward.items[:, 2].tolist() == sorted((2 * length for length in steps), reverse=True)
+
+
+def test_a_long_tile_behind_a_short_one_of_its_region_waits_for_it() -> None:
+    """The second tile of keys has more blocks than the first, but adds to the same queries after it."""
+    rows = table([(0, 64, 0, 256, 300), (64, 192, 128, 256, 200), (192, 256, 256, 384, 200), (0, 256, 384, 420, 500)])
+    _, backward, _ = both(rows, None, 1, (1, 132))
+    assert backward.items.tolist() == [[384, 36, 4, 3], [0, 128, 1, 0], [128, 128, 3, 0], [256, 128, 1, 2]]
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -198,8 +233,9 @@ def test_a_prefix_that_many_shards_share(group: int, window: int | None) -> None
     assert len(set(backward.items[:, 3])) == 1
     assert len(backward.items) == (4 if window is None else 3)
     assert_walks_are_exact(rows, window, group)
-    assert_orders(rows, window, group)
-    assert_ranks_count_up(rows, window, group)
+    for grid in ((1, 1), (8, 1), (1, 132)):
+        assert_orders(rows, window, group, grid)
+        assert_ranks_count_up(rows, window, group, grid)
 
 
 def test_a_short_last_block_does_not_reach_past_its_own_queries() -> None:
@@ -234,10 +270,10 @@ def test_queries_are_cut_only_where_they_overlap() -> None:
 def test_heads_take_turns_only_where_one_heads_work_is_short(num_sms: int, heads_outer: bool) -> None:
     """Four tiles of two steps each, four key tiles of two blocks each: 8 against 2 · num_sms · 2."""
     rows = table([(64 * i, 64 * i + 64, 0, 256, 300) for i in range(4)])
-    forward = forward_tables(rows, None, 2, num_sms)
+    forward = forward_tables(rows, None, 2, 3, num_sms)
     assert forward.tiles[:, 2].tolist() == [2] * 4
     twice = table([(i, i + 1, 128 * i, 128 * i + 128, 300) for i in range(4)] * 2)
-    backward = backward_tables(twice, None, 64, num_sms)
+    backward = backward_tables(twice, None, 64, 3, num_sms)
     assert backward.items[:, 2].tolist() == [2] * 4
     assert (forward.heads_outer, backward.heads_outer) == (heads_outer, heads_outer)
     capacity = exact(forward, backward)
@@ -306,9 +342,9 @@ def test_bound_is_reached() -> None:
 @pytest.mark.parametrize("group", [0, 65])
 def test_groups_that_do_not_fit_a_block_are_refused(group: int) -> None:
     with pytest.raises(ValueError, match=f"group={group} .*give 1 to 64"):
-        forward_tables(table([(0, 1, 0, 1, 0)]), None, group, 132)
+        forward_tables(table([(0, 1, 0, 1, 0)]), None, group, 1, 132)
 
 
 def test_positions_past_an_int32_are_refused() -> None:
     with pytest.raises(ValueError, match=f"{2**40}.*q_offset"):
-        backward_tables(table([(0, 1, 0, 1, 2**40)]), None, 8, 132)
+        backward_tables(table([(0, 1, 0, 1, 2**40)]), None, 8, 1, 132)

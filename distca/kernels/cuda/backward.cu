@@ -7,125 +7,6 @@
 // goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
 // block later, when the other's half has long been written, so that the two need not keep step.
 
-constexpr int STAGES = 3;
-constexpr int AT_KEYS = 0;                                       // two slots
-constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
-constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;                 // stages of queries and output gradients
-constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;        // two of dS, rows are keys; dV and dK in the end
-constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;                    // stages of float[64], times log2(e)
-constexpr int AT_DELTA = AT_LSE + STAGES * 256;                  // rowsum(dO * O), likewise
-constexpr int AT_TILES = AT_DELTA + STAGES * 256;                // int4 of a slot: k_first, k_count, blocks, head
-constexpr int AT_BLOCKS = AT_TILES + 2 * 16;                     // two int4 of a stage
-constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
-constexpr int BLOCK_FLOATS = ROWS * D;                           // of dQ's sum
-static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
-
-struct Barriers {
-    u32 base;
-    INLINE u32 keys_full(u32 slot) const { return base + 8 * slot; }
-    INLINE u32 keys_empty(u32 slot) const { return base + 16 + 8 * slot; }
-    INLINE u32 ds_full(u32 place) const { return base + 32 + 8 * place; }
-    INLINE u32 ds_empty(u32 place) const { return base + 48 + 8 * place; }
-    INLINE u32 values_full() const { return base + 64; }
-    INLINE u32 values_empty() const { return base + 72; }
-    INLINE u32 queries_full(u32 stage) const { return base + 80 + 8 * stage; }
-    INLINE u32 queries_empty(u32 stage) const { return base + 80 + 8 * (STAGES + stage); }
-    INLINE u32 douts_full(u32 stage) const { return base + 80 + 8 * (2 * STAGES + stage); }
-    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * (3 * STAGES + stage); }
-};
-
-struct Maps {
-    const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
-};
-
-// One number per row of a block, which lie apart by token; the barrier counts the lanes that brought theirs.
-INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = i * 32 + lane;
-        const bool inside = row < q_count * G;
-        const float* source = from + (inside ? static_cast<long>(q_first + row / G) * kv_heads * G + head * G + row % G : 0);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + row * 4), "l"(source), "r"(inside ? 4 : 0)
-                     : "memory");
-    }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
-                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
-                       int window, u32 lane) {
-    const Work work = {table[0], table[1]};
-    const int4* entries = reinterpret_cast<const int4*>(table + items_at);
-    const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
-    const u32 items = work.count * kv_heads;
-    Ring<2> slots;
-    Ring<STAGES> ring;
-    u32 next = 0, values_empty = 1;
-    if (lane == 0) next = draw(counter, items);
-    while (true) {
-        const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage;
-        wait(barriers.keys_empty(slot), slots.empty());
-        int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
-        if (item >= items) {
-            if (lane == 0) {
-                *said = make_int4(0, 0, 0, 0);
-                arrive(barriers.keys_full(slot));
-            }
-            return;
-        }
-        int entry, head;
-        locate(work, item, kv_heads, entry, head);
-        const int4 tile = entries[entry];
-        const int k_first = tile.x, k_end = tile.x + tile.y;
-        if (lane == 0) {
-            *said = make_int4(tile.x, tile.y, tile.z, head);
-            next = draw(counter, items);
-        }
-        copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y, head, lane);
-        int left = tile.z;
-        for (int number = tile.w; left > 0; number++) {
-            const int4 a = rows[2 * number], b = rows[2 * number + 1];
-            const int q_begin = a.x, q_end = a.y, shift = b.x, block_base = b.y;
-            const int low = max(k_first, a.z), high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
-            if (low >= high) continue;
-            int block = max(0, low - shift - q_begin) / TOKENS;
-            int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
-            if (WINDOWED) {
-                const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
-                stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
-            }
-            for (; block < stop; block++, left--) {
-                const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
-                const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
-                bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
-                if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
-                const u32 stage = ring.stage;
-                wait(barriers.queries_empty(stage), ring.empty());
-                if (lane == 0) {
-                    const int first_key = WINDOWED ? max(a.z, q_first + shift - window + 1) : a.z;
-                    const int turn = (max(0, k_first - first_key) + KEYS - 1) / KEYS;  // tiles of this block before this one
-                    int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
-                    block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, block_base + block, turn, 0);
-                }
-                const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
-                copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head, lane);
-                copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head, kv_heads, lane);
-                if (left == tile.z) {  // values have one place only, and are wanted after the first scores
-                    wait(barriers.values_empty(), values_empty);
-                    values_empty ^= 1;
-                    copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, tile.y, head, lane);
-                }
-                wait(barriers.douts_empty(stage), ring.empty());
-                copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count, head, lane);
-                copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head, kv_heads, lane);
-                ring.advance();
-            }
-        }
-        slots.advance();
-    }
-}
-
 // Transposed scores of 64 keys and 64 queries, or of their values and output gradients.
 INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
 #pragma unroll
@@ -141,7 +22,8 @@ INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
 INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[16], u32 douts) {
     const u64 b = outer_descriptor(douts, ROW_PANEL);
 #pragma unroll
-    for (int i = 0; i < 4; i++) product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
+    for (int i = 0; i < 4; i++)
+        product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
 }
 
 // dK of 64 keys from 64 queries; dS comes from shared memory because there is no register left to hold it.
@@ -185,7 +67,8 @@ INLINE void add_dq(float* dq_sum, u32* turns, const float (&dq)[D / 4], int plac
 #pragma unroll
     for (int i = 0; i < D / 16; i++)
         asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                     : "memory");
     if (DETERMINISTIC) {
         __threadfence();
         sync_named(4 + half, 128);
@@ -228,8 +111,8 @@ INLINE void differentiate(float (&p)[32], const float (&dp)[32], u32 delta) {
     }
 }
 
-INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turns, bf16* dk, bf16* dv, int half, int kv_heads,
-                    float scale, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turns, bf16* dk, bf16* dv, int half,
+                    int kv_heads, float scale, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = half * 64 + 16 * warp + lane / 4;
     const float scale_log2 = scale * LOG2E;
@@ -264,7 +147,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
             if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
         };
         // From probabilities in s to dV and to dS in shared memory; no product is under way before or after.
-        auto middle = [&] {
+        auto middle = [&](bool is_last) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             float dp[32];
             u32 p[16], ds[16];
@@ -278,20 +161,21 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
             products_commit();
             products_wait<1>();
             hold(dp);
+            if (is_last) arrive(barriers.values_empty());
             differentiate(s, dp, base + AT_DELTA + ring.stage * 256 + columns);
             wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
             round_pairs(ds, s);
 #pragma unroll
             for (int j = 0; j < 4; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                store_matrices((ds_place + ds_ring.stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
-                               ds[4 * j + 3]);
+                store_matrices((ds_place + ds_ring.stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1],
+                               ds[4 * j + 2], ds[4 * j + 3]);
             fence_async_proxy();
             sync_named(4 + half, 128);
-            release_warp(barriers.ds_full(ds_ring.stage), lane);
+            arrive(barriers.ds_full(ds_ring.stage));
             products_wait<0>();
             hold(dv_sum);
             hold(p);
-            release_warp(barriers.douts_empty(ring.stage), lane);
+            arrive(barriers.douts_empty(ring.stage));
         };
         auto begin_dk = [&](u32 stage, u32 place) {
             hold(dk_sum);
@@ -305,12 +189,12 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
         };
         auto finish_dk = [&](u32 stage) {
             hold(dk_sum);
-            release_warp(barriers.queries_empty(stage), lane);
+            arrive(barriers.queries_empty(stage));
         };
         auto finish_dq = [&](u32 place) {
             hold(dq);
-            release_warp(barriers.ds_empty(place), lane);
-            add_dq(dq_sum, turns, dq, last_place * kv_heads + tile.w, last_turn, half, thread);
+            arrive(barriers.ds_empty(place));
+            add_dq(dq_sum, turns, dq, last_place, last_turn, half, thread);
         };
 
         begin_scores();
@@ -318,8 +202,8 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
         finish_scores();
         wait(barriers.values_full(), values_full);
         values_full ^= 1;
-        middle();
         int left = tile.z - 1;
+        middle(left == 0);
         if (left > 0) {
             const u32 stage = ring.stage, ds = ds_ring.stage;
             ring.advance();
@@ -335,8 +219,8 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
             while (true) {
                 const Ring<2> before = ds_ring;
                 ds_ring.advance();
-                middle();
-                if (--left == 0) {
+                middle(--left == 0);
+                if (left == 0) {
                     begin_dq(before.stage, before.full);
                     products_commit();
                     products_wait<0>();
@@ -348,20 +232,17 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
                 ring.advance();
                 begin_scores();
                 begin_dq(before.stage, before.full);
-                products_commit();
                 begin_dk(stage, ds_ring.stage);
                 products_commit();
-                products_wait<2>();
-                finish_scores();
                 products_wait<1>();
-                finish_dq(before.stage);  // under dK
+                finish_scores();
                 products_wait<0>();
                 finish_dk(stage);
+                finish_dq(before.stage);
                 last_place = this_place;
                 last_turn = this_turn;
             }
         }
-        release_warp(barriers.values_empty(), lane);
         last_place = place;
         last_turn = turn;
         begin_dk(ring.stage, ds_ring.stage);
@@ -370,7 +251,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
         products_wait<0>();
         finish_dk(ring.stage);
         finish_dq(ds_ring.stage);
-        release_warp(barriers.keys_empty(slots.stage), lane);
+        arrive(barriers.keys_empty(slots.stage));
         ring.advance();
         ds_ring.advance();
         slots.advance();
@@ -390,28 +271,30 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
                        const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
-                       const float* lse, const float* delta, float* dq_sum, u32* turns, bf16* dk, bf16* dv, const int* table,
-                       u32* counter, int items_at, int rows_at, int kv_heads, float scale, int window) {
+                       const float* lse, const float* delta, float* dq_sum, u32* turns, bf16* dk, bf16* dv,
+                       const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
+                       int window) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x) reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
+        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < 2; i++) {
             barrier_init(barriers.keys_full(i), 1);
-            barrier_init(barriers.keys_empty(i), 8);
-            barrier_init(barriers.ds_full(i), 8);
-            barrier_init(barriers.ds_empty(i), 8);
+            barrier_init(barriers.keys_empty(i), READERS);
+            barrier_init(barriers.ds_full(i), READERS);
+            barrier_init(barriers.ds_empty(i), READERS);
         }
         for (u32 i = 0; i < STAGES; i++) {
             barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
-            barrier_init(barriers.queries_empty(i), 8);
+            barrier_init(barriers.queries_empty(i), READERS);
             barrier_init(barriers.douts_full(i), 33);
-            barrier_init(barriers.douts_empty(i), 8);
+            barrier_init(barriers.douts_empty(i), READERS);
         }
         barrier_init(barriers.values_full(), 1);
-        barrier_init(barriers.values_empty(), 8);
+        barrier_init(barriers.values_empty(), READERS);
     }
     fence_async_proxy();
     __syncthreads();
@@ -420,77 +303,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         give_registers<24>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window, threadIdx.x);
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window,
+                       threadIdx.x);
         }
     } else {
         take_registers<240>();
         compute(base, barriers, dq_sum, turns, dk, dv, warpgroup - 1, kv_heads, scale, window);
-    }
-}
-
-// Before: delta = rowsum(dO * O), the log-sum-exp to base 2 (a query without keys gets probabilities of zero), and zeros
-// where dQ is added up and turns are counted.
-extern "C" __global__ void __launch_bounds__(256)
-    attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows,
-                    uint4* zeros, long num_zeros) {
-    constexpr int LANES = D / 8;  // of 8 numbers
-    const long first = blockIdx.x * 256L + threadIdx.x, step = gridDim.x * 256L;
-    for (long i = first; i < num_zeros; i += step) zeros[i] = make_uint4(0, 0, 0, 0);
-    const u32 lane = threadIdx.x % LANES;
-    for (long thread = first; thread - threadIdx.x < rows * LANES; thread += step) {
-        const long place = thread / LANES, row = min(place, rows - 1);
-        const uint4 a = reinterpret_cast<const uint4*>(out + row * D)[lane];
-        const uint4 b = reinterpret_cast<const uint4*>(dout + row * D)[lane];
-        const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            sum += __uint_as_float(x[i] << 16) * __uint_as_float(y[i] << 16) +
-                   __uint_as_float(x[i] & 0xFFFF0000u) * __uint_as_float(y[i] & 0xFFFF0000u);
-#pragma unroll
-        for (int hop = LANES / 2; hop > 0; hop /= 2) sum += __shfl_xor_sync(~0u, sum, hop);
-        if (lane == 0 && place < rows) {
-            const float value = lse[row];
-            delta[row] = sum;
-            lse_log2[row] = value == -INFINITE ? INFINITE : value * LOG2E;
-        }
-    }
-}
-
-// After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn; a thread takes
-// eight columns of a row and of the row eight below, which lie in 64 bytes.
-extern "C" __global__ void __launch_bounds__(256)
-    attention_write_dq(bf16* dq, const float* dq_sum, const int* table, int blocks_at, int kv_heads, float scale) {
-    constexpr int CHUNKS = D / 16;  // of eight columns in a half
-    const int2* entries = reinterpret_cast<const int2*>(table + blocks_at);
-    const int used = table[2];
-    for (int item = blockIdx.x; item < used * kv_heads; item += gridDim.x) {
-        const int head = item % kv_heads;
-        const int2 block = entries[item / kv_heads];
-        for (int part = threadIdx.x; part < 2 * CHUNKS * 32; part += 256) {
-            const int chunk = part % CHUNKS, half = part / CHUNKS % 2, upper = part / (2 * CHUNKS);  // of 32 upper rows
-            const float4* from = reinterpret_cast<const float4*>(dq_sum + static_cast<long>(item) * BLOCK_FLOATS) +
-                                 (half * CHUNKS + chunk) * 128 + upper * 4;
-            float above[8], below[8];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float4 x = from[i];
-                above[2 * i] = x.x * scale;
-                above[2 * i + 1] = x.y * scale;
-                below[2 * i] = x.z * scale;
-                below[2 * i + 1] = x.w * scale;
-            }
-            u32 rounded[2][4];
-            round_pairs(rounded[0], above);
-            round_pairs(rounded[1], below);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int row = upper / 8 * 16 + upper % 8 + 8 * i;
-                const long place = static_cast<long>(block.x + row / G) * kv_heads * G + head * G + row % G;
-                if (row < block.y * G)
-                    reinterpret_cast<uint4*>(dq + place * D)[half * CHUNKS + chunk] =
-                        make_uint4(rounded[i][0], rounded[i][1], rounded[i][2], rounded[i][3]);
-            }
-        }
     }
 }

@@ -1,8 +1,9 @@
 // What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
 //
-// Compiled with D (head dim, 64 or 128), G (query heads per KV head) and WINDOWED defined, backward with DETERMINISTIC too. Tiles lie in
-// shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16 bytes in row r stands
-// at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled` names it for the rest.
+// Compiled with D (head dim, 64 or 128), G (query heads per KV head) and WINDOWED defined, backward with DETERMINISTIC
+// too. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
+// bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled`
+// names it for the rest.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -12,14 +13,15 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-constexpr int KEYS = 128;              // in a key tile
-constexpr int ROWS = 64;               // of a block: one row is one token and one query head
-constexpr int TOKENS = ROWS / G;       // in a block
+constexpr int KEYS = 128;         // in a key tile
+constexpr int ROWS = 64;          // of a block: one row is one token and one query head
+constexpr int TOKENS = ROWS / G;  // in a block
 constexpr int PANELS = D / 64;
 constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
 constexpr int KEY_TILE = KEY_PANEL * PANELS;
 constexpr int ROW_TILE = ROW_PANEL * PANELS;
+constexpr int READERS = 256;  // threads that compute
 constexpr float LOG2E = 1.4426950408889634f;
 
 #define INFINITE __int_as_float(0x7F800000)
@@ -35,9 +37,9 @@ INLINE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-INLINE void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+// Every thread that has read arrives for itself: one arrival for its warp would do, but tools that look for races could
+// not follow it, and it is no faster.
+INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 INLINE void arrive_expecting(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -47,7 +49,9 @@ INLINE void wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nAGAIN:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra READY;\nbra AGAIN;\nREADY:\n}" ::"r"(barrier), "r"(parity) : "memory");
+        "@done bra READY;\nbra AGAIN;\nREADY:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
 INLINE void sync_named(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -56,13 +60,8 @@ INLINE void arrive_named(int id, int threads) { asm volatile("bar.arrive %0, %1;
 
 INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-INLINE void release_warp(u32 barrier, u32 lane) {  // one arrival for the warp
-    __syncwarp();
-    if (lane == 0) arrive(barrier);
-}
-
 template <int STAGES>
-struct Ring {  // position in a ring of stages
+struct Ring {                 // position in a ring of stages
     u32 stage = 0, full = 0;  // the parity to wait for until the stage is full
     INLINE u32 empty() const { return full ^ 1; }
     INLINE void advance() {
@@ -77,14 +76,19 @@ struct Ring {  // position in a ring of stages
 
 INLINE void copy_3d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-        ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
 }
 
 INLINE void copy_4d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
 
 // Keys [first, first + count) of one head. Fewer than a tile come row by row, so that no other row is ever read: what
@@ -122,12 +126,15 @@ INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u
 
 INLINE void load_matrices(u32 (&to)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 INLINE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
-                 "r"(d) : "memory");
+                 "r"(d)
+                 : "memory");
 }
 
 // ---- matrix products: D[64, N] (+)= A[64, 16] B[16, N] on a warpgroup ----
@@ -135,7 +142,9 @@ INLINE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
 constexpr u64 SWIZZLE_128 = 1ull << 62;
 
 // Sixteen numbers of the inner dimension side by side in a row; the next sixteen stand 32 bytes on.
-INLINE u64 inner_descriptor(u32 address) { return SWIZZLE_128 | (64ull << 32) | (1ull << 16) | ((address & 0x3FFFF) >> 4); }
+INLINE u64 inner_descriptor(u32 address) {
+    return SWIZZLE_128 | (64ull << 32) | (1ull << 16) | ((address & 0x3FFFF) >> 4);
+}
 
 // The inner dimension runs over rows; the next sixteen stand 16 rows on, the next 64 columns one panel on.
 INLINE u64 outer_descriptor(u32 address, u32 panel_bytes) {
@@ -169,7 +178,8 @@ INLINE void hold(u32 (&x)[N]) {
 
 #define TEXT16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TEXT32 TEXT16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define TEXT64 TEXT32 \
+#define TEXT64                                                         \
+    TEXT32                                                             \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define HELD4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -178,12 +188,13 @@ INLINE void hold(u32 (&x)[N]) {
 #define HELD64(d) HELD32(d, 0), HELD32(d, 32)
 
 // A and B in shared memory, each with its inner dimension inside rows or, OUTER, over rows.
-#define PRODUCT_SHARED(COUNT, SHAPE, TEXT, HELD, A, B, ADD, TA, TB)                                                   \
-    template <int OUTER_A, int OUTER_B>                                                                               \
-    INLINE void product(float (&d)[COUNT], u64 a, u64 b, bool add) {                                                  \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE           \
-                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, " TA ", " TB ";\n}"                          \
-                     : HELD : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_A), "n"(OUTER_B));                 \
+#define PRODUCT_SHARED(COUNT, SHAPE, TEXT, HELD, A, B, ADD, TA, TB)                                          \
+    template <int OUTER_A, int OUTER_B>                                                                      \
+    INLINE void product(float(&d)[COUNT], u64 a, u64 b, bool add) {                                          \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE \
+                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, " TA ", " TB ";\n}"                \
+                     : HELD                                                                                  \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_A), "n"(OUTER_B));              \
     }
 
 PRODUCT_SHARED(16, "m64n32k16", TEXT16, HELD16(d, 0), "%16", "%17", "%18", "%19", "%20")
@@ -191,12 +202,13 @@ PRODUCT_SHARED(32, "m64n64k16", TEXT32, HELD32(d, 0), "%32", "%33", "%34", "%35"
 PRODUCT_SHARED(64, "m64n128k16", TEXT64, HELD64(d), "%64", "%65", "%66", "%67", "%68")
 
 // A in registers, B in shared memory.
-#define PRODUCT_REGISTERS(COUNT, SHAPE, TEXT, HELD, A, B, ADD, TB)                                                    \
-    template <int OUTER_B>                                                                                            \
-    INLINE void product(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {                         \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE           \
-                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, " TB ";\n}"                                 \
-                     : HELD : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_B));  \
+#define PRODUCT_REGISTERS(COUNT, SHAPE, TEXT, HELD, A, B, ADD, TB)                                            \
+    template <int OUTER_B>                                                                                    \
+    INLINE void product(float(&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {                  \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE  \
+                     ".f32.bf16.bf16 {" TEXT "}, " A ", " B ", add, 1, 1, " TB ";\n}"                         \
+                     : HELD                                                                                   \
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_B)); \
     }
 
 PRODUCT_REGISTERS(32, "m64n64k16", TEXT32, HELD32(d, 0), "{%32,%33,%34,%35}", "%36", "%37", "%38")
@@ -249,7 +261,8 @@ INLINE void locate(const Work& work, u32 item, int kv_heads, int& entry, int& he
 
 // A warp writes its 16 rows of a 64-row tile in shared memory.
 template <int N>
-INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float factor0, float factor1, u32 warp, u32 lane) {
+INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float factor0, float factor1, u32 warp,
+                       u32 lane) {
     u32 row = 16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7);
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
@@ -259,14 +272,18 @@ INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float fac
         u32 pairs[4];
         round_pairs(pairs, scaled);
         u32 chunk = 2 * j + (lane >> 4);
-        store_matrices(tile + (chunk >> 3) * panel_bytes + swizzled(row, chunk & 7), pairs[0], pairs[1], pairs[2], pairs[3]);
+        store_matrices(tile + (chunk >> 3) * panel_bytes + swizzled(row, chunk & 7), pairs[0], pairs[1], pairs[2],
+                       pairs[3]);
     }
     __syncwarp();
 }
 
 INLINE uint4 load_shared(u32 address) {
     uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
     return x;
 }
 

@@ -1,9 +1,10 @@
 // Forward: tiles of two blocks of queries, each against its keys from the last to the first.
 //
-// A persistent block of three warpgroups per multiprocessor. One warp draws tiles, longest first, and copies queries,
+// A persistent block of three warpgroups per multiprocessor. One warp draws tiles, long ones first, and copies queries,
 // keys and values ahead; two warpgroups compute, one block of queries each. They take turns on the tensor cores (one's
 // products run under the other's exponentials), and each issues the next scores before the last values. Queries are
-// held in registers: shared memory is read a fifth less, and less power goes there. The copying warp also says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+// held in registers, which spares a fifth of the reads of shared memory and the power for them. The copying warp also
+// says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
 
 constexpr int STAGES = 2;
 constexpr int QUERY_SLOT = 2 * ROW_TILE;
@@ -25,8 +26,8 @@ struct Barriers {
     INLINE u32 values_empty(u32 stage) const { return base + 80 + 8 * stage; }
 };
 
-INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values,
-                        const TensorMap* value_rows, Ring<2>& ring, int first, int count, int head, u32 lane) {
+INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values, const TensorMap* value_rows,
+                        Ring<2>& ring, int first, int count, int head, u32 lane) {
     wait(barriers.values_empty(ring.stage), ring.empty());
     copy_keys(base + AT_VALUES + ring.stage * KEY_TILE, values, value_rows, barriers.values_full(ring.stage), first,
               count, head, lane);
@@ -87,8 +88,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                     reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, 0);
                     arrive_expecting(barriers.keys_full(stage), KEY_TILE);
                     for (int i = 0; i < PANELS; i++)
-                        copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage), i * 64,
-                                head, first);
+                        copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage),
+                                i * 64, head, first);
                 }
                 key_ring.advance();
                 if (value_count)
@@ -112,7 +113,7 @@ INLINE void issue_scores(float (&s)[64], const u32 (&q)[D / 16][4], u32 keys) {
 INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     u64 b = outer_descriptor(values, KEY_PANEL);
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) 
+    for (int i = 0; i < KEYS / 16; i++)
         product<1>(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
     products_commit();
 }
@@ -193,12 +194,13 @@ INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[D / 
     if ((lane & 3) == 0) {
         const int row = 16 * warp + lane / 4;
         if (row < rows) lse[first + row + (row / G) * skip] = (softmax.max0 * scale_log2 + log2f(sum0)) / LOG2E;
-        if (row + 8 < rows) lse[first + row + 8 + ((row + 8) / G) * skip] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
+        if (row + 8 < rows)
+            lse[first + row + 8 + ((row + 8) / G) * skip] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
     }
 }
 
-INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, bf16* out, float* lse, int half, int kv_heads,
-                    float scale_log2, int window) {
+INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, bf16* out, float* lse, int half,
+                    int kv_heads, float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
     const int my_turn = 1 + half, other_turn = 2 - half;
@@ -214,7 +216,8 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, b
         u32 q[D / 16][4];  // this warp's 16 rows
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
-            load_matrices(q[i], queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
+            load_matrices(q[i],
+                          queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
         float s[64], o[D / 2];
         u32 p[32];
 #pragma unroll
@@ -229,7 +232,7 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, b
             issue_scores(s, q, base + AT_KEYS + stage * KEY_TILE);
             products_wait<0>();
             hold(s);
-            release_warp(barriers.keys_empty(stage), lane);
+            arrive(barriers.keys_empty(stage));
             key_ring.advance();
             if (step.z) softmax.mask(s, step, token0, token1, window, lane);
             softmax.exponentiate(s, scale_log2);
@@ -251,14 +254,14 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, b
             arrive_named(other_turn, 256);
             products_wait<1>();
             hold(s);
-            release_warp(barriers.keys_empty(stage), lane);
+            arrive(barriers.keys_empty(stage));
             key_ring.advance();
             if (step.z) softmax.mask(s, step, token0, token1, window, lane);
             softmax.exponentiate(s, scale_log2);
             products_wait<0>();
             hold(o);
             hold(p);
-            release_warp(barriers.values_empty(value_stage), lane);
+            arrive(barriers.values_empty(value_stage));
             value_ring.advance();
             softmax.rescale(o);
             round_pairs(p, s);
@@ -272,32 +275,33 @@ INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, b
         products_wait<0>();
         hold(o);
         hold(p);
-        release_warp(barriers.values_empty(stage), lane);
+        arrive(barriers.values_empty(stage));
         value_ring.advance();
         write_tile(out, lse, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
         fence_async_proxy();
-        release_warp(barriers.queries_empty(slot), lane);
+        arrive(barriers.queries_empty(slot));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
-                      float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads, float scale,
-                      int window) {
+                      float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
+                      float scale, int window) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x) reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
+        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < 2; i++) {
             barrier_init(barriers.queries_full(i), 1);
             barrier_init(barriers.keys_full(i), 1);
             barrier_init(barriers.values_full(i), 1);
-            barrier_init(barriers.queries_empty(i), 8);
-            barrier_init(barriers.keys_empty(i), 8);
-            barrier_init(barriers.values_empty(i), 8);
+            barrier_init(barriers.queries_empty(i), READERS);
+            barrier_init(barriers.keys_empty(i), READERS);
+            barrier_init(barriers.values_empty(i), READERS);
         }
     }
     fence_async_proxy();
@@ -306,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (warpgroup == 0) {
         give_registers<40>();
         if (threadIdx.x < 32)
-            copy_ahead(shared, base, barriers, &queries, &keys, &values, &value_rows, table, counter, tiles_at, segments_at,
-                       kv_heads, window, threadIdx.x);
+            copy_ahead(shared, base, barriers, &queries, &keys, &values, &value_rows, table, counter, tiles_at,
+                       segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<232>();
         compute(shared, base, barriers, out, lse, warpgroup - 1, kv_heads, scale * LOG2E, window);

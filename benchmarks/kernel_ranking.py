@@ -1,0 +1,99 @@
+"""Which attention kernel is fastest on this GPU, for each head dim, with a window and without? `auto` goes by it.
+
+Every kernel that fits runs forward and backward on what the median server of a planned pool computes, 32 query heads
+and 8 KV heads in bfloat16. The figures go into distca/kernels/measured.json under the device's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from distca.kernels import TaskRows, kernel_named
+from distca.kernels.ranking import BACKWARD_FLOPS, MEASURED, Speed
+from distca.profiling import samples, versions
+
+sys.path.insert(0, str(Path(__file__).parent))
+batches = importlib.import_module("attention_batches")
+
+KERNELS = ("hopper", "cudnn", "varlen")
+HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128), (None, 4_096)
+ROUNDS = 2
+
+
+def visible_pairs(rows: TaskRows, window: int | None) -> int:
+    """Pairs of queries and keys that the mask leaves."""
+    total = 0
+    for q_len, k_len, offset in zip(rows.q_len.tolist(), rows.k_len.tolist(), rows.q_offset.tolist(), strict=True):
+        position = offset + np.arange(q_len)
+        first = np.zeros(q_len, dtype=np.int64) if window is None else np.maximum(0, position - window + 1)
+        total += int(np.maximum(0, np.minimum(k_len, position + 1) - first).sum())
+    return total
+
+
+def speeds(head_dim: int, window: int | None, device: torch.device, batch: batches.Batch, budget: float) -> list[Speed]:
+    """The kernels' speeds, measured in turns."""
+    shapes = ((batch.num_q, HEADS), (batch.num_k, KV_HEADS), (batch.num_k, KV_HEADS), (batch.num_q, HEADS))
+    q, k, v, dout = (torch.randn(*shape, head_dim, device=device, dtype=torch.bfloat16) for shape in shapes)
+    fitting = [kernel for kernel in map(kernel_named, KERNELS)
+               if kernel.supports(device, q.dtype, head_dim, window) is None]
+    times: dict[str, tuple[list[float], list[float]]] = {kernel.name: ([], []) for kernel in fitting}
+    for _ in range(ROUNDS):
+        for kernel in fitting:
+            prepared = kernel.prepare(batch.rows, device, window)
+            out, lse = kernel.forward(q, k, v, prepared)
+            forward, backward = times[kernel.name]
+            forward += samples(lambda: kernel.forward(q, k, v, prepared),  # noqa: B023
+                               device, budget_seconds=budget, least=3)
+            backward += samples(lambda: kernel.backward(dout, q, k, v, out, lse, prepared),  # noqa: B023
+                                device, budget_seconds=budget, least=3)
+    work = 4e-12 * visible_pairs(batch.rows, window) * HEADS * head_dim
+    return [Speed(name, head_dim, window is not None, round(work / median(forward), 1),
+                  round(BACKWARD_FLOPS * work / median(backward), 1)) for name, (forward, backward) in times.items()]
+
+
+def main(options: argparse.Namespace, console: Console) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU; kernels are ranked on the GPU they will run on")
+    device = torch.device("cuda")
+    batch = next(iter(batches.servers(batches.sampled_plan(batches.POOL_TOKENS))))
+    found: list[Speed] = []
+    for head_dim in HEAD_DIMS:
+        for window in WINDOWS:
+            print(f"head dim {head_dim}, window {window} ...", file=sys.stderr, flush=True)
+            found += speeds(head_dim, window, device, batch, options.budget)
+    table = Table(title=f"TFLOP/s, {batch.name}", title_justify="left")
+    for title in ("head dim", "window", "kernel", "forward", "backward"):
+        table.add_column(title, justify="right")
+    for speed in found:
+        table.add_row(str(speed.head_dim), str(WINDOWS[1] if speed.windowed else None), speed.kernel,
+                      f"{speed.forward_tflops:.0f}", f"{speed.backward_tflops:.0f}")
+    console.print(table)
+    known = options.output if options.output.exists() else MEASURED
+    content = json.loads(known.read_text(encoding="utf-8"))
+    content["devices"][torch.cuda.get_device_name(device)] = {
+        "date": datetime.now(UTC).date().isoformat(), **versions(), "batch": batch.name, "window": WINDOWS[1],
+        "speeds": [asdict(speed) for speed in found]}
+    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"Written to {options.output}.")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Rank the attention kernels on this GPU.")
+    parser.add_argument("--budget", type=float, default=0.15, help="seconds for each kernel, way and round")
+    parser.add_argument("--output", type=Path, default=MEASURED)
+    try:
+        main(parser.parse_args(), Console(width=120))
+    except (ValueError, OSError) as problem:
+        sys.exit(f"kernel_ranking.py: error: {problem}")

@@ -1,0 +1,132 @@
+// The copying warp of backward: where everything stands in shared memory, and what is brought there for each tile.
+
+constexpr int STAGES = 3;
+constexpr int AT_KEYS = 0;  // two slots
+constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
+constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;           // stages of queries and output gradients
+constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;  // two of dS, rows are keys; dV and dK in the end
+constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;              // stages of float[64], times log2(e)
+constexpr int AT_DELTA = AT_LSE + STAGES * 256;            // rowsum(dO * O), likewise
+constexpr int AT_TILES = AT_DELTA + STAGES * 256;          // int4 of a slot: k_first, k_count, blocks, head
+constexpr int AT_BLOCKS = AT_TILES + 2 * 16;               // two int4 of a stage
+constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
+constexpr int BLOCK_FLOATS = ROWS * D;  // of dQ's sum
+static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+
+struct Barriers {
+    u32 base;
+    INLINE u32 keys_full(u32 slot) const { return base + 8 * slot; }
+    INLINE u32 keys_empty(u32 slot) const { return base + 16 + 8 * slot; }
+    INLINE u32 ds_full(u32 place) const { return base + 32 + 8 * place; }
+    INLINE u32 ds_empty(u32 place) const { return base + 48 + 8 * place; }
+    INLINE u32 values_full() const { return base + 64; }
+    INLINE u32 values_empty() const { return base + 72; }
+    INLINE u32 queries_full(u32 stage) const { return base + 80 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 80 + 8 * (STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 80 + 8 * (2 * STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * (3 * STAGES + stage); }
+};
+
+struct Maps {
+    const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
+};
+
+// One number per row of a block, which lie apart by token; the barrier counts the lanes that brought theirs.
+INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads,
+                         u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = i * 32 + lane;
+        const bool inside = row < q_count * G;
+        const float* source =
+            from + (inside ? static_cast<long>(q_first + row / G) * kv_heads * G + head * G + row % G : 0);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + row * 4), "l"(source),
+                     "r"(inside ? 4 : 0)
+                     : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
+                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
+                       int window, u32 lane) {
+    const Work work = {table[0], table[1]};
+    const int4* entries = reinterpret_cast<const int4*>(table + items_at);
+    const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
+    const u32 items = work.count * kv_heads;
+    const int num_blocks = table[2];
+    Ring<2> slots;
+    Ring<STAGES> ring;
+    u32 next = 0, values_empty = 1;
+    if (lane == 0) next = draw(counter, items);
+    while (true) {
+        const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage;
+        wait(barriers.keys_empty(slot), slots.empty());
+        int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
+        if (item >= items) {
+            if (lane == 0) {
+                *said = make_int4(0, 0, 0, 0);
+                arrive(barriers.keys_full(slot));
+            }
+            return;
+        }
+        int entry, head;
+        locate(work, item, kv_heads, entry, head);
+        const int4 tile = entries[entry];
+        const int k_first = tile.x, k_end = tile.x + tile.y;
+        if (lane == 0) {
+            *said = make_int4(tile.x, tile.y, tile.z, head);
+            next = draw(counter, items);
+        }
+        copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y,
+                  head, lane);
+        int left = tile.z;
+        for (int number = tile.w; left > 0; number++) {
+            const int4 a = rows[2 * number], b = rows[2 * number + 1];
+            const int q_begin = a.x, q_end = a.y, shift = b.x, block_base = b.y;
+            const int low = max(k_first, a.z),
+                      high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
+            if (low >= high) continue;
+            int block = max(0, low - shift - q_begin) / TOKENS;
+            int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
+            if (WINDOWED) {
+                const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
+                stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
+            }
+            for (; block < stop; block++, left--) {
+                const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
+                const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
+                bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
+                if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
+                const u32 stage = ring.stage;
+                wait(barriers.queries_empty(stage), ring.empty());
+                if (lane == 0) {
+                    const int first_key = WINDOWED ? max(a.z, q_first + shift - window + 1) : a.z;
+                    const int turn =
+                        (max(0, k_first - first_key) + KEYS - 1) / KEYS;  // tiles of this block before this one
+                    int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
+                    block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
+                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, turn, 0);
+                }
+                const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
+                copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head,
+                             lane);
+                copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head,
+                             kv_heads, lane);
+                wait(barriers.douts_empty(stage), ring.empty());
+                copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count,
+                             head, lane);
+                copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head,
+                             kv_heads, lane);
+                if (left == tile.z) {  // values have one place only: whatever else the tile begins with comes first
+                    wait(barriers.values_empty(), values_empty);
+                    values_empty ^= 1;
+                    copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, tile.y,
+                              head, lane);
+                }
+                ring.advance();
+            }
+        }
+        slots.advance();
+    }
+}

@@ -1,0 +1,199 @@
+"""The Hopper kernel around its launches, which hopper_walk.py plays on the CPU, and the compiling of its sources.
+
+Exactness on any rows is in test_exact.py; here are the buffers that are filled again, the turns that rows with common
+queries take, and what is refused.
+"""
+
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
+from distca.kernels.hopper import HopperKernel, Prepared
+
+sys.path.insert(0, str(Path(__file__).parent))
+hopper_walk = importlib.import_module("hopper_walk")
+
+CPU = torch.device("cpu")
+HOPPER = HopperKernel()
+DOCUMENTS = TaskRows.documents([300, 40, 1, 150])
+TWICE = TaskRows([0, 100, 0], [200, 300, 50], [0, 20, 300], [200, 320, 310], [0, 90, 20])  # queries in several rows
+NOTHING = TaskRows.documents([])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The launches of backward: whether each was deterministic."""
+    calls = []
+
+    def run_backward(*arguments) -> None:
+        calls.append(arguments[-1])
+        hopper_walk.launch_backward(*arguments)
+
+    monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
+    monkeypatch.setattr(hopper, "run_backward", run_backward)
+    return calls
+
+
+@pytest.fixture
+def determinism() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def inputs(kv_heads: int = 2, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """q, k, v, dout of six query heads; the last tokens stand in no row."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn((500, heads, 16), generator=generator, dtype=torch.float64).to(dtype)
+            for heads in (6, kv_heads, kv_heads, 6)]
+
+
+def attend(tensors: list[torch.Tensor], prepared: Prepared) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv."""
+    q, k, v, dout = tensors
+    out, lse = HOPPER.forward(q, k, v, prepared)
+    return [out, lse, *HOPPER.backward(dout, q, k, v, out, lse, prepared)]
+
+
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def buffers(prepared: Prepared) -> dict[hopper_launch.Heads, list[int]]:
+    return {heads: [x.data_ptr() for x in (tables.forward, tables.backward, tables.counters)]
+            for heads, tables in prepared.by_heads.items()}
+
+
+@pytest.mark.parametrize(("mode", "window"), [("in any order", None), ("in turns", None), ("in turns", 70)])
+def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str, window: int | None) -> None:
+    """For every number of heads that was asked for, in the buffers of the first rows."""
+    if mode == "in turns":
+        request.getfixturevalue("determinism")
+    many = TaskRows(*np.concatenate([[getattr(rows, column) for column in TaskRows.__slots__]
+                                     for rows in (DOCUMENTS, TWICE)], axis=1))
+    prepared = HOPPER.prepare(many, CPU, window)
+    for kv_heads in (1, 2):
+        attend(inputs(kv_heads), prepared)
+    first = buffers(prepared)
+    assert set(first) == {(6, 1), (6, 2)}
+    for rows in (TWICE, DOCUMENTS, NOTHING, many):
+        HOPPER.refill(prepared, rows)
+        for kv_heads in (1, 2):
+            fresh = HOPPER.prepare(rows, CPU, window)
+            assert_same(attend(inputs(kv_heads), prepared), attend(inputs(kv_heads), fresh))
+        assert buffers(prepared) == first
+
+
+def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched) -> None:
+    prepared = HOPPER.prepare(TaskRows.documents([40, 90]), CPU)
+    before = attend(inputs(), prepared)
+    with pytest.raises(ValueError, match=r"these rows do not fit where others were prepared: the rows need \d+ \w+ "
+                                         r"but the tables have room for \d+; prepare with the largest step's rows"):
+        HOPPER.refill(prepared, TaskRows.documents([40] * 9))
+    assert_same(attend(inputs(), prepared), before)
+
+
+def test_rows_with_common_queries_take_turns(launched, determinism) -> None:
+    for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 2), (NOTHING, 0)):
+        prepared = HOPPER.prepare(rows, CPU)
+        first = attend(inputs(), prepared)
+        assert launched == [True] * num_launches
+        assert_same(attend(inputs(), prepared), first)
+        launched.clear()
+
+
+def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
+    """While capturing, launches are made even for no rows, and nothing is left out because these rows write it."""
+    monkeypatch.setattr(torch, "empty", lambda shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
+    tensors, rows = [x[:300] for x in inputs()], TaskRows.documents([300])
+    prepared = HOPPER.prepare(rows, CPU)
+    expected = attend(tensors, prepared)
+    monkeypatch.setattr(hopper, "_capturing", lambda x: True)
+    assert_same(attend(tensors, prepared), expected)
+    HOPPER.refill(prepared, NOTHING)
+    out, lse, *gradients = attend(tensors, prepared)
+    assert len(launched) == 3
+    assert not out.any() and (lse == -torch.inf).all() and not any(x.any() for x in gradients)
+
+
+def test_what_cannot_be_captured_is_refused(launched, determinism, monkeypatch) -> None:
+    new, known = HOPPER.prepare(TWICE, CPU), HOPPER.prepare(TWICE, CPU)
+    attend(inputs(), known)
+    monkeypatch.setattr(hopper, "_capturing", lambda x: True)
+    with pytest.raises(ValueError, match=r"no tables for \(6, 2\) heads yet; run once before capturing"):
+        attend(inputs(), new)
+    with pytest.raises(ValueError, match="share queries cannot be captured"):
+        attend(inputs(), known)
+
+
+def test_any_order_is_one_launch(launched) -> None:
+    attend(inputs(), HOPPER.prepare(TWICE, CPU))
+    assert launched == [False]
+
+
+def test_turns_add_up_in_float32(launched, determinism) -> None:
+    """Four rows over the same queries, each a part that is rounded to bf16; their sum is rounded once."""
+    rows = TaskRows([0] * 4, [200] * 4, [0, 100, 150, 300], [100, 150, 300, 500], [500] * 4)
+    q, k, v, dout = tensors = inputs(dtype=torch.bfloat16)
+    out, lse, *actual = attend(tensors, HOPPER.prepare(rows, CPU))
+    parts = [HOPPER.backward(dout, q, k, v, out, lse, HOPPER.prepare(rows.take(np.array([i])), CPU)) for i in range(4)]
+    assert len(launched) == 8 and (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert_same(actual, [sum(x.float() for x in side).bfloat16() for side in zip(*parts, strict=True)])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_scales_that_are_not_positive_are_refused(launched, scale: float) -> None:
+    q, k, v, dout = inputs()
+    prepared = HOPPER.prepare(DOCUMENTS, CPU)
+    out, lse = HOPPER.forward(q, k, v, prepared, 0.5)
+    with pytest.raises(ValueError, match=rf"scale={scale}; .*use kernel='varlen'"):
+        HOPPER.forward(q, k, v, prepared, scale)
+    with pytest.raises(ValueError, match=rf"scale={scale}; .*use kernel='varlen'"):
+        HOPPER.backward(dout, q, k, v, out, lse, prepared, scale)
+
+
+class Cubin:
+    """Takes the place of a module on the device: it has the functions that its text sections name."""
+
+    def __init__(self, cubin: bytes) -> None:
+        self.cubin = cubin
+
+    def function(self, name: str, shared_bytes: int) -> str:
+        assert f".text.{name}\0".encode() in self.cubin
+        return name
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch, tmp_path, caplog) -> None:
+    """All variants; the compiler remarks, as C7510 to C7515 and others, where it makes one wgmma wait for another."""
+    try:
+        cuda_driver.nvrtc()
+    except RuntimeError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hopper_launch, "Module", Cubin)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    device, shape = torch.device("cuda", 0), (head_dim, group)
+    with caplog.at_level(logging.WARNING, logger="distca"):
+        for windowed in (False, True):
+            forward = hopper_launch._forward_kernel.__wrapped__(device, *shape, windowed)
+            assert forward.function == "attention_forward"
+            for deterministic in (False, True):
+                backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, deterministic)
+                assert [x.function for x in backward] == ["attention_delta", "attention_backward", "attention_write_dq"]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 6
+    assert not re.search(r"C751[0-5]|serialized", caplog.text)
