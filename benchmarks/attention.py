@@ -116,6 +116,11 @@ def dense_runs(batch: Batch, inputs: Inputs, backend: SDPBackend) -> Runs:
     return Runs(forward_alone, backward, label, batch.pairs, inputs.difference(tensors))
 
 
+def failure(batch: Batch, kernel: str, problem: Exception) -> Failure:
+    reason = str(problem).strip().split("\n")[0]
+    return Failure(batch.name, kernel, f"{type(problem).__name__}: {reason}")
+
+
 def contestants(batch: Batch, names: Iterable[str], inputs: Inputs) -> tuple[dict[str, Runs], list[Failure]]:
     """Every kernel that can compute the batch, after one run of it; a lost device ends it all."""
     device = inputs.q.device
@@ -128,8 +133,7 @@ def contestants(batch: Batch, names: Iterable[str], inputs: Inputs) -> tuple[dic
         try:
             ready[name] = (dense_runs(batch, inputs, backend) if name == "dense" else kernel_runs(name, batch, inputs))
         except Exception as problem:  # cuDNN's have no base of their own
-            reason = str(problem).strip().split("\n")[0]
-            failures.append(Failure(batch.name, name, f"{type(problem).__name__}: {reason}"))
+            failures.append(failure(batch, name, problem))
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -158,9 +162,13 @@ def measure(
     ready, failures = contestants(batch, names, inputs)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(ROUNDS):
-        for name, runs in ready.items():
-            times[name][0].extend(samples(runs.forward, device, budget_seconds=budget, least=3, most=100))
-            times[name][1].extend(samples(runs.backward, device, budget_seconds=budget, least=3, most=100))
+        for name, runs in list(ready.items()):
+            try:
+                times[name][0].extend(samples(runs.forward, device, budget_seconds=budget, least=3, most=100))
+                times[name][1].extend(samples(runs.backward, device, budget_seconds=budget, least=3, most=100))
+            except torch.OutOfMemoryError as problem:  # with the others' results in memory
+                failures.append(failure(batch, name, problem))
+                del ready[name]
     rates = {
         name: (float(attention_flops(runs.pairs, model)) / median(times[name][0]) / 1e12,
                float(attention_backward_flops(runs.pairs, model)) / median(times[name][1]) / 1e12)
@@ -227,6 +235,7 @@ def arguments() -> argparse.Namespace:
                         help="instead: shards of 16 to 4096 queries with 16K keys of their own, and a plot of them")
     parser.add_argument("--shrink", type=int, help=f"divide all lengths by this; 1 on a GPU, {CPU_SHRINK} on a CPU")
     parser.add_argument("--quick", action="store_true", help="few samples")
+    parser.add_argument("--deterministic", action="store_true", help="gradients with the same bits in every run")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/attention_<device>.json, or "
                         "attention_shards_<device>.json; with --only or --kernels none is written unless named here")
     return parser.parse_args()
@@ -252,8 +261,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if output is None and not options.only and not options.kernels:
         output = RESULTS / f"attention_{'shards_' if options.shard_lengths else ''}{label}.json"
     content = {"host": facts, "settings": {"model": model.name, "shrink": shrink, "quick": options.quick,
+                                           "deterministic": options.deterministic,
                                            "workload": workload.name if workload else "sampled"}}
     aims = shrink == 1 and model.name == GOAL_MODEL and GOAL_DEVICE in str(facts["device"])
+    torch.use_deterministic_algorithms(options.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and changes no result
     torch.manual_seed(0)
     results: list[Result] = []
     failures: list[Failure] = []
@@ -263,8 +275,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
             continue
         print(f"{batch.name} ...", file=sys.stderr, flush=True)
         measured, failed = measure(batch, names, model, device, 0.02 if options.quick else 0.15, aims)
-        for failure in failed:
-            console.print(f"{failure.kernel} does not compute {failure.batch}: {failure.reason}")
+        for lost in failed:
+            console.print(f"{lost.kernel} does not compute {lost.batch}: {lost.reason}")
         results, failures = results + measured, failures + failed
         lengths[batch.name] = int(batch.rows.q_len[0]), int(batch.rows.k_len[0])
         if use_gpu:

@@ -1,6 +1,6 @@
 """Predict a batch's attention seconds from a table of equal shards, and compare with what was measured.
 
-shipped  the shipped table, scaled by heads: what `distca simulate` charges without a profile
+shipped  the shipped table of the cuDNN kernel, scaled by heads: what `distca simulate` charges with it
 sum      a table of this GPU with these heads, added up task by task: what it charges with a profile
 fill     the same seconds spread over multiprocessors tile by tile, and what does not depend on the work
 
@@ -262,7 +262,7 @@ def predict(content: dict[str, Any]) -> tuple[list[Replay], dict[str, Any]]:
                    (np.zeros(3), np.zeros(3)))
     probes = [one for one in content["measured"] if one["kind"] == "probe"]
     device, tried = fit_device(content, plain, probes)
-    costs = Costs.of(model, cluster_named(options["cluster"]), tp, shipped_table("h200"))
+    costs = Costs.of(model, cluster_named(options["cluster"]), tp, shipped_table("h200_cudnn"))
     replays = []
     for one in (one for one in content["measured"] if one["kind"] == "replay"):
         batch = Batch.from_json(one)

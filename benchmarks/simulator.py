@@ -115,11 +115,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=120.0, help="--gpu measures no longer than this")
     parser.add_argument("--measure-only", action="store_true", help="--gpu without predictions, which need no GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--kernel", help="--gpu: default cudnn, whose waves and launches are modelled; auto on a CPU")
     parser.add_argument("--tiny", action="store_true", help="--gpu with sizes for a CPU")
     chosen = parser.parse_args()
     if chosen.tokens % (4 * chosen.short) or chosen.tokens < 4 * chosen.short:
         parser.error(f"--tokens is {chosen.tokens}; give a multiple of four times --short, {chosen.short}")
+    chosen.kernel = chosen.kernel or ("cudnn" if chosen.device == "cuda" else "auto")
     return chosen
 
 

@@ -86,6 +86,22 @@ def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention, batc
     assert results[0].forward_over_varlen is None and results[0].forward_host_seconds is None
 
 
+def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(attention, batches, monkeypatch):
+    calls = []
+
+    def samples(*_: object, **__: object) -> list[float]:
+        calls.append(None)
+        if len(calls) == 6:                                      # the first kernel's backward in the second round
+            raise torch.OutOfMemoryError("no room\nfor more")
+        return [1.0]
+
+    monkeypatch.setattr(attention, "samples", samples)
+    results, failures = attention.measure(batches.documents(1, 96), ["sdpa", "auto"], model_named("tiny"),
+                                          torch.device("cpu"), 1e-3)
+    assert [row.kernel for row in results] == ["auto"]
+    assert [(row.kernel, row.reason) for row in failures] == [("sdpa", "OutOfMemoryError: no room")]
+
+
 def test_goals_count_only_where_they_are_meant(attention, batches, monkeypatch):
     monkeypatch.setattr(attention, "BASELINE", "sdpa")
     cpu, tiny, batch = torch.device("cpu"), model_named("tiny"), batches.documents(2, 64)

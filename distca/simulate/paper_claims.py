@@ -140,8 +140,7 @@ def _fig5(rows: Sequence[Row]) -> list[Verdict]:
         _verdict("fig5", "attention backward of 128-token shards, of the peak", "saturated",
                  f"{here['backward_of_peak']:.0%} ({here['backward_tflops']:.0f} TFLOP/s)", where,
                  here["backward_of_peak"] >= _SATURATED,
-                 f"cuDNN's packed backward needs {enough} queries for {_SATURATED:.0%} of its peak; only its forward "
-                 "is there with fewer")]
+                 f"backward needs {enough} queries for {_SATURATED:.0%} of its peak on this kernel")]
 
 
 def _speeds(figure: str, rows: Sequence[Row]) -> list[Verdict]:

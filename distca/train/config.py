@@ -17,7 +17,7 @@ from distca.spec import MODELS, model_named
 from distca.train.fits import check_pipeline, check_tensor
 
 Value = int | float | bool | str
-KERNELS = ("auto", "cudnn", "varlen", "sdpa", "dense")
+KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")
 MODES = ("disaggregated", "home", "per_document_cp")
 _TYPE_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

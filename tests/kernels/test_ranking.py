@@ -1,0 +1,61 @@
+"""auto's order: by what was measured on the device, for the head dim and with or without a window; else as given."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from distca.kernels import kernel_named, ranking
+from distca.kernels.ranking import Speed, fastest_first, measured
+
+GPU = torch.device("cuda")
+KERNELS = [kernel_named(name) for name in ("hopper", "cudnn", "varlen", "sdpa")]
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    rows = [
+        Speed("hopper", 128, False, 500.0, 300.0),
+        Speed("varlen", 128, False, 600.0, 250.0),               # faster forward, slower in all
+        Speed("cudnn", 128, False, 400.0, 500.0),                # the fastest: backward has more to do
+        Speed("varlen", 128, True, 400.0, 400.0),
+        Speed("hopper", 128, True, 300.0, 300.0),
+    ]
+    content = {"devices": {"NVIDIA Known": {"speeds": [dataclasses.asdict(row) for row in rows]}}}
+    (tmp_path / "measured.json").write_text(json.dumps(content))
+    monkeypatch.setattr(ranking, "MEASURED", tmp_path / "measured.json")
+    measured.cache_clear()
+    yield
+    measured.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "device, dtype, head_dim, window, expected",
+    [
+        ("NVIDIA Known", torch.bfloat16, 128, None, ["cudnn", "hopper", "varlen", "sdpa"]),
+        ("NVIDIA Known", torch.bfloat16, 128, 64, ["varlen", "hopper", "cudnn", "sdpa"]),
+        ("NVIDIA Known", torch.bfloat16, 64, None, ["hopper", "cudnn", "varlen", "sdpa"]),
+        ("NVIDIA Known", torch.float16, 128, None, ["hopper", "cudnn", "varlen", "sdpa"]),
+        ("NVIDIA New", torch.bfloat16, 128, None, ["hopper", "cudnn", "varlen", "sdpa"]),
+    ],
+)
+def test_kernels_are_ordered_by_forward_and_backward_together(
+    speeds, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, head_dim: int, window: int | None,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert [kernel.name for kernel in fastest_first(KERNELS, GPU, dtype, head_dim, window)] == expected
+
+
+def test_a_cpu_asks_for_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "measured", lambda: pytest.fail("the table was read"))
+    assert fastest_first(KERNELS, torch.device("cpu"), torch.bfloat16, 128, None) == KERNELS
+
+
+def test_the_shipped_figures_name_kernels_that_exist() -> None:
+    for device, speeds in measured().items():
+        assert device.startswith("NVIDIA ")
+        for speed in speeds:
+            assert kernel_named(speed.kernel).name == speed.kernel
+            assert 0 < speed.backward_tflops < 1000 and 0 < speed.forward_tflops < 1000
