@@ -11,6 +11,7 @@ import pytest
 
 import distca
 from distca import cli
+from distca.cost.shipped import shipped_table
 from distca.simulate import paper_claims
 from distca.simulate.paper import measure
 from distca.simulate.paper_cases import FIGURES, Case, cases
@@ -160,6 +161,8 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, said, capsys, tmp_path
 def test_the_checklist_is_readable(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    slow_on_short_shards = shipped_table("h200_cudnn")           # in backward
+    monkeypatch.setattr("distca.simulate.paper._table", lambda: slow_on_short_shards)
     with pytest.raises(SystemExit) as stop:
         cli.main(["paper", "--only", "appA,fig5", "--no-plots", "--workers", "1"])
     said = capsys.readouterr().out
