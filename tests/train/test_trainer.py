@@ -50,10 +50,10 @@ def alone(tmp_path_factory):
     (2, 1, "disaggregated", "true", "true"),
     (2, 1, "disaggregated", "false", "false"),
     (2, 1, "per_document_cp", "true", "false"),
-    (4, 2, "disaggregated", "true", "true"),
+    (2, 2, "disaggregated", "false", "false"),
     pytest.param(2, 1, "home", "true", "true", marks=pytest.mark.slow),
     pytest.param(2, 1, "home", "false", "true", marks=pytest.mark.slow),
-    pytest.param(2, 2, "disaggregated", "false", "false", marks=pytest.mark.slow),
+    pytest.param(4, 2, "disaggregated", "true", "true", marks=pytest.mark.slow),
     pytest.param(4, 1, "disaggregated", "true", "true", marks=pytest.mark.slow),
     pytest.param(4, 1, "per_document_cp", "false", "true", marks=pytest.mark.slow),
     pytest.param(4, 1, "home", "true", "false", marks=pytest.mark.slow),
@@ -97,6 +97,7 @@ def test_the_loss_does_not_depend_on_stages(ranks, tensor, mode, fsdp, alone_in_
     assert (sum(logged(tmp_path, "served_in_bubbles")) > 0) == (mode == "disaggregated")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_goes_on_with_other_stages(alone_in_micro_batches, tmp_path):
     saving = ("--checkpoint.folder", str(tmp_path / "saved"))
