@@ -7,25 +7,23 @@ and 8 KV heads in bfloat16. The figures go into distca/kernels/measured.json und
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
+from attention_batches import POOL_TOKENS, Batch, sampled_plan, servers
 from rich.console import Console
 from rich.table import Table
 
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.ranking import BACKWARD_FLOPS, MEASURED, Speed
 from distca.profiling import samples, versions
-
-sys.path.insert(0, str(Path(__file__).parent))
-batches = importlib.import_module("attention_batches")
 
 KERNELS = ("hopper", "cudnn", "varlen")
 HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128), (None, 4_096)
@@ -42,7 +40,7 @@ def visible_pairs(rows: TaskRows, window: int | None) -> int:
     return total
 
 
-def speeds(head_dim: int, window: int | None, device: torch.device, batch: batches.Batch, budget: float) -> list[Speed]:
+def speeds(head_dim: int, window: int | None, device: torch.device, batch: Batch, budget: float) -> list[Speed]:
     """The kernels' speeds, measured in turns."""
     shapes = ((batch.num_q, HEADS), (batch.num_k, KV_HEADS), (batch.num_k, KV_HEADS), (batch.num_q, HEADS))
     q, k, v, dout = (torch.randn(*shape, head_dim, device=device, dtype=torch.bfloat16) for shape in shapes)
@@ -54,10 +52,9 @@ def speeds(head_dim: int, window: int | None, device: torch.device, batch: batch
             prepared = kernel.prepare(batch.rows, device, window)
             out, lse = kernel.forward(q, k, v, prepared)
             forward, backward = times[kernel.name]
-            forward += samples(lambda: kernel.forward(q, k, v, prepared),  # noqa: B023
-                               device, budget_seconds=budget, least=3)
-            backward += samples(lambda: kernel.backward(dout, q, k, v, out, lse, prepared),  # noqa: B023
-                                device, budget_seconds=budget, least=3)
+            forward += samples(partial(kernel.forward, q, k, v, prepared), device, budget_seconds=budget, least=3)
+            backward += samples(partial(kernel.backward, dout, q, k, v, out, lse, prepared), device,
+                                budget_seconds=budget, least=3)
     work = 4e-12 * visible_pairs(batch.rows, window) * HEADS * head_dim
     return [Speed(name, head_dim, window is not None, round(work / median(forward), 1),
                   round(BACKWARD_FLOPS * work / median(backward), 1)) for name, (forward, backward) in times.items()]
@@ -67,7 +64,7 @@ def main(options: argparse.Namespace, console: Console) -> None:
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU; kernels are ranked on the GPU they will run on")
     device = torch.device("cuda")
-    batch = next(iter(batches.servers(batches.sampled_plan(batches.POOL_TOKENS))))
+    batch = next(iter(servers(sampled_plan(POOL_TOKENS))))
     found: list[Speed] = []
     for head_dim in HEAD_DIMS:
         for window in WINDOWS:

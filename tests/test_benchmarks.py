@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import distca
+from distca.kernels import TaskRows
+from distca.kernels.dense import times_shown
 from distca.spec import model_named
 
 ROOT = Path(distca.__file__).parents[1]
@@ -112,6 +114,19 @@ def test_goals_count_only_where_they_are_meant(attention, batches, monkeypatch):
         assert (row.forward_reached, row.backward_reached, row.forward_over_varlen) == (reached, reached, 1.0)
     (row,), _ = attention.measure(easy, ["sdpa"], tiny, cpu, 1e-3)
     assert row.forward_goal is None and row.forward_reached is None
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_the_ranking_counts_the_pairs_that_the_window_leaves(window):
+    rows = TaskRows([0, 9, 20], [9, 20, 22], [0, 3, 0], [30, 14, 2], [21, 0, 40])
+    tokens = torch.zeros(22, 1, 1), torch.zeros(30, 1, 1)
+    assert load("kernel_ranking").visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
+
+
+def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no GPU"):
+        load("kernel_ranking").main(None, None)
 
 
 def test_tables_are_timed_and_nothing_is_stored_twice(runtime):

@@ -105,19 +105,24 @@ def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def _scores(q: torch.Tensor, k: torch.Tensor, prepared: _Prepared, scale: float) -> torch.Tensor:
     """[heads, num_q, num_k], -inf where no row shows the key to the query."""
+    count = times_shown(q, k, prepared.rows, prepared.window)
+    scores = torch.einsum("qhd,khd->hqk", q.to(count.dtype), _per_head(k, q)) * scale
+    return scores + count.log()
+
+
+def times_shown(q: torch.Tensor, k: torch.Tensor, rows: TaskRows, window: int | None) -> torch.Tensor:
+    """[num_q, num_k], how many rows show the key to the query."""
     count = torch.zeros(q.shape[0], k.shape[0], dtype=accumulation_dtype(q.dtype), device=q.device)
-    rows = prepared.rows
     for q_begin, q_end, k_begin, k_end, q_offset in zip(
         rows.q_begin, rows.q_end, rows.k_begin, rows.k_end, rows.q_offset, strict=True
     ):
         q_position = torch.arange(q_end - q_begin, device=q.device)[:, None] + int(q_offset)
         k_position = torch.arange(k_end - k_begin, device=q.device)[None, :]
         seen = k_position <= q_position
-        if prepared.window is not None:
-            seen = seen & (k_position > q_position - prepared.window)
+        if window is not None:
+            seen = seen & (k_position > q_position - window)
         count[q_begin:q_end, k_begin:k_end] += seen
-    scores = torch.einsum("qhd,khd->hqk", q.to(count.dtype), _per_head(k, q)) * scale
-    return scores + count.log()
+    return count
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

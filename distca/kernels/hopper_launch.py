@@ -48,8 +48,6 @@ class Tables:
     backward: torch.Tensor  # int32, see BackwardTables.pack
     counters: torch.Tensor  # int32 [2], of forward and backward; zero between launches
     num_blocks: int  # of queries in backward
-    forward_offsets: tuple[int, ...]  # of the tables' sections
-    backward_offsets: tuple[int, ...]
 
     @classmethod
     def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device) -> Tables:
@@ -61,8 +59,6 @@ class Tables:
             _pinned(backward.pack(capacity), device).to(device, non_blocking=True),
             torch.zeros(2, dtype=torch.int32, device=device),
             len(backward.blocks),
-            capacity.forward_offsets(),
-            capacity.backward_offsets(),
         )
 
     def refilled(self, forward: ForwardTables, backward: BackwardTables) -> Tables:
@@ -91,7 +87,7 @@ def run_forward(
         run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, window, scale)
         return
     maps, kernel = call
-    tiles_at, segments_at, _ = tables.forward_offsets
+    tiles_at, segments_at, _ = tables.capacity.forward_offsets()
     kernel.launch(
         kernel.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
         tiles_at, segments_at, k.shape[1], scale, window or 0,
@@ -128,7 +124,7 @@ def run_backward(
     dq_sum = workspace.data_ptr()
     turns, lse_log2 = dq_sum + 4 * num_sums, dq_sum + 4 * num_zeros
     delta = lse_log2 + 4 * num_numbers
-    items_at, rows_at, blocks_at, _ = tables.backward_offsets
+    items_at, rows_at, blocks_at, _ = tables.capacity.backward_offsets()
     before.launch(
         8 * before.num_sms, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
         num_zeros // 4,

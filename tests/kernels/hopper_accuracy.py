@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distca.kernels.dense import DenseKernel
+from distca.kernels.dense import DenseKernel, times_shown
 from distca.kernels.interface import Kernel, TaskRows
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -44,14 +44,7 @@ def plain(
     scale: float | None,
 ) -> list[torch.Tensor]:
     """k and v hold one KV head."""
-    count = torch.zeros(q.shape[0], k.shape[0], device=q.device)
-    for i in range(len(rows)):
-        q_position = torch.arange(int(rows.q_len[i]), device=q.device)[:, None] + int(rows.q_offset[i])
-        k_position = torch.arange(int(rows.k_len[i]), device=q.device)
-        seen = k_position <= q_position
-        if window is not None:
-            seen &= k_position > q_position - window
-        count[rows.q_begin[i]:rows.q_end[i], rows.k_begin[i]:rows.k_end[i]] += seen
+    count = times_shown(q, k, rows, window)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     queries, keys, values = (x.transpose(0, 1) for x in leaves)                      # [heads or 1, tokens, dim]
     scores = (queries @ keys.transpose(1, 2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale) + count.log()
