@@ -15,23 +15,38 @@ see half of it. An all-gather would bring every key everywhere; `plan.summary().
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from distca.baselines.at_home import at_home
-from distca.cost.latency_table import LatencyTable
+from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan
+from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
 from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices
+from distca.workload.packing import NanoBatch, pack
 
 
 def per_document_cp(
-    layout: Layout, model: ModelShape, *, cp: int, tp: int = 1, cost: LatencyTable | None = None
+    layout: Layout, model: ModelShape, *, cp: int, tp: int = 1, cost: AttentionTime | None = None
 ) -> Plan:
     """Spread each rank of `layout` over a group of cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
     plan = at_home(head_tail_layout(layout, cp), model, tp=tp, cost=cost)
     return plan if plan.limit is None else replace(plan, limit="head and tail chunks are dealt by tokens, not by work")
+
+
+def per_document_cp_step(
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1
+) -> StepPlan:
+    """A step in which all data ranks of a stage are one context-parallel group; stages run 1F1B."""
+    packed = []
+    for lengths in micro_batches:
+        layout = head_tail_layout(pack(lengths, ranks=1), num_data)
+        packed.append(MicroBatch(layout.lengths, (NanoBatch(layout, np.arange(layout.num_documents)),)))
+    return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp,
+                                 gather_ranks=num_data)
 
 
 def head_tail_layout(layout: Layout, cp: int) -> Layout:

@@ -23,10 +23,11 @@ from distca.cli.batches import (
 )
 from distca.cli.figures import page_writer, plan_page
 from distca.cli.progress import progress
-from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped import shipped_names, shipped_table
+from distca.cost.attention_time import AttentionTime
+from distca.cost.shipped import find_table
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan, PlanSummary
+from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
 from distca.report import PlanFigures, Side
 from distca.report.render import print_plan
@@ -46,7 +47,7 @@ class Pool:
     tp: int
     tolerance: float
     dedicated: int
-    cost: LatencyTable | None
+    cost: AttentionTime | None
 
     def speed(self, ranks: int) -> np.ndarray:
         return np.ones(ranks + self.dedicated)
@@ -96,7 +97,8 @@ def plan_command(
             raise ValueError(f"{field} is {value}; give a whole number of at least {least}")
     save_plot = _plotter(plot) if plot else None
     write_page = page_writer(html, "html") if html else None
-    pool = Pool(model_named(model), tp, tolerance, dedicated, _latency_table(cost) if cost else None)
+    shape = model_named(model)
+    pool = Pool(shape, tp, tolerance, dedicated, AttentionTime.of(find_table(cost), shape, tp) if cost else None)
     _warm_up(pool, placement)
     with progress() as step:
         step("reading documents")
@@ -121,18 +123,11 @@ def plan_command(
         raise typer.Exit(1)
 
 
-def _latency_table(name: str) -> LatencyTable:
-    """A file where there is one, else a table that came with the package."""
-    if not Path(name).exists() and name in shipped_names():
-        return shipped_table(name)
-    return LatencyTable.load(name)
-
-
 def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> Planned:
     """Plan and prove. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:
-        cost.require(int(batch.lengths.max()))
+        cost.table.require(int(batch.lengths.max()))
     step("placing documents")
     begin = perf_counter()
     layout = _layout(batch, pool, placement)
@@ -172,7 +167,7 @@ def figures_of(planned: Planned) -> PlanFigures:
 
 def _layout(batch: Batch, pool: Pool, placement: str) -> Layout:
     speed = pool.speed(batch.ranks)
-    work = None if pool.cost is None else pool.cost.seconds(batch.lengths, batch.lengths)
+    work = work_of_documents(pool.cost)
     if batch.workload is not None:
         return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
                              document_work=work)

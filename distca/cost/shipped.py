@@ -1,6 +1,7 @@
 """Latency tables that come with the package, so that a plan in seconds needs no GPU of one's own."""
 
 from importlib.resources import as_file, files
+from pathlib import Path
 
 from distca.cost.latency_table import LatencyTable
 from distca.spec import unknown_name
@@ -12,6 +13,13 @@ def shipped_names() -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def find_table(name: str) -> LatencyTable:
+    """A file where there is one, else a table that comes with the package."""
+    if not Path(name).exists() and name in shipped_names():
+        return shipped_table(name)
+    return LatencyTable.load(name)
 
 
 def shipped_table(name: str) -> LatencyTable:

@@ -21,12 +21,11 @@ def build(plan: Plan, rank: int) -> RankTables:
         raise ValueError(f"rank is {rank} but the plan has {plan.num_servers} servers; use 0 to {plan.num_servers - 1}")
     layout = plan.layout
     tasks = _touching(plan, rank)
-    offset = layout.row_offset()
-    row_tokens = int(layout.tokens_per_rank()[rank]) if rank < layout.num_ranks else 0
-    queries = query_ranges(layout, tasks)
-    keys = key_ranges(layout, tasks)
-    query_side, query_start = _side(layout, queries, offset, rank, row_tokens)
-    key_side, key_start = _side(layout, keys, offset, rank, row_tokens)
+    owns = rank < layout.num_ranks
+    row_tokens = int(layout.tokens_per_rank()[rank]) if owns else 0
+    key_row_tokens = int(layout.key_tokens_per_rank()[rank]) if owns else 0
+    query_side, query_start = _side(layout, query_ranges(layout, tasks), rank, row_tokens)
+    key_side, key_start = _side(layout, key_ranges(layout, tasks), rank, key_row_tokens)
 
     mine = np.flatnonzero((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
     q_begin = query_start(tasks.document[mine], tasks.q_start[mine])
@@ -35,6 +34,7 @@ def build(plan: Plan, rank: int) -> RankTables:
         rank=rank,
         num_ranks=plan.num_servers,
         row_tokens=row_tokens,
+        key_row_tokens=key_row_tokens,
         queries=query_side,
         keys=key_side,
         q_begin=q_begin,
@@ -48,7 +48,8 @@ def build(plan: Plan, rank: int) -> RankTables:
 def _touching(plan: Plan, rank: int) -> TaskTable:
     """Tasks of the documents that this rank owns tokens of or serves."""
     touched = np.zeros(plan.layout.num_documents, dtype=bool)
-    touched[plan.layout.document[plan.layout.rank == rank]] = True
+    owned = plan.layout.keys()
+    touched[owned.document[owned.rank == rank]] = True
     touched[plan.tasks.document[plan.tasks.server == rank]] = True
     return plan.tasks.take(touched[plan.tasks.document])
 
@@ -67,9 +68,9 @@ class _Finder:
         return self.buffer[at] + key - self.key[at]
 
 
-def _side(layout: Layout, ranges: TokenRanges, offset: np.ndarray, rank: int, row_tokens: int) -> tuple[Side, _Finder]:
+def _side(layout: Layout, ranges: TokenRanges, rank: int, row_tokens: int) -> tuple[Side, _Finder]:
     span = int(layout.lengths.max()) + 1
-    row = _row_position(layout, offset, ranges)                  # [ranges] first token in its home's row
+    row = _row_position(layout, ranges)                          # [ranges] first token in its home's row
     length = ranges.stop - ranges.start
 
     away = np.flatnonzero((ranges.home == rank) & (ranges.server != rank))
@@ -92,12 +93,14 @@ def _side(layout: Layout, ranges: TokenRanges, offset: np.ndarray, rank: int, ro
     return side, _Finder(span, ranges.document[held], ranges.start[held], buffer)
 
 
-def _row_position(layout: Layout, offset: np.ndarray, ranges: TokenRanges) -> np.ndarray:
+def _row_position(layout: Layout, ranges: TokenRanges) -> np.ndarray:
+    """A rank's own tokens stand at the same place in its row and in its key row."""
     span = int(layout.lengths.max()) + 1
-    order = layout.by_document()
-    begin = layout.document[order] * span + layout.start[order]
+    slices = layout.keys()
+    order = slices.by_document()
+    begin = slices.document[order] * span + slices.start[order]
     owner = order[np.searchsorted(begin, ranges.document * span + ranges.start, side="right") - 1]
-    return offset[owner] + ranges.start - layout.start[owner]
+    return layout.key_row_offset()[owner] + ranges.start - slices.start[owner]
 
 
 def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRuns:

@@ -70,6 +70,7 @@ class RankTables:
     rank: int
     num_ranks: int
     row_tokens: int      # tokens at home here
+    key_row_tokens: int  # these, and behind them tokens of another nano-batch that are keys here
     queries: Side
     keys: Side
     q_begin: np.ndarray  # [tasks] in the query buffer

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.attention_time import AttentionTime
 from distca.cost.work import pairs_of_shard
 from distca.planning.bands import share_prefixes
-from distca.planning.plan import Plan, max_over_mean, task_work
+from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.shard_cut import Measure, Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.spec import ModelShape
@@ -37,25 +37,28 @@ def balance(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     tp: int = 1,
-    cost: LatencyTable | None = None,
+    cost: AttentionTime | None = None,
+    backward: bool = False,
 ) -> Plan:
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
 
     `speed` names the pool: one relative speed per server, the layout's ranks first, dedicated servers after them;
-    0 means that the rank serves nothing. Every rank that calls this with the same arguments gets the same plan.
+    0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else causal
+    pairs. Every rank that calls this with the same arguments gets the same plan.
     """
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)
     home = tasks_at_home(layout)
-    load = np.bincount(home.server, weights=task_work(home, cost), minlength=len(pool))
-    measure: Measure = pairs_of_shard if cost is None else lambda q_len, kv_len: cost.seconds(q_len, max(kv_len, q_len))
+    load = server_work(home, len(pool), cost, backward)
+    measure: Measure = pairs_of_shard if cost is None else (
+        lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward))
     prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), measure)
     total = float(load.sum())
     for _ in range(1 if cost is None else _PASSES):              # pairs add up; seconds change where tasks are cut
         mover = _Mover(layout, load, (1.0 + tolerance) * total * pool / pool.sum(), prices)
         mover.run()
         tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), np.array(mover.cap), prices)
-        plan = Plan(layout, tasks, pool, tolerance, model, tp, cost)
+        plan = Plan(layout, tasks, pool, tolerance, model, tp, cost, None, backward)
         if max_over_mean(plan.work(), pool) <= 1.0 + tolerance:
             return plan
         total = min(total, float(plan.work().sum()))
@@ -63,10 +66,15 @@ def balance(
 
 
 def _keys_at_home(layout: Layout) -> list[tuple[int, int, int]]:
-    """(document, rank, keys): a rank that computes a late slice at home has all keys up to that slice's end."""
+    """(document, rank, keys): a rank that computes a late slice at home has all keys up to that slice's end.
+
+    One that owns a document's beginning as keys only has these.
+    """
     cut = np.flatnonzero((layout.start > 0) | (layout.stop < layout.lengths[layout.document]))
     order = cut[np.lexsort((layout.stop[cut], layout.rank[cut], layout.document[cut]))]
-    last: dict[tuple[int, int], int] = {}
+    only, opens = layout.key_only, layout.key_only.start == 0
+    last = {(document, rank): stop for document, rank, stop in zip(
+        only.document[opens].tolist(), only.rank[opens].tolist(), only.stop[opens].tolist(), strict=True)}
     for document, rank, stop in zip(layout.document[order].tolist(), layout.rank[order].tolist(),
                                     layout.stop[order].tolist(), strict=True):
         last[document, rank] = stop

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.attention_time import AttentionTime
 from distca.cost.work import backward_bytes, causal_pairs
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.planning.traffic import Traffic, traffic
@@ -20,12 +20,12 @@ from distca.workload.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What one attention call costs under a plan. Bytes are forward, one layer, bf16, and only what crosses ranks."""
+    """What one attention call costs under a plan. Bytes are of one layer, bf16, and only what crosses ranks."""
 
     num_tasks: int
     num_moved: int                # tasks whose server is not their home
     smallest_shard: int           # queries of the smallest task, shorter ends of documents and slices aside
-    work: np.ndarray              # [servers] pairs, or seconds under a latency table
+    work: np.ndarray              # [servers] pairs, or seconds where they are known
     work_max_over_mean: float     # largest work per speed, over its mean
     work_max_over_mean_at_home: float
     bytes_sent: np.ndarray        # [servers] Q and KV as a home, O as a server
@@ -34,7 +34,7 @@ class PlanSummary:
     lse_bytes_total: int          # log-sum-exp that returns with O
     backward_bytes_total: int     # with `resend`: Q, KV, O and dO go in, dQ and dKV return
     bytes_all_gather: int         # what gathering every document's keys on all its ranks would move
-    seconds: float | None         # the slowest server's attention, under a latency table
+    seconds: float | None         # the slowest server's attention, where seconds are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class Plan:
     tolerance: float
     model: ModelShape
     tp: int = 1
-    cost: LatencyTable | None = None   # None: work is causal pairs
+    cost: AttentionTime | None = None  # None: work is causal pairs
     limit: str | None = None      # the indivisible piece that keeps max/mean above 1 + tolerance, if any does
+    backward: bool = False        # work is the backward's seconds; pairs are the same both ways
 
     def __post_init__(self) -> None:
         speed = np.ascontiguousarray(self.speed, dtype=np.float64)
@@ -61,7 +62,7 @@ class Plan:
 
     def work(self) -> np.ndarray:
         """Work per server."""
-        return np.bincount(self.tasks.server, weights=task_work(self.tasks, self.cost), minlength=self.num_servers)
+        return server_work(self.tasks, self.num_servers, self.cost, self.backward)
 
     def traffic(self) -> Traffic:
         return traffic(self.layout, self.tasks, self.num_servers)
@@ -78,8 +79,7 @@ class Plan:
         moved = self.traffic()
         q_tokens, kv_tokens = int(moved.q_tokens.sum()), int(moved.kv_tokens.sum())
         work = self.work()
-        at_home = tasks_at_home(self.layout)
-        home_work = np.bincount(at_home.server, weights=task_work(at_home, self.cost), minlength=self.num_servers)
+        home_work = server_work(tasks_at_home(self.layout), self.num_servers, self.cost, self.backward)
         sent = moved.sent_bytes(self.model, self.tp)
         away = self.tasks.home != self.tasks.server
         spread = self.layout.ranks_per_document() - 1
@@ -100,13 +100,16 @@ class Plan:
         )
 
 
-def task_work(tasks: TaskTable, cost: LatencyTable | None) -> np.ndarray:
-    """Work per task: causal pairs, or the seconds of the diagonal shard with as many pairs under a latency table."""
-    pairs = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+def server_work(
+    tasks: TaskTable, num_servers: int, cost: AttentionTime | None, backward: bool = False
+) -> np.ndarray:
+    """Work per server: causal pairs, or the seconds of its call, waves and launches included."""
     if cost is None:
-        return pairs.astype(np.float64)
-    aligned = np.where(tasks.kv_stop == tasks.q_stop, tasks.kv_len, tasks.kv_len + 0.5 * (tasks.q_len - 1))
-    return np.where(pairs > 0, cost.seconds(tasks.q_len, np.maximum(aligned, tasks.q_len)), 0.0)
+        pairs = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+        return np.bincount(tasks.server, weights=pairs, minlength=num_servers)
+    some = tasks.take(tasks.kv_stop > tasks.kv_start)
+    return cost.servers(some.q_len, some.kv_len, some.server, num_servers, backward,
+                        aligned=some.kv_stop == some.q_stop)
 
 
 def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:

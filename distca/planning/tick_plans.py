@@ -2,7 +2,8 @@
 
 Attention has no weights, so a stage's tasks are as good as any other's: the pool of a tick is every rank of every
 stage. Active stages bring the documents of their micro-batches, idle stages bring none and serve, and the work of a
-tick is level over all of them. Backward ticks have plans of their own, as other stages are idle in them.
+tick is level over all of them. Backward ticks have plans of their own, as other stages are idle in them and backward's
+seconds are not forward's.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from itertools import groupby
 
 import numpy as np
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.attention_time import AttentionTime
 from distca.planning.greedy import balance
 from distca.planning.pipeline_ticks import IDLE, Ticks
 from distca.planning.plan import Plan, max_over_mean
 from distca.spec import ModelShape
-from distca.workload.layout import Layout
+from distca.workload.layout import KeySlices, Layout
 from distca.workload.packing import check_pool
 
 Placing = tuple[int, ...]  # [stages] the micro-batch that each stage brings to a plan, -1 for none
@@ -49,27 +50,28 @@ def plan_ticks(
     tolerance: float = 0.05,
     tp: int = 1,
     speed: Sequence[float] | np.ndarray | None = None,
-    cost: LatencyTable | None = None,
+    cost: AttentionTime | None = None,
 ) -> list[tuple[Plan, ...]]:
     """For every tick one plan per depth, the index of a layer inside its stage.
 
     `layouts[m]` lays micro-batch m over the data ranks of a stage, and `layers` names every stage's layers. The plan of
     depth d holds the active stages that have more than d layers, over ranks stage * data ranks + data; depths that hold
     the same stages share one Plan. Its documents are numbered micro-batch after micro-batch. `speed` names the pool as
-    in `balance`: the ranks of all stages first, dedicated servers after them.
+    in `balance`: the ranks of all stages first, dedicated servers after them. Where `cost` knows seconds, a backward tick
+    balances backward's; pairs are the same both ways.
     """
     pool = check_pool(speed, ticks.num_stages * _check_inputs(ticks, layouts, layers))
-    known: dict[tuple[int, ...], tuple[Placing, Plan]] = {}      # by micro-batches, whatever stages they are on
+    known: dict[tuple[bool, tuple[int, ...]], tuple[Placing, Plan]] = {}  # by micro-batches, whatever their stages
 
-    def plan(placing: Placing, layout: Layout) -> Plan:
-        together = tuple(sorted(placing))
+    def plan(placing: Placing, layout: Layout, backward: bool) -> Plan:
+        together = backward, tuple(sorted(placing))
         made = _on_other_stages(*known[together], placing, layout) if together in known else None
         if made is None:
-            made = balance(layout, model, tolerance=tolerance, speed=pool, tp=tp, cost=cost)
+            made = balance(layout, model, tolerance=tolerance, speed=pool, tp=tp, cost=cost, backward=backward)
             known.setdefault(together, (placing, made))
         return made
 
-    return _each_depth(ticks, layouts, layers, plan)
+    return _each_depth(ticks, layouts, layers, plan, phases_differ=cost is not None)
 
 
 def plan_ticks_by(
@@ -77,7 +79,7 @@ def plan_ticks_by(
 ) -> list[tuple[Plan, ...]]:
     """The plans of `plan_ticks` by another planner, such as attention at home."""
     _check_inputs(ticks, layouts, layers)
-    return _each_depth(ticks, layouts, layers, lambda placing, layout: planner(layout))
+    return _each_depth(ticks, layouts, layers, lambda placing, layout, backward: planner(layout), phases_differ=False)
 
 
 def tick_layout(placing: Sequence[int], layouts: Sequence[Layout]) -> Layout:
@@ -98,6 +100,11 @@ def tick_layout(placing: Sequence[int], layouts: Sequence[Layout]) -> Layout:
         stop=np.concatenate([layout.stop for *_, layout in parts]),
         rank=np.concatenate([layout.rank + stage * num_data for stage, _, layout in parts]),
         num_ranks=len(placing) * num_data,
+        key_only=KeySlices(
+            np.concatenate([layout.key_only.document + first[micro_batch] for _, micro_batch, layout in parts]),
+            np.concatenate([layout.key_only.start for *_, layout in parts]),
+            np.concatenate([layout.key_only.stop for *_, layout in parts]),
+            np.concatenate([layout.key_only.rank + stage * num_data for stage, _, layout in parts])),
     )
 
 
@@ -151,20 +158,23 @@ def _check_inputs(ticks: Ticks, layouts: Sequence[Layout], layers: Sequence[int]
 
 
 def _each_depth(
-    ticks: Ticks, layouts: Sequence[Layout], layers: Sequence[int], plan: Callable[[Placing, Layout], Plan]
+    ticks: Ticks, layouts: Sequence[Layout], layers: Sequence[int], plan: Callable[[Placing, Layout, bool], Plan], *,
+    phases_differ: bool,
 ) -> list[tuple[Plan, ...]]:
     """For every tick and depth the plan of the stages that are active and so deep, made once for each such set."""
     deep = np.asarray(layers)
-    made: dict[Placing, Plan] = {}
-    rows: list[tuple[Plan, ...]] = []
-    for row in ticks.micro_batch:
-        placings: list[Placing] = [tuple(np.where(deep > depth, row, IDLE).tolist())
-                                   for depth in range(deep[row != IDLE].max(initial=0))]
-        for placing in placings:
-            if placing not in made:
-                made[placing] = plan(placing, tick_layout(placing, layouts))
-        rows.append(tuple(made[placing] for placing in placings))
-    return rows
+    made: dict[tuple[Placing, bool], Plan] = {}
+    found: list[tuple[Plan, ...]] = []
+    for tick, micro_batch in enumerate(ticks.micro_batch):
+        backward = phases_differ and ticks.phase(tick)
+        depths: list[Plan] = []
+        for depth in range(deep[micro_batch != IDLE].max(initial=0)):
+            placing: Placing = tuple(np.where(deep > depth, micro_batch, IDLE).tolist())
+            if (placing, backward) not in made:
+                made[placing, backward] = plan(placing, tick_layout(placing, layouts), backward)
+            depths.append(made[placing, backward])
+        found.append(tuple(depths))
+    return found
 
 
 def _on_other_stages(before: Placing, plan: Plan, after: Placing, layout: Layout) -> Plan | None:

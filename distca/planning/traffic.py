@@ -78,9 +78,10 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
     lo, hi = begin[opens] - group * span, reach[closes] - group * span
     server, document = group // layout.num_documents, group % layout.num_documents
 
-    by_document = layout.by_document()
-    owned_start = layout.document[by_document] * span + layout.start[by_document]
-    owned_stop = layout.document[by_document] * span + layout.stop[by_document]
+    slices = layout.keys()
+    by_document = slices.by_document()
+    owned_start = slices.document[by_document] * span + slices.start[by_document]
+    owned_stop = slices.document[by_document] * span + slices.stop[by_document]
     first = np.searchsorted(owned_stop, document * span + lo, side="right")
     past = np.searchsorted(owned_start, document * span + hi, side="left")
     count = past - first                                         # [unions] slices that each union touches
@@ -89,9 +90,9 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
     owner = by_document[first[union] + nth]
     return TokenRanges(
         document=document[union],
-        start=np.maximum(lo[union], layout.start[owner]),
-        stop=np.minimum(hi[union], layout.stop[owner]),
-        home=layout.rank[owner],
+        start=np.maximum(lo[union], slices.start[owner]),
+        stop=np.minimum(hi[union], slices.stop[owner]),
+        home=slices.rank[owner],
         server=server[union],
     )
 

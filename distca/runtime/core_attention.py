@@ -76,7 +76,10 @@ class CoreAttention:
         scale: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q."""
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q.
+
+        Where the layout has key-only slices on this rank, their keys and values stand behind its own.
+        """
         pending = self.start(q, k, v, plan, scale=scale, window=window)
         self.serve(pending)
         return self.finish(pending)
@@ -261,7 +264,7 @@ def _latest(remembered: OrderedDict[Any, Any], key: Any, most: int = PLANS_REMEM
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, transport: Transport) -> None:
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[0] != k.shape[0]:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; give q [tokens, "
                          "heads, dim], k and v [tokens, kv_heads, dim] with the same tokens and dim")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -273,7 +276,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
     if plan.num_servers != transport.size:
         raise ValueError(f"the plan is for {plan.num_servers} servers but the group has {transport.size} ranks; plan "
                          "with one speed per rank of the group")
-    expected = int(plan.layout.tokens_per_rank()[transport.rank]) if transport.rank < plan.layout.num_ranks else 0
+    rank, layout = transport.rank, plan.layout
+    owns = rank < layout.num_ranks
+    expected = int(layout.tokens_per_rank()[rank]) if owns else 0
     if q.shape[0] != expected:
-        raise ValueError(f"rank {transport.rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; "
-                         "pass this rank's own row of the layout")
+        raise ValueError(f"rank {rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; pass this "
+                         "rank's own row of the layout")
+    keys = int(layout.key_tokens_per_rank()[rank]) if owns and len(layout.key_only) else expected
+    if k.shape[0] != keys:
+        only = f" and {keys - expected} that are keys only behind them" if keys > expected else ""
+        raise ValueError(f"rank {rank} has keys of {k.shape[0]} tokens but the plan's layout puts {expected}{only} "
+                         "there; pass the keys and values of just these")

@@ -7,11 +7,15 @@ With one row every exchange is waited for. With two nano-batches, ping and pong,
 
 Each step that computes for one row stands between a step that sends for the other and the step that needs it. Autograd
 runs the same steps backwards, so the backward pass is hidden the same way.
+
+Where a document lies in both, pong's queries read ping's keys: known by then, as ping is ahead in every layer, and in
+backward pong comes first, so that ping's keys have all their gradients when ping needs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from distca.planning.plan import Plan
 from distca.runtime.core_attention import CoreAttention, Pending
 
 Segment = Callable[..., Any]
+Runs = Sequence[tuple[int, int]]  # tokens [start, stop) of a row, in order
 
 
 def forward(
@@ -29,28 +34,44 @@ def forward(
     plans: Sequence[Sequence[Plan]],
     attention: CoreAttention,
     backward_plans: Sequence[Sequence[Plan]] | None = None,
+    reads: Sequence[Runs] | None = None,
 ) -> list[torch.Tensor]:
     """The last segment's output for every row.
 
     `segments` are first(*inputs, rotary) -> (x, q, k, v), middle(x, out, rotary) -> (x, q, k, v), last(x, out) -> y.
     `plans[row][depth]` is the plan of a row's attention after segment `depth`; gradients go by the same plans, or by
-    `backward_plans`.
+    `backward_plans`. `reads[row]` are the tokens of the row before it whose keys the plans name as keys only.
     """
     rows = range(len(inputs))
     way_back = plans if backward_plans is None else backward_plans
     states: list[torch.Tensor] = []
     pending: list[Pending] = []
+    own: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0),) * 2] * len(inputs)  # this depth's keys and values
+
+    def start(row: int, depth: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pending:
+        own[row] = k, v
+        if reads is not None and reads[row]:
+            k, v = (torch.cat([mine, *taken(before, reads[row])]) for mine, before in zip((k, v), own[row - 1],
+                                                                                          strict=True))
+        return attention.start(q, k, v, plans[row][depth], backward=way_back[row][depth])
+
     for row in rows:
         x, q, k, v = segments[0](*inputs[row], rotaries[row])
         states.append(x)
-        pending.append(attention.start(q, k, v, plans[row][0], backward=way_back[row][0]))
+        pending.append(start(row, 0, q, k, v))
     for depth, segment in enumerate(segments[1:-1], start=1):
         for row in rows:
             attention.serve(pending[row])
         for row in rows:
             x, q, k, v = segment(states[row], attention.finish(pending[row]), rotaries[row])
             states[row] = x
-            pending[row] = attention.start(q, k, v, plans[row][depth], backward=way_back[row][depth])
+            pending[row] = start(row, depth, q, k, v)
     for row in rows:
         attention.serve(pending[row])
     return [segments[-1](states[row], attention.finish(pending[row])) for row in rows]
+
+
+def taken(row: torch.Tensor, runs: Runs) -> list[torch.Tensor]:
+    """The runs of a row, by one split, whose backward is one copy however many runs there are."""
+    edges = [0, *(edge for run in runs for edge in run), len(row)]
+    return list(row.split([b - a for a, b in pairwise(edges)]))[1::2]

@@ -100,8 +100,10 @@ def _has_triton() -> bool:
 def digest(plan: Plan) -> int:
     """A number that differs between plans that differ, for ranks to compare."""
     state = hashlib.blake2b(digest_size=8)
-    for table in (plan.layout, plan.tasks):
-        for name in table.__slots__:
-            state.update(np.asarray(getattr(table, name)).tobytes())
-    state.update(np.int64(plan.num_servers).tobytes())
+    layout = plan.layout
+    columns = [getattr(table, name) for table, names in (
+        (layout, ("lengths", "document", "start", "stop", "rank")), (layout.key_only, layout.key_only.__slots__),
+        (plan.tasks, plan.tasks.__slots__)) for name in names]
+    for column in (*columns, np.array([layout.num_ranks, plan.num_servers, *map(len, columns)])):
+        state.update(column.tobytes())
     return int.from_bytes(state.digest(), "little", signed=True)

@@ -119,6 +119,8 @@ class Attention:
                               choices=("balanced", "given"))
     tolerance: float = _setting(0.05, "How far above the mean the largest attention work may be.", least=0, most=1,
                                 common=True)
+    cost: str = _setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
+                             "forward and backward each by its own; empty balances causal pairs.")
     kernel: str = _setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
     state: str = _setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                           choices=("resend", "keep"))
@@ -223,11 +225,15 @@ class Settings:
         if stages > 1 and (self.attention.state, self.attention.mode) == ("keep", "disaggregated"):
             raise ValueError(f"attention.state is 'keep' but with parallel.pipeline {stages} others serve a backward "
                              "than its forward; use 'resend'")
+        if (self.attention.state, bool(self.attention.cost)) == ("keep", True):
+            raise ValueError(f"attention.cost is {self.attention.cost!r}, so that backward has plans of its own, but "
+                             "attention.state is 'keep', which needs forward's; use 'resend', or leave attention.cost "
+                             "empty")
         if not self.model.load:  # a loaded model's shape is its folder's to say
             shape = model_named(self.model.name)
             check_tensor(tensor, shape.name, shape.num_heads, shape.num_kv_heads, shape.ffn)
             check_pipeline(self.parallel.pipeline, shape.name, shape.num_layers, self.model.tied)
-        if batch.ping_pong and batch.tokens_per_rank % 2:
+        if batch.ping_pong and self.attention.mode == "disaggregated" and batch.tokens_per_rank % 2:
             raise ValueError(f"batch.tokens_per_rank is {batch.tokens_per_rank}, which two nano-batches cannot share; "
                              "make it even, or set batch.ping_pong to false")
 

@@ -5,8 +5,8 @@ to save, and it means the same on any number of ranks. Every rank takes the same
 their lengths, and reads only the tokens of its own slices. The next batch is made while this one trains.
 
 A document that does not fit into a micro-batch is cut, and its rest opens the next as a document of its own; so is one
-longer than `max_document`, or one that ping and pong share. Nothing is attended to or predicted across a cut. A corpus
-that runs out begins anew in another order, within a batch too, so it may be smaller than one.
+longer than `max_document`. Nothing is attended to or predicted across such a cut; where ping and pong share a document
+it stays one. A corpus that runs out begins anew in another order, within a batch too, so it may be smaller than one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from distca.spec import ModelShape, unknown_name
 from distca.train.config import MODES, Settings
 from distca.train.corpora import Corpus
-from distca.train.step_plan import StepPlan, plan_step
-from distca.workload.layout import Layout
+from distca.planning.step import StepPlan, StepSummary
+from distca.train.step_plan import attention_time, step_plan
 from distca.workload.packing import NanoBatch
 
 IGNORED = -100  # the label of a token that has no next one
@@ -127,6 +127,7 @@ class Row:
     tokens: torch.Tensor     # [tokens] int64
     labels: torch.Tensor     # [tokens] int64: the document's next token, wherever that lives; -100 at its end
     positions: torch.Tensor  # [tokens] int64: position in the document
+    reads: tuple[tuple[int, int], ...] = ()  # tokens [start, stop) of ping's row whose keys pong's queries read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,9 +136,14 @@ class Batch:
 
     micro_batches: tuple[tuple[Row, ...], ...]  # each one row, or ping and pong with as many tokens
     plan: StepPlan         # the same on all ranks
-    num_labels: int        # tokens with a next one, over all ranks and rows; what a mean loss divides by
+    summary: StepSummary   # of the plan
     plan_seconds: float    # spent on layouts and plans, ahead of the step
     wait_seconds: float    # spent waiting for this batch, within the step
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens with a next one, over all ranks and rows; what a mean loss divides by."""
+        return self.plan.num_labels
 
     @property
     def rows(self) -> list[Row]:
@@ -149,6 +155,7 @@ class _Draft(NamedTuple):
 
     columns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # [micro-batch][row] tokens, labels, positions
     plan: StepPlan
+    summary: StepSummary
     plan_seconds: float
     position: dict[str, int | str]
 
@@ -172,6 +179,7 @@ class Loader:
             raise ValueError("every document is one token long and leaves nothing to predict; give longer documents, "
                              "or raise data.max_document")
         self._corpus, self._settings, self._model = corpus, settings, model
+        self._cost = attention_time(settings, model)
         self._rank, self._world = rank, world
         self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
         self._position = self._stream.state()
@@ -186,8 +194,11 @@ class Loader:
         wait_seconds = time.perf_counter() - begin
         self._position = draft.position
         self._ahead = _in_background(self._draft, self._position)
-        micro_batches = tuple(tuple(Row(*map(torch.from_numpy, columns)) for columns in rows) for rows in draft.columns)
-        return Batch(micro_batches, draft.plan, draft.plan.num_labels, draft.plan_seconds, wait_seconds)
+        micro_batches = tuple(
+            tuple(Row(*map(torch.from_numpy, columns), micro_batch.key_runs(nano, self._rank))
+                  for nano, columns in enumerate(rows))
+            for micro_batch, rows in zip(draft.plan.micro_batches, draft.columns, strict=True))
+        return Batch(micro_batches, draft.plan, draft.summary, draft.plan_seconds, wait_seconds)
 
     def state(self) -> dict[str, int | str]:
         """The position of the batch that `next` gives next, whatever is already being made behind it."""
@@ -215,25 +226,27 @@ class Loader:
                          for _ in range(self._settings.batch.micro_batches)]
         after = self._stream.state()
         begin = time.perf_counter()
-        plan = plan_step([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
-                         self._settings, self._model, self._world)
+        plan = step_plan([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
+                         self._settings, self._model, self._world, self._cost)
         seconds = time.perf_counter() - begin
-        columns = [[self._columns(layout, nano, pieces) for layout, nano in zip(layouts, nanos, strict=True)]
-                   for layouts, nanos, pieces in zip(plan.layouts, plan.nano_batches, micro_batches, strict=True)]
-        return _Draft(columns, plan, seconds, after)
+        if plan.num_labels == 0:
+            raise ValueError(f"a step of {plan.num_tokens} tokens holds documents of one token only and nothing to "
+                             "predict; raise batch.tokens_per_rank or batch.micro_batches, or give longer documents")
+        columns = [[self._columns(nano, pieces) for nano in micro_batch.nano_batches]
+                   for micro_batch, pieces in zip(plan.micro_batches, micro_batches, strict=True)]
+        return _Draft(columns, plan, plan.summary(), seconds, after)
 
-    def _columns(self, layout: Layout, nano: NanoBatch, pieces: list[Piece]
-                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _columns(self, nano: NanoBatch, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, labels and positions of this rank's slices; the token behind a slice comes along as a label."""
+        layout = nano.layout
         mine = layout.rank == self._rank
         slices = zip(layout.document[mine].tolist(), layout.start[mine].tolist(), layout.stop[mine].tolist(),
                      strict=True)
         tokens, labels, positions = [], [], []
         for document, start, stop in slices:
             piece = pieces[nano.document[document]]
-            begin = piece.start + int(nano.start[document])
-            ends = stop == layout.lengths[document]
-            read = self._read(piece.document, begin + start, begin + stop + (not ends))
+            ends = stop == piece.stop - piece.start
+            read = self._read(piece.document, piece.start + start, piece.start + stop + (not ends))
             tokens.append(read[:stop - start])
             labels += [read[1:], np.full(int(ends), IGNORED)]
             positions.append(np.arange(start, stop))

@@ -36,6 +36,7 @@ class StageWork:
         self.num_labels = batch.num_labels
         self.rows = [[(row.tokens.to(self.device), row.labels.to(self.device), row.positions.to(self.device))
                       for row in rows] for rows in batch.micro_batches]
+        self.reads = [[row.reads for row in rows] for rows in batch.micro_batches]
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def activations(self, micro_batch: int) -> list[torch.Size]:
@@ -54,7 +55,8 @@ class StageWork:
         def run(decoder: Decoder) -> list[torch.Tensor]:
             inputs = [(tokens,) for tokens, _, _ in rows] if self.first else [(x,) for x in received]
             rotaries = [decoder.rotary(positions) for _, _, positions in rows]
-            states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention, backward_plans)
+            states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention, backward_plans,
+                                       self.reads[micro_batch])
             return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
 
         return self.decoder(run)

@@ -139,13 +139,13 @@ class Trainer:
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
-        plan = batch.plan
+        plan, summary = batch.plan, batch.summary
         return StepRecord(
             step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
-            tokens_per_second=plan.num_tokens / seconds, work_before=plan.work_before, work_after=plan.work_after,
-            bytes_per_layer=plan.bytes_per_layer, exposed_seconds=trace.exposed_seconds,
+            tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
+            work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer, exposed_seconds=trace.exposed_seconds,
             host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
-            bubble_share=plan.ticks.bubble_share(), served_in_bubbles=plan.served_in_bubbles)
+            bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""

@@ -3,6 +3,9 @@
 Linear layers want equal tokens on every rank; attention wants to know which slice of which document is where. A
 layout answers both, and gives each token its document, its position there (RoPE) and the home of the token after it
 (labels), so a document may be cut anywhere without the model noticing.
+
+A layout may also name tokens that are keys here and queries elsewhere: where two nano-batches share a document, the
+second one's queries read the keys of the first. Their keys and values stand behind a rank's own in its key row.
 """
 
 from __future__ import annotations
@@ -13,6 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.workload.documents import check_lengths
+
+
+def _freeze(table: object, names: Sequence[str]) -> None:
+    for name in names:
+        column = np.ascontiguousarray(getattr(table, name), dtype=np.int64)
+        column.setflags(write=False)
+        object.__setattr__(table, name, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +36,45 @@ class TokenColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class KeySlices:
+    """Tokens [start, stop) of a document whose keys lie on `rank`, one row per slice, rank by rank."""
+
+    document: np.ndarray  # [slices]
+    start: np.ndarray     # [slices]
+    stop: np.ndarray      # [slices]
+    rank: np.ndarray      # [slices] nondecreasing
+
+    def __post_init__(self) -> None:
+        _freeze(self, self.__slots__)
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def tokens_per_rank(self, num_ranks: int) -> np.ndarray:
+        return np.bincount(self.rank, weights=self.stop - self.start, minlength=num_ranks).astype(np.int64)
+
+    def by_document(self) -> np.ndarray:
+        """Slice indices ordered by (document, start)."""
+        return np.lexsort((self.start, self.document))
+
+
+NO_KEYS = KeySlices(*(np.empty(0),) * 4)
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """One row per slice: tokens [start, stop) of a document lie on `rank`, in row order, rank by rank."""
 
-    lengths: np.ndarray   # [documents]
+    lengths: np.ndarray   # [documents] up to the last token that this layout holds
     document: np.ndarray  # [slices]
     start: np.ndarray     # [slices]
     stop: np.ndarray      # [slices]
     rank: np.ndarray      # [slices] nondecreasing
     num_ranks: int
+    key_only: KeySlices = NO_KEYS  # tokens of another nano-batch that this one's queries read
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "document", "start", "stop", "rank"):
-            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+        _freeze(self, ("lengths", "document", "start", "stop", "rank"))
 
     @property
     def num_slices(self) -> int:
@@ -52,7 +86,8 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        """Tokens that are queries here."""
+        return int((self.stop - self.start).sum())
 
     def tokens_per_rank(self) -> np.ndarray:
         return np.bincount(self.rank, weights=self.stop - self.start, minlength=self.num_ranks).astype(np.int64)
@@ -63,6 +98,23 @@ class Layout:
         before = np.cumsum(length) - length                      # [slices] tokens before, over all ranks
         row_begin = np.cumsum(self.tokens_per_rank()) - self.tokens_per_rank()
         return before - row_begin[self.rank]
+
+    def keys(self) -> KeySlices:
+        """All slices whose keys this layout's queries may read: its own, and behind them those that are keys only."""
+        own = KeySlices(self.document, self.start, self.stop, self.rank)
+        return own if len(self.key_only) == 0 else KeySlices(*(
+            np.concatenate([getattr(own, name), getattr(self.key_only, name)]) for name in own.__slots__))
+
+    def key_tokens_per_rank(self) -> np.ndarray:
+        """Tokens of each rank's key row."""
+        return self.tokens_per_rank() + self.key_only.tokens_per_rank(self.num_ranks)
+
+    def key_row_offset(self) -> np.ndarray:
+        """Index of each slice of `keys` in its rank's key row: own tokens first, as in the row, then keys only."""
+        length = self.key_only.stop - self.key_only.start
+        tokens = self.key_only.tokens_per_rank(self.num_ranks)
+        before = np.cumsum(length) - length - (np.cumsum(tokens) - tokens)[self.key_only.rank]
+        return np.concatenate([self.row_offset(), self.tokens_per_rank()[self.key_only.rank] + before])
 
     def by_document(self) -> np.ndarray:
         """Slice indices ordered by (document, start)."""
@@ -98,17 +150,18 @@ class Layout:
         )
 
     def validate(self) -> None:
-        """Prove that every token of every document has exactly one home."""
+        """Prove that every token of every document has exactly one home, as a query or as a key only."""
         check_lengths(self.lengths)
-        if np.any(np.diff(self.rank) < 0):
+        if np.any(np.diff(self.rank) < 0) or np.any(np.diff(self.key_only.rank) < 0):
             raise ValueError("layout slices must be grouped by rank in ascending order; sort them by rank")
-        named = (("rank", self.rank, self.num_ranks), ("document", self.document, self.num_documents))
+        keys = self.keys()
+        named = (("rank", keys.rank, self.num_ranks), ("document", keys.document, self.num_documents))
         for name, column, count in named:
             outside = column[(column < 0) | (column >= count)]
             if len(outside):
                 raise ValueError(f"layout names {name} {outside[0]} but has {count} of them; use 0 to {count - 1}")
-        order = self.by_document()
-        document, start, stop = self.document[order], self.start[order], self.stop[order]
+        order = keys.by_document()
+        document, start, stop = keys.document[order], keys.start[order], keys.stop[order]
         first = np.ones(len(order), dtype=bool)
         first[1:] = document[1:] != document[:-1]
         last = np.roll(first, -1)

@@ -3,17 +3,21 @@
 `given` keeps documents where a loader would put them: in order, one rank after the other. `balanced` lets placement
 choose. Either way a document that does not fit is cut and knows it: with spanning its parts still attend to each
 other, without spanning the part behind the cut becomes a document of its own, as packed loaders do.
+
+A micro-batch may be two nano-batches, ping and pong, each with half of every rank's tokens. A document that both hold
+is still one: ping has its beginning, and pong's queries read ping's keys, which pong's layout names as keys only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.workload.documents import Workload, check_lengths
-from distca.workload.layout import Layout
+from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import place
 
 PLACEMENTS = ("given", "balanced")
@@ -22,17 +26,24 @@ _AIM = 0.9  # part of the tolerance that placement uses; the scheduler rounds to
 
 @dataclass(frozen=True, slots=True)
 class NanoBatch:
-    """A layout over some of a batch's documents, or parts of them, and which those are."""
+    """A layout over some of a micro-batch's documents, or parts of them, and which those are."""
 
-    layout: Layout        # its documents are numbered from 0, in the batch's order
-    document: np.ndarray  # [documents of the layout] number in the batch
-    start: np.ndarray     # [documents of the layout] first token in the batch's document; above 0 behind a cut
+    layout: Layout        # its documents are numbered from 0, in the micro-batch's order
+    document: np.ndarray  # [documents of the layout] number in the micro-batch
 
     def __post_init__(self) -> None:
-        for name in ("document", "start"):
-            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+        column = np.ascontiguousarray(self.document, dtype=np.int64)
+        column.setflags(write=False)
+        object.__setattr__(self, "document", column)
+
+
+DocumentWork = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [start, stop) of documents -> their work
+
+
+def causal_work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Causal pairs of tokens [start, stop) with all before them."""
+    begin, end = start.astype(np.float64), stop.astype(np.float64)
+    return 0.5 * (end * (end + 1.0) - begin * (begin + 1.0))
 
 
 def pack(
@@ -44,28 +55,42 @@ def pack(
     placement: str = "given",
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
-    document_work: np.ndarray | None = None,
+    document_work: DocumentWork = causal_work,
 ) -> Layout:
     """Lay documents over ranks with equal tokens on each.
 
     The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Balanced
-    placement may be told the pool's `speed` (as in planning) and each document's work (causal pairs by default).
+    placement may be told the pool's `speed` (as in planning) and how much work documents are (causal pairs by default).
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
+    if not spanning:
+        lengths = cut_at_ranks(lengths, tokens_per_rank)
+    return _laid(_Parts(np.arange(len(lengths)), np.zeros_like(lengths), lengths), ranks, placement, tolerance, speed,
+                 document_work)
+
+
+class _Parts(NamedTuple):
+    """Tokens [start, stop) of documents, in the order of the documents."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+def _laid(
+    parts: _Parts, ranks: int, placement: str, tolerance: float, speed: Sequence[float] | np.ndarray | None,
+    document_work: DocumentWork,
+) -> Layout:
+    """Parts over ranks, as many tokens on each; documents are numbered as the parts are."""
     check_tolerance(tolerance)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
-    if not spanning:
-        lengths = cut_at_ranks(lengths, tokens_per_rank)
-        document_work = None
+    tokens_per_rank = int((parts.stop - parts.start).sum()) // ranks
     if placement == "given":
-        return _in_order(lengths, ranks, tokens_per_rank)
-    work = causal_work(lengths) if document_work is None else np.asarray(document_work, dtype=np.float64)
-    if work.shape != lengths.shape:
-        raise ValueError(f"document_work has shape {work.shape} but there are {len(lengths)} documents; give one "
-                         "number per document")
-    return place(lengths, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank)
+        return _in_order(parts, ranks, tokens_per_rank)
+    work = np.asarray(document_work(parts.start, parts.stop), dtype=np.float64)
+    return place(parts.start, parts.stop, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank)
 
 
 def pack_workload(
@@ -74,52 +99,66 @@ def pack_workload(
     placement: str = "given",
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
-    document_work: np.ndarray | None = None,
+    document_work: DocumentWork = causal_work,
 ) -> Layout:
     """Lay a workload's sequences over ranks: `given` each over its own, in order; `balanced` all over all."""
     return pack(np.concatenate(workload.sequences), ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank,
                 placement=placement, tolerance=tolerance, speed=speed, document_work=document_work)
 
 
-def pack_ping_pong(
-    lengths: Sequence[int] | np.ndarray,
-    *,
-    ranks: int,
-    tokens_per_rank: int | None = None,
-    placement: str = "given",
-    tolerance: float = 0.05,
-) -> tuple[NanoBatch, NanoBatch]:
-    """Two nano-batches with half of every rank's tokens each.
+def pack_whole(
+    lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", tolerance: float = 0.05,
+    speed: Sequence[float] | np.ndarray | None = None, document_work: DocumentWork = causal_work,
+) -> tuple[NanoBatch]:
+    """A micro-batch in one piece."""
+    layout = pack(lengths, ranks=ranks, placement=placement, tolerance=tolerance, speed=speed,
+                  document_work=document_work)
+    return (NanoBatch(layout, np.arange(layout.num_documents)),)
 
-    A document belongs to one nano-batch. Documents are dealt longest first to the half with the less work, and where
-    the halves' tokens demand it the last document dealt is cut in two documents. Which half a document is in depends
-    on the documents alone, not on how many ranks share them.
+
+def pack_ping_pong(
+    lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", tolerance: float = 0.05,
+    speed: Sequence[float] | np.ndarray | None = None, document_work: DocumentWork = causal_work,
+) -> tuple[NanoBatch, NanoBatch]:
+    """Two nano-batches with half of every rank's tokens each, in the order in which they run.
+
+    Which half a document is in depends on the documents alone, not on how many ranks share them. At most one lies in
+    both.
     """
     lengths = check_lengths(lengths)
-    tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
+    tokens_per_rank = _row_tokens(lengths, ranks, None)
     if tokens_per_rank % 2:
-        raise ValueError(f"tokens_per_rank is {tokens_per_rank}; ping and pong need an even number of tokens per rank")
-    half = ranks * tokens_per_rank // 2
-    rows: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])  # (document, start, tokens)
-    work, free = [0.0, 0.0], [half, half]
+        raise ValueError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
+    ping, pong = _halves(lengths)
+    first, second = (_laid(half, ranks, placement, tolerance, speed, document_work) for half in (ping, pong))
+    cut = np.flatnonzero(pong.start > 0)
+    for number in cut.tolist():
+        shared = first.document == np.flatnonzero(ping.document == pong.document[number])[0]
+        second = replace(second, key_only=KeySlices(np.full(int(shared.sum()), number), first.start[shared],
+                                                    first.stop[shared], first.rank[shared]))
+    return NanoBatch(first, ping.document), NanoBatch(second, pong.document)
+
+
+def _halves(lengths: np.ndarray) -> tuple[_Parts, _Parts]:
+    """Documents longest first to the half with the less pairs; at most one is cut, and its beginning is in ping."""
+    half = int(lengths.sum()) // 2
+    parts: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])  # (document, start, stop)
+    work, free, early = [0.0, 0.0], [half, half], 0
     for document in np.argsort(-lengths, kind="stable").tolist():
         tokens = int(lengths[document])
         side = 0 if (work[0], -free[0]) <= (work[1], -free[1]) else 1
         if tokens > free[side]:
             side = 1 - side
         taken = min(tokens, free[side])
-        for target, start, part in ((side, 0, taken), (1 - side, taken, tokens - taken)):
-            if part:
-                rows[target].append((document, start, part))
-                free[target] -= part
-                work[target] += 0.5 * part * part
-    ping, pong = (_nano_batch(row, ranks, placement, tolerance) for row in rows)
+        if taken < tokens:
+            early = side
+        for target, start, stop in ((side, 0, taken), (1 - side, taken, tokens)):
+            if start < stop:
+                parts[target].append((document, start, stop))
+                free[target] -= stop - start
+                work[target] += 0.5 * (stop - start) * (start + stop)
+    ping, pong = (_Parts(*np.array(sorted(parts[side]), dtype=np.int64).T) for side in (early, 1 - early))
     return ping, pong
-
-
-def _nano_batch(parts: list[tuple[int, int, int]], ranks: int, placement: str, tolerance: float) -> NanoBatch:
-    document, start, tokens = np.array(sorted(parts), dtype=np.int64).T
-    return NanoBatch(pack(tokens, ranks=ranks, placement=placement, tolerance=tolerance), document, start)
 
 
 def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
@@ -159,12 +198,6 @@ def check_pool(speed: Sequence[float] | np.ndarray | None, ranks: int) -> np.nda
     return pool
 
 
-def causal_work(lengths: np.ndarray) -> np.ndarray:
-    """Causal pairs of whole documents."""
-    exact = lengths.astype(np.float64)
-    return 0.5 * exact * (exact + 1.0)
-
-
 def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) -> int:
     total = int(lengths.sum())
     if ranks < 1:
@@ -180,12 +213,11 @@ def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) ->
     return tokens_per_rank
 
 
-def _in_order(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> Layout:
+def _in_order(parts: _Parts, ranks: int, tokens_per_rank: int) -> Layout:
     """One stream of documents, cut wherever a rank's row is full."""
-    stops = np.cumsum(lengths)
+    stops = np.cumsum(parts.stop - parts.start)
     edges = np.unique(np.concatenate([stops, tokens_per_rank * np.arange(1, ranks + 1)]))
     begins = edges - np.diff(edges, prepend=0)
     document = np.searchsorted(stops, begins, side="right")
-    document_begin = (stops - lengths)[document]
-    return Layout(lengths, document, begins - document_begin, edges - document_begin, begins // tokens_per_rank, ranks)
-
+    shift = (parts.stop - stops)[document]                       # place in the stream -> position in the document
+    return Layout(parts.stop, document, begins + shift, edges + shift, begins // tokens_per_rank, ranks)

@@ -35,39 +35,43 @@ class Slices(NamedTuple):
         self.rank.append(rank)
 
 
-def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int) -> Layout:
+def place(
+    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int
+) -> Layout:
     """Lay documents over len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity where it can.
 
-    `work` is each document's own attention work, `capacity` the most that each rank should get. Documents must fill the
-    ranks exactly.
+    Of each document tokens [first, last) are laid, `work` is their attention work with all that is before them, and
+    `capacity` the most that each rank should get. The tokens must fill the ranks exactly.
     """
     slices = Slices([], [], [], [])
-    num_ranks = len(capacity)
+    num_ranks, lengths = len(capacity), last - first
     assert int(lengths.sum()) == num_ranks * tokens_per_rank
+    rates = (work / (0.5 * (last.astype(np.float64) ** 2 - first.astype(np.float64) ** 2))).tolist()
+    begins = first.tolist()
     light_density = _light_density(lengths, work, capacity, tokens_per_rank)
-    dense, light = _split(lengths, work, light_density)
+    dense, light = _split(lengths, last, work, light_density)
     free = [tokens_per_rank] * num_ranks
     spare = capacity.tolist()                                    # work that each rank can still take
     budget = [(light_density * tokens_per_rank - float(c), r) for r, c in enumerate(capacity)]  # negated: a min-heap
     heapify(budget)
 
-    leftover: list[tuple[int, int]] = []                         # (-tokens, document) prefixes without a home yet
+    leftover: list[tuple[int, int, int]] = []                    # (-tokens, document, stop) without a home yet
     while dense:
         _, document, stop = heappop(dense)
-        rate = float(work[document]) / (0.5 * float(lengths[document]) ** 2)
+        begin, rate = begins[document], rates[document]
         center = light_density / rate                            # tokens past this position are denser than light ones
-        excess = rate * (0.5 * stop * stop) - light_density * stop
+        excess = rate * 0.5 * (stop * stop - begin * begin) - light_density * (stop - begin)
         if excess <= 0 or not budget:
-            leftover.append((-stop, document))
+            leftover.append((begin - stop, document, stop))
             continue
         room, rank = -budget[0][0], budget[0][1]
-        if free[rank] < min(stop, _GRID) or room <= 0:
+        if free[rank] < min(stop - begin, _GRID) or room <= 0:
             heappop(budget)                                      # full: its other tokens are for light documents
             heappush(dense, (-excess, document, stop))
             continue
-        start = 0
-        if excess > room or stop > free[rank]:
-            start = _carve(stop, center, room / rate, free[rank])
+        start = begin
+        if excess > room or stop - begin > free[rank]:
+            start = max(_carve(stop, center, room / rate, free[rank]), begin)
             if start >= stop:
                 heappop(budget)
                 heappush(dense, (-excess, document, stop))
@@ -77,13 +81,14 @@ def place(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_pe
         used = rate * 0.5 * (stop * stop - start * start)
         spare[rank] -= used
         heapreplace(budget, (used - light_density * (stop - start) - room, rank))
-        if start > 0:
-            rest = rate * 0.5 * start * start - light_density * start
+        if start > begin:
+            rest = rate * 0.5 * (start * start - begin * begin) - light_density * (start - begin)
             heappush(dense, (-rest, document, start))
 
-    _fill(lengths, work, light, leftover, free, spare, slices)
+    leftover += [(begins[document] - int(last[document]), document, int(last[document])) for document in light]
+    _fill(begins, rates, leftover, free, spare, slices)
     documents, starts, stops, ranks = (np.array(column, dtype=np.int64) for column in slices)
-    return layout_from_slices(lengths, documents, starts, stops, ranks, num_ranks)
+    return layout_from_slices(last, documents, starts, stops, ranks, num_ranks)
 
 
 def _carve(stop: int, center: float, room: float, free: int) -> int:
@@ -116,27 +121,30 @@ def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, 
     return density
 
 
-def _split(lengths: np.ndarray, work: np.ndarray, light_density: float
-           ) -> tuple[list[tuple[float, int, int]], list[int]]:
-    """Documents denser than the light ones as a heap of (-excess work, document, tokens); the others, longest first."""
+def _split(
+    lengths: np.ndarray, last: np.ndarray, work: np.ndarray, light_density: float
+) -> tuple[list[tuple[float, int, int]], list[int]]:
+    """Documents denser than the light ones as a heap of (-excess work, document, end); and the others."""
     excess = work - light_density * lengths
-    dense = [(-float(excess[d]), int(d), int(lengths[d])) for d in np.flatnonzero(excess > 0)]
+    dense = [(-float(excess[d]), int(d), int(last[d])) for d in np.flatnonzero(excess > 0)]
     heapify(dense)
-    rest = np.flatnonzero(excess <= 0)
-    return dense, rest[np.argsort(-lengths[rest], kind="stable")].tolist()
+    return dense, np.flatnonzero(excess <= 0).tolist()
 
 
-def _fill(lengths: np.ndarray, work: np.ndarray, light: list[int], leftover: list[tuple[int, int]], free: list[int],
-          spare: list[float], slices: Slices) -> None:
-    """Fill every rank to its last token: longest document first, to the rank with the most spare work per token."""
+def _fill(
+    begins: list[int], rates: list[float], queue: list[tuple[int, int, int]], free: list[int], spare: list[float],
+    slices: Slices,
+) -> None:
+    """Fill every rank to its last token: most tokens first, to the rank with the most spare work per token.
+
+    The queue holds (-tokens, document, stop): the document's tokens before `stop` that have no home yet.
+    """
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
     narrow: list[tuple[int, int]] = []                           # (-free, rank): too narrow for the current document
-    queue = sorted([(-int(lengths[d]), d) for d in light] + leftover)
-    for negative, document in queue:
-        rate = float(work[document]) / (0.5 * float(lengths[document]) ** 2)
-        start, stop = 0, -negative
-        while narrow and -narrow[0][0] >= stop:
+    for _, document, stop in sorted(queue):
+        rate, start = rates[document], begins[document]
+        while narrow and -narrow[0][0] >= stop - start:
             rank = heappop(narrow)[1]
             heappush(ranks, (-spare[rank] / free[rank], rank))
         while start < stop:

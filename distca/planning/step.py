@@ -1,0 +1,272 @@
+"""A step plan: everything one optimizer step does, made in one place from lengths and settings alone.
+
+Micro-batches and the nano-batches they are cut into, the ticks in which stages run them, and the plan of every
+attention call, forward and backward. The runtime runs it and the simulator times it; nothing downstream plans again.
+
+Where attention is shared, all stages run the same phase in a tick and one plan divides the tick's attention over every
+rank of every stage. Otherwise stages take turns (1F1B) and attention stays among the data ranks of a stage. Without a
+pipeline there is one stage, and the two orders are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.attention_time import AttentionTime
+from distca.planning.pipeline_ticks import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.plan import Plan, server_work
+from distca.planning.tasks import tasks_at_home
+from distca.planning.tick_plans import plan_ticks, served_in_bubbles, tick_layout, work_over_ticks
+from distca.spec import ModelShape
+from distca.workload.layout import Layout
+from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+
+NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """The documents of one micro-batch and where their tokens live."""
+
+    lengths: np.ndarray                    # [documents]
+    nano_batches: tuple[NanoBatch, ...]    # one, or ping and pong, in the order in which they run
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(nano.layout for nano in self.nano_batches)
+
+    def key_runs(self, nano: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """Tokens [start, stop) of the rank's row in the nano-batch before whose keys are keys only in this one.
+
+        In the order of this one's key row.
+        """
+        only = self.layouts[nano].key_only
+        mine = np.flatnonzero(only.rank == rank)
+        if len(mine) == 0:
+            return ()
+        before, here = self.nano_batches[nano - 1], self.nano_batches[nano]
+        offset = before.layout.row_offset()
+        found = []
+        for at in mine.tolist():
+            slice_before, = np.flatnonzero((before.layout.rank == rank) & (before.layout.start == only.start[at]) & (
+                before.document[before.layout.document] == here.document[only.document[at]])).tolist()
+            begin = int(offset[slice_before])
+            found.append((begin, begin + int(only.stop[at] - only.start[at])))
+        return tuple(found)
+
+    def validate(self) -> None:
+        """Prove that every token is a query once, and that keys of another nano-batch are where that one has them."""
+        held: dict[tuple[int, int, int], int] = {}               # (document, start, stop) -> rank, as queries
+        for number, nano in enumerate(self.nano_batches):
+            layout = nano.layout
+            layout.validate()
+            only = layout.key_only
+            for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
+                                                   only.stop.tolist(), only.rank.tolist(), strict=True):
+                if held.get((document, start, stop)) != rank:
+                    raise ValueError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
+                                     f"{rank}, where no nano-batch before it has them; name the slices that one has")
+            held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
+                                strict=True), layout.rank.tolist(), strict=True))
+        document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
+        whole = np.ones(len(held), dtype=bool)
+        whole[1:] = document[1:] != document[:-1]                # a document's first slice
+        expected = np.where(whole, 0, np.roll(stop, 1))
+        bad = (start != expected) | (np.roll(whole, -1) & (stop != self.lengths[document]))
+        count = sum(layout.num_slices for layout in self.layouts)
+        if bad.any() or len(held) != count or len(np.unique(document)) != len(self.lengths):
+            at = int(document[np.flatnonzero(bad)[0]]) if bad.any() else 0
+            raise ValueError(f"the nano-batches do not hold every token once: see document {at}; give each token to "
+                             "one of them")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """A step in a few figures; work is causal pairs, or seconds where they are known."""
+
+    work_before: float        # largest work over the mean, summed over ticks: documents in order, attention at home
+    work_after: float         # the same as planned
+    bytes_per_layer: int      # forward bytes that cross ranks, in all, counted in bf16
+    served_in_bubbles: float  # share of attention that stages without a micro-batch did
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step of all ranks; rank = stage * data ranks + data rank, dedicated servers after them."""
+
+    model: ModelShape
+    tp: int
+    layers: tuple[int, ...]                     # [stages]
+    micro_batches: tuple[MicroBatch, ...]
+    ticks: Ticks
+    by_stage: tuple[tuple[NanoPlans, ...], ...]  # [stage][tick]; one for all stages where they share attention
+    is_shared: bool                             # a plan spans the ranks of all stages, or the data ranks of one
+    gather_ranks: int = 1                       # neighbours that gather each other's keys whole, as context parallelism
+                                                # does; 1: keys go where plans need them
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_data(self) -> int:
+        return self.micro_batches[0].layouts[0].num_ranks
+
+    @property
+    def num_nano_batches(self) -> int:
+        return len(self.micro_batches[0].nano_batches)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(int(micro_batch.lengths.sum()) for micro_batch in self.micro_batches)
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens with a next one, over all ranks."""
+        return self.num_tokens - sum(len(micro_batch.lengths) for micro_batch in self.micro_batches)
+
+    def plans(self) -> list[Plan]:
+        """Every plan once."""
+        return list({id(plan): plan for ticks in self.by_stage[:1 if self.is_shared else None] for nanos in ticks
+                     for depths in nanos for plan in depths}.values())
+
+    def validate(self) -> None:
+        """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
+        self.ticks.validate()
+        if (self.ticks.num_stages, self.ticks.num_micro_batches) != (self.num_stages, len(self.micro_batches)):
+            raise ValueError(f"the ticks are for {self.ticks.num_stages} stages and {self.ticks.num_micro_batches} "
+                             f"micro-batches but the step has {self.num_stages} and {len(self.micro_batches)}")
+        for micro_batch in self.micro_batches:
+            micro_batch.validate()
+        for plan in self.plans():
+            plan.validate()
+        for stage, num_layers in enumerate(self.layers):
+            for tick in np.flatnonzero(self.ticks.active[:, stage]).tolist():
+                for nano in range(self.num_nano_batches):
+                    for depth in range(num_layers):
+                        self._check_call(stage, tick, nano, depth)
+
+    def _check_call(self, stage: int, tick: int, nano: int, depth: int) -> None:
+        """The call has the documents of the micro-batches that run in it, and seconds of its direction."""
+        where = f"tick {tick}, nano-batch {nano}, layer {depth} of stage {stage}"
+        depths = self.by_stage[stage][tick][nano]
+        if depth >= len(depths):
+            raise ValueError(f"{where} has no plan; plan every layer")
+        plan, running = depths[depth], self.ticks.micro_batch[tick]
+        if self.is_shared:
+            placing = np.where(np.array(self.layers) > depth, running, IDLE).tolist()
+            layout = tick_layout(placing, [micro_batch.layouts[nano] for micro_batch in self.micro_batches])
+        else:
+            layout = self.micro_batches[running[stage]].layouts[nano]
+        if not same_columns(plan.layout, layout):
+            raise ValueError(f"{where} is planned for other documents than run there; plan its micro-batches")
+        if plan.cost is not None and self.is_shared and plan.backward != self.ticks.phase(tick):
+            raise ValueError(f"{where} is balanced by the other direction's seconds; plan forward and backward apart")
+
+    def summary(self) -> StepSummary:
+        in_order = same_phase_ticks(self.num_stages, len(self.micro_batches))
+        cost = self.plans()[0].cost
+        before = _level(in_order, [[server_work(tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)),
+                                                self.num_data, cost)] for micro_batch in self.micro_batches])
+        if not self.is_shared:
+            calls = [[self._call_of(number, nano) for nano in range(self.num_nano_batches)]
+                     for number in range(len(self.micro_batches))]
+            after = _level(in_order, [[plan.work() for plan in plans] for plans in calls])
+            return StepSummary(before, after, sum(_bytes(plan) for plans in calls for plan in plans), 0.0)
+        by_nano = [[nanos[nano] for nanos in self.by_stage[0]] for nano in range(self.num_nano_batches)]
+        largest, mean = np.sum([work_over_ticks(plans) for plans in by_nano], axis=0)
+        served = [served_in_bubbles(self.ticks, plans) for plans in by_nano]
+        crossing = sum(_bytes(plans[tick][0]) for plans in by_nano for tick in range(self.ticks.num_ticks)
+                       if not self.ticks.phase(tick))            # a tick runs one layer of each stage at a time
+        return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // self.num_stages,
+                           sum(served) / len(served))
+
+    def _call_of(self, micro_batch: int, nano: int) -> Plan:
+        """Any forward call of a micro-batch, where attention stays among data ranks and all its layers are alike."""
+        tick = int(np.flatnonzero(self.ticks.micro_batch[:, 0] == micro_batch)[0])
+        return self.by_stage[0][tick][nano][0]
+
+
+def plan_step(
+    micro_batches: Sequence[np.ndarray],
+    model: ModelShape,
+    *,
+    num_data: int,
+    layers: Sequence[int],
+    tp: int = 1,
+    ping_pong: bool = True,
+    placement: str = "balanced",
+    tolerance: float = 0.05,
+    speed: Sequence[float] | np.ndarray | None = None,
+    cost: AttentionTime | None = None,
+) -> StepPlan:
+    """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
+
+    `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
+    as in `balance`. With `cost`, forward and backward are balanced each in its own seconds, else in causal pairs.
+    """
+    stages = len(layers)
+    pool = check_pool(speed, stages * num_data)
+    of_data = pool[:stages * num_data].reshape(stages, num_data).mean(axis=0)
+    share = np.append(of_data, pool[stages * num_data:].sum() / stages)  # of one stage; the last: dedicated servers
+    cut = pack_ping_pong if ping_pong else pack_whole
+    packed = tuple(MicroBatch(np.asarray(lengths, dtype=np.int64), cut(
+        lengths, ranks=num_data, placement=placement, tolerance=tolerance, speed=share,
+        document_work=work_of_documents(cost))) for lengths in micro_batches)
+    ticks = same_phase_ticks(stages, len(packed))
+    by_nano = [plan_ticks(ticks, [micro_batch.layouts[nano] for micro_batch in packed], model, layers=layers,
+                          tolerance=tolerance, tp=tp, speed=pool, cost=cost)
+               for nano in range(len(packed[0].nano_batches))]
+    return StepPlan(model, tp, tuple(layers), packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages, True)
+
+
+def step_among_data_ranks(
+    micro_batches: Sequence[MicroBatch],
+    planner: Callable[[Layout], Plan],
+    model: ModelShape,
+    *,
+    layers: Sequence[int],
+    tp: int = 1,
+    gather_ranks: int = 1,
+) -> StepPlan:
+    """1F1B, in which the data ranks of a stage keep their attention to themselves, as `planner` says."""
+    ticks = one_forward_one_backward(len(layers), len(micro_batches))
+    plans = [tuple(planner(layout) for layout in micro_batch.layouts) for micro_batch in micro_batches]
+    by_stage = tuple(tuple(
+        () if number == IDLE else tuple((plan,) * depth for plan in plans[number])
+        for number in ticks.micro_batch[:, stage].tolist()) for stage, depth in enumerate(layers))
+    return StepPlan(model, tp, tuple(layers), tuple(micro_batches), ticks, by_stage, False, gather_ranks)
+
+
+def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
+    """What placement balances: causal pairs, or forward and backward seconds together, as both share the homes."""
+    if cost is None:
+        return causal_work
+    return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
+
+
+def same_columns(one: Layout, other: Layout) -> bool:
+    """Whether two layouts hold the same tokens in the same places."""
+    return one.num_ranks == other.num_ranks and all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for a, b, names in ((one, other, ("lengths", "document", "start", "stop", "rank")),
+                            (one.key_only, other.key_only, one.key_only.__slots__)) for name in names)
+
+
+def _level(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
+    """Largest over mean, summed over ticks, when each stage does its own work[micro-batch][nano-batch][data rank]."""
+    largest = mean = 0.0
+    for running in ticks.micro_batch.tolist():
+        active = [work[number] for number in running if number != IDLE]
+        for nanos in zip(*active, strict=True):
+            together = np.concatenate(nanos)
+            largest += float(together.max())
+            mean += float(together.sum()) * len(active) / len(running) / len(together)
+    return largest / mean if mean else 1.0
+
+
+def _bytes(plan: Plan) -> int:
+    return int(plan.traffic().sent_bytes(plan.model, plan.tp).sum())
