@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import numpy as np
 
 from distca.planning.plan import Plan
+from distca.planning.step import MicroBatch
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices
@@ -160,8 +161,9 @@ def covers_exactly_once(lengths: np.ndarray, tasks: TaskTable) -> bool:
 def tokens_moved(layout: Layout, tasks: TaskTable, num_servers: int) -> tuple[np.ndarray, np.ndarray]:
     """Query and key tokens that cross ranks, as [home, server] counts: each token once per server that reads it."""
     homes = [np.empty(length, dtype=np.int64) for length in layout.lengths.tolist()]
-    for document, start, stop, rank in zip(layout.document.tolist(), layout.start.tolist(), layout.stop.tolist(),
-                                           layout.rank.tolist(), strict=True):
+    slices = layout.keys()
+    for document, start, stop, rank in zip(slices.document.tolist(), slices.start.tolist(), slices.stop.tolist(),
+                                           slices.rank.tolist(), strict=True):
         homes[document][start:stop] = rank
     queries: dict[tuple[int, int], np.ndarray] = {}              # (document, server) -> is this position read there
     keys: dict[tuple[int, int], np.ndarray] = {}
@@ -205,6 +207,15 @@ def row_index(layout: Layout, rank: int) -> torch.Tensor:
     tokens = layout.tokens(rank)
     begin = np.cumsum(layout.lengths) - layout.lengths
     return torch.from_numpy(begin[tokens.document] + tokens.position)
+
+
+def nano_index(micro_batch: MicroBatch, nano: int, rank: int) -> torch.Tensor:
+    """The same of a rank's row in a nano-batch, for the documents of the whole micro-batch."""
+    import torch
+
+    tokens = micro_batch.layouts[nano].tokens(rank)
+    begin = np.cumsum(micro_batch.lengths) - micro_batch.lengths
+    return torch.from_numpy(begin[micro_batch.nano_batches[nano].document[tokens.document]] + tokens.position)
 
 
 def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
