@@ -43,8 +43,8 @@ def balance(
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
 
     `speed` names the pool: one relative speed per server, the layout's ranks first, dedicated servers after them;
-    0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else causal
-    pairs. Every rank that calls this with the same arguments gets the same plan.
+    0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else
+    causal pairs. Every rank that calls this with the same arguments gets the same plan.
     """
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)

@@ -37,8 +37,8 @@ def pairs_computed(step, stage, layer, backward):
             if other != IDLE and step.layers[at] > layer and other < number)
         for nano in range(step.num_nano_batches):
             first = sum(step.micro_batches[other].layouts[nano].num_documents for other in others)
-            nano_batch, tasks = step.micro_batches[number].nano_batches[nano], step.by_stage[stage][tick][nano][layer].tasks
-            for at, document in enumerate(nano_batch.document.tolist()):
+            tasks = step.by_stage[stage][tick][nano][layer].tasks
+            for at, document in enumerate(step.micro_batches[number].nano_batches[nano].document.tolist()):
                 for row in np.flatnonzero(tasks.document == first + at).tolist():
                     counts[number][document][tasks.q_start[row]:tasks.q_stop[row],
                                              tasks.kv_start[row]:tasks.kv_stop[row]] += 1
@@ -117,7 +117,7 @@ def test_a_step_that_loses_or_doubles_anything_is_refused():
     assert len(pong.key_only)
     with pytest.raises(ValueError, match="document 0 of 1200 tokens is not covered once"):
         broken(step, key_only=NO_KEYS).validate()
-    with pytest.raises(ValueError, match="nano-batch 1 reads keys .* of document 0 on rank 1, where no nano-batch"):
+    with pytest.raises(ValueError, match=r"nano-batch 1 reads keys .* of document 0 on rank 1, where no nano-batch"):
         only = pong.key_only
         broken(step, key_only=replace(only, rank=np.ones_like(only.rank))).validate()
     with pytest.raises(ValueError, match="other documents than run there"):
