@@ -216,8 +216,8 @@ def test_ping_and_pong_hold_the_batch_as_it_is(seed, world, tokens_per_rank):
 def test_a_step_without_labels_is_refused():
     corpus = NumberedCorpus([1, 1, 1, 1, 1, 2])
     loader = Loader(corpus, some_settings(batch__tokens_per_rank=1), rank=0, world=1, model=MODEL)
-    with pytest.raises(ValueError, match=r"a step of 1 tokens holds documents of one token only and nothing to predict; "
-                                         r"raise batch\.tokens_per_rank"):
+    with pytest.raises(ValueError, match=r"a step of 1 tokens holds documents of one token only and nothing to "
+                                         r"predict; raise batch\.tokens_per_rank"):
         loader.next()
 
 
