@@ -109,7 +109,7 @@ def server_work(
         return np.bincount(tasks.server, weights=pairs, minlength=num_servers)
     some = tasks.take(tasks.kv_stop > tasks.kv_start)
     return cost.servers(some.q_len, some.kv_len, some.server, num_servers, backward,
-                        aligned=some.kv_stop == some.q_stop)
+                        aligned=some.kv_stop == some.q_stop, document=some.document, kv_start=some.kv_start)
 
 
 def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:
