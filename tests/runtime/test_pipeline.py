@@ -10,7 +10,6 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -27,8 +26,7 @@ from distca.runtime.recorder import Recorder
 from distca.runtime.roles import serve_until_stopped, stop_servers
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import nano_index, random_lengths, scattered_plan
-from distca.train.data import Batch, Row
+from distca.testing import batch_of, document_columns, random_lengths, scattered_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.stage_work import StageWork
 from distca.train.stages import stage_of
@@ -79,21 +77,6 @@ class Step:
             for parameter in whole.parameters():
                 parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
         return whole
-
-    def columns(self, micro_batch):
-        """Tokens, labels and positions of all documents, end to end."""
-        lengths = self.documents[micro_batch]
-        generator = torch.Generator().manual_seed(10 * micro_batch)
-        tokens = torch.randint(0, SHAPE.model.vocab, (sum(lengths),), generator=generator)
-        labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in tokens.split(lengths)])
-        return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
-
-    def batch(self, plan, data):
-        """The rows of one data rank."""
-        rows = tuple(tuple(Row(*(column[nano_index(micro_batch, nano, data)] for column in self.columns(number)),
-                               micro_batch.key_runs(nano, data)) for nano in range(len(micro_batch.nano_batches)))
-                     for number, micro_batch in enumerate(plan.micro_batches))
-        return Batch(rows, plan, plan.summary(), 0.0, 0.0)
 
     def plan(self):
         lengths = [np.array(lengths) for lengths in self.documents]
@@ -149,7 +132,7 @@ def on_fake_ranks(step, make=Work, recorders=None):
         work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK)
         neighbours = LoopbackNeighbours(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
-            work.begin(step.batch(plan, data))
+            work.begin(batch_of(plan, data, SHAPE.model.vocab))
             Pipeline(work, attention, neighbours).step(plan.ticks, plan.by_stage[stage])
         stop_servers(attention, plan.plans()[0])
         return work
@@ -164,7 +147,7 @@ def in_one_process(step):
     whole = step.decoder()
     losses = []
     for number, lengths in enumerate(step.documents):
-        tokens, labels, positions = step.columns(number)
+        tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
         hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
         total = chunked_cross_entropy(hidden, whole.head_weight, labels, CHUNK)[0] / step.num_labels
         total.backward()
