@@ -236,7 +236,7 @@ def batch_of(plan: StepPlan, rank: int, vocab: int) -> Batch:
     columns = [document_columns(micro_batch.lengths.tolist(), vocab, number)
                for number, micro_batch in enumerate(plan.micro_batches)]
     rows = tuple(tuple(Row(*(column[nano_index(micro_batch, nano, rank)] for column in of_micro_batch),
-                           micro_batch.key_runs(nano, rank)) for nano in range(plan.num_nano_batches))
+                           reads=micro_batch.key_runs(nano, rank)) for nano in range(plan.num_nano_batches))
                  for micro_batch, of_micro_batch in zip(plan.micro_batches, columns, strict=True))
     return Batch(rows, plan, plan.summary(), 0.0, 0.0)
 
