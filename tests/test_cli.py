@@ -82,6 +82,17 @@ def test_with_a_table_seconds_are_told_both_ways_and_over_its_network(run_json, 
     assert said["exchange_seconds"] == pytest.approx(1e-3 + busiest / 1e10)
 
 
+def test_heads_are_not_scaled_in_silence_and_head_dims_not_at_all(run, tmp_path):
+    analytic_table(model_named("llama3-8b"), 550e12).save(tmp_path / "table.json")
+    options = ("prolong", "--ranks", 2, "--tokens-per-rank", 4096, "--cost", tmp_path / "table.json")
+    code, _, error = run("plan", *options, "--model", "llama-34b")
+    assert code == 0 and "64 query and 8 KV heads is scaled from" in error
+    code, _, error = run("plan", *options)
+    assert (code, error) == (0, "")
+    code, _, error = run("plan", *options, "--model", "tiny")
+    assert code == 2 and "head_dim 128 but model 'tiny' has 32; run distca profile --model tiny" in error
+
+
 def test_defaults_of_a_sampler(run_json):
     said = run_json("plan", "pretrain")
     assert (said["ranks"], said["tokens_per_rank"], said["tolerance"], said["model"], said["placement"]) == (

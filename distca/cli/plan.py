@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def plan_command(
     write_page = page_writer(html, "html") if html else None
     shape = model_named(model)
     pool = Pool(shape, tp, tolerance, dedicated, AttentionTime.of(find_table(cost), shape, tp) if cost else None)
+    if pool.cost is not None and pool.cost.note:
+        print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)
     with progress() as step:
         step("reading documents")
