@@ -4,11 +4,13 @@ Two kinds of link are enough to tell plans apart: NVLink inside a node and the G
 at once, and both directions of a link run at once, so a rank is as slow as its busiest direction of its busiest link.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from distca.cost.latency_table import LatencyTable
 from distca.spec import ClusterShape
 
 FloatArray = npt.NDArray[np.float64]
@@ -42,6 +44,26 @@ class Network:
             intra_node_latency_seconds=cluster.intra_node_latency_seconds,
             inter_node_latency_seconds=cluster.inter_node_latency_seconds,
         )
+
+    @classmethod
+    def measured(cls, table: LatencyTable, cluster: ClusterShape) -> "Network":
+        """The cluster's links, and in place of its figures what `distca profile` found where it measured exchanges.
+
+        More ranks than a node has GPUs can only have exchanged between nodes, so what they reached is the inter-node
+        link's. Fewer were ranks of one node (`distca profile --ranks` starts them there): theirs is the intra-node
+        link's, and the cluster's own figures remain between nodes. A run of few ranks on several nodes cannot be told
+        from that: profile with more ranks than a node has.
+        """
+        network = cls.of(cluster)
+        found = table.metadata.get("network")
+        if found is None:
+            return network
+        if not isinstance(found, Mapping) or not {"num_ranks", "bandwidth", "latency_seconds"} <= found.keys():
+            raise ValueError(f"latency table {table.name!r} has network {found!r}; profile again with --ranks")
+        num_ranks, bandwidth, latency = found["num_ranks"], found["bandwidth"], found["latency_seconds"]
+        if num_ranks > cluster.gpus_per_node:
+            return replace(network, inter_node_bandwidth=bandwidth, inter_node_latency_seconds=latency)
+        return replace(network, intra_node_bandwidth=bandwidth, intra_node_latency_seconds=latency)
 
     def seconds(self, num_bytes: float, same_node: bool) -> float:
         """One message from one GPU to another; nothing is sent, and nothing waited for, when it is empty."""

@@ -1,12 +1,15 @@
 """The alpha-beta network against a message-by-message count."""
 
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.cost.network import Network
-from distca.spec import cluster_named
+from distca.spec import cluster_named, model_named
 
 NETWORK = Network.of(cluster_named("dgx-h200"))
 
@@ -66,3 +69,32 @@ def test_rings():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("num_ranks", "link", "other"), [(2, "intra", "inter"), (8, "intra", "inter"),
+                                                          (9, "inter", "intra"), (16, "inter", "intra")])
+def test_a_measured_network_replaces_the_link_it_was_measured_on(num_ranks, link, other):
+    cost = {"backend": "nccl", "num_ranks": num_ranks, "latency_seconds": 3e-5, "bandwidth": 17e9}
+    cluster = cluster_named("dgx-h200")
+    table = analytic_table(model_named("llama3-8b"), 550e12)
+    assert Network.measured(table, cluster) == NETWORK           # nothing measured
+    found = Network.measured(replace(table, metadata={**table.metadata, "network": cost}), cluster)
+    assert getattr(found, f"{link}_node_bandwidth") == 17e9 and getattr(found, f"{link}_node_latency_seconds") == 3e-5
+    for name in ("bandwidth", "latency_seconds"):
+        assert getattr(found, f"{other}_node_{name}") == getattr(NETWORK, f"{other}_node_{name}")
+
+
+@pytest.mark.parametrize("broken", [{"bandwidth": 1e9}, 5, {"num_ranks": 2, "bandwidth": 0.0, "latency_seconds": 0.0}])
+def test_a_broken_measurement_is_refused(broken):
+    table = analytic_table(model_named("llama3-8b"), 550e12)
+    with pytest.raises(ValueError, match=r"network|bandwidth"):
+        Network.measured(replace(table, metadata={"network": broken}), cluster_named("dgx-h200"))
+
+
+def test_what_profile_writes_is_read_back(tmp_path):
+    probe = pytest.importorskip("distca.runtime.probe")
+    cost = probe.ExchangeCost("gloo", 2, 1e-4, 2e9, (4096,), (1e-4,))
+    table = analytic_table(model_named("llama3-8b"), 550e12)
+    replace(table, metadata={"network": asdict(cost)}).save(tmp_path / "table.json")
+    found = Network.measured(LatencyTable.load(tmp_path / "table.json"), cluster_named("dgx-h200"))
+    assert (found.intra_node_bandwidth, found.intra_node_latency_seconds) == (2e9, 1e-4)
