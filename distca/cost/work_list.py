@@ -21,6 +21,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 LENGTH_CLASSES = 16  # to a worker's share
+MOST_ROUNDS = 40    # of dealing, unless there are more items than workers in each
 MOST_ITEMS = 2**15  # dealt in one call; where there are more, several items on as many workers count as one on one
 
 
@@ -147,16 +148,17 @@ def _long_first(items: FloatArray, even: FloatArray) -> FloatArray:
 def _makespan(items: FloatArray, workers: int) -> FloatArray:
     """When the last is done, per row, if each item goes to the worker that is free first.
 
-    A quarter as many items as workers at a time: the first of them to the least loaded worker, and so on. Where one
-    worker should have taken two of them, the bound of list scheduling holds: every item starts before the mean load.
+    A quarter as many items as workers at a time, or more where they are many: the first of them to the least loaded
+    worker, and so on. Where one worker should have taken two of them, the bound of list scheduling holds: every item
+    starts before the mean load.
     """
     loads = np.zeros((len(items), workers))
     first = items[:, :workers]
     loads[:, :first.shape[1]] = first
     done, total = loads.max(axis=1), loads.sum(axis=1)
-    quarter = max(1, workers // 4)
-    for at in range(workers, items.shape[1], quarter):
-        part = items[:, at:at + quarter]
+    some = min(workers, max(1, workers // 4, items.shape[1] // MOST_ROUNDS))
+    for at in range(workers, items.shape[1], some):
+        part = items[:, at:at + some]
         loads.sort(axis=1)
         loads[:, :part.shape[1]] += part
         total += part.sum(axis=1)
