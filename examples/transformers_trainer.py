@@ -71,7 +71,8 @@ def main() -> None:
     trainer.train()
     trainer.save_state()
     if dist.is_initialized():
-        dist.destroy_process_group()                             # gloo's threads end before Python does
+        dist.barrier()                                           # gloo's threads let go of tensors before Python ends
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
