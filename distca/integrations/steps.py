@@ -28,7 +28,7 @@ from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import check_tolerance
 
-_not_compiled = torch.compiler.disable(reason="distca exchanges with other ranks, by lengths that change with every step")
+_not_compiled = torch.compiler.disable(reason="distca exchanges with other ranks, by lengths that change")
 _FIRST_CAPACITY = 255                                            # documents of a rank that fit the first collective
 
 
