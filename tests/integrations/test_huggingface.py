@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -296,6 +297,7 @@ def launched(*command, ranks=2, seconds=120):
     except subprocess.TimeoutExpired:
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(child), signal.SIGABRT)
+            time.sleep(1)                                        # one after another, or their lines mix
         said, errors = process.communicate(timeout=60)
         pytest.fail(f"{command[0]} ran for more than {seconds} s\n{errors[-9000:]}")
     assert process.returncode == 0, errors[-3000:]
