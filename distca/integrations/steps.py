@@ -2,6 +2,7 @@
 
 A trainer knows only the documents of its own rank. Once per step, ahead of the first layer, the ranks tell each other
 their lengths in one small collective; from there on every rank computes the same plan by itself and all layers use it.
+`torch.compile` breaks its graph around all of this: lengths are numbers on the host and change with every step.
 Documents never span ranks here, so whatever is not worth moving (evaluation, generation, sliding windows) is computed
 at home without a word to anybody. Nothing in this file knows which framework trains.
 """
@@ -27,6 +28,7 @@ from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import check_tolerance
 
+_not_compiled = torch.compiler.disable(reason="distca exchanges with other ranks, by lengths that change")
 _FIRST_CAPACITY = 255                                            # documents of a rank that fit the first collective
 
 
@@ -69,19 +71,23 @@ class PackedSteps:
         self._plans: OrderedDict[tuple[tuple[int, ...], ...], Plan] = OrderedDict()
         self._home_plans: OrderedDict[tuple[tuple[int, ...], ...], Plan] = OrderedDict()
 
+    @_not_compiled
     def begin(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedStep:
         """Exchange lengths and plan; every rank of the group calls this once per step. `device` carries the lengths."""
         rows = self._everyones(lengths, torch.device(device))
         return PackedStep(tuple(lengths), self._plan(rows) if any(rows) else None)
 
+    @_not_compiled
     def at_home(self, lengths: Sequence[int]) -> PackedStep:
         """A step that talks to nobody, such as evaluation: ranks may run unequal numbers of these."""
         return PackedStep(tuple(lengths), None)
 
+    @_not_compiled
     def plan_for(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> Plan:
         """The plan of this step, the same on every rank, from the lengths of this rank's own documents."""
         return self._plan(self._everyones(lengths, torch.device(device)))
 
+    @_not_compiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PackedStep, *,
         scale: float | None = None, window: int | None = None,

@@ -32,7 +32,7 @@ def rank_steps(transport, rows, window):
         expected[0] = dense_attention(*leaves, lengths, None, window)
         expected[1:] = torch.autograd.grad(expected[0], leaves, dout)
     for mine, dense in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-10)
     for _ in range(transport.rank):                              # unequal numbers of steps at home
         steps.attend(*leaves, steps.at_home(lengths))
     tasks = begun[0].plan.tasks
@@ -58,9 +58,9 @@ def wrong_lengths(transport):
 
 @pytest.mark.multiprocess
 def test_wrong_lengths_of_one_rank_end_all_of_them_at_once():
-    outcomes = run_processes(2, wrong_lengths)
+    outcomes = run_processes(2, wrong_lengths, timeout_seconds=60, deadline_seconds=90)
     assert all("ValueError" in outcome.error and "-1" in outcome.error for outcome in outcomes)
-    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert max(outcome.seconds for outcome in outcomes) < 60     # nobody waited for the group's timeout
 
 
 def test_one_process_needs_no_group():
