@@ -73,6 +73,11 @@ class WorkList:
                              "speed-ups of at least 1")
         return found
 
+    @property
+    def wave_tokens(self) -> int:
+        """Queries whose forward items are one for each worker."""
+        return max(1, self.num_workers * self._tile // self.kv_heads)
+
     def tail(self, tasks: Tasks, num_servers: int, backward: bool) -> FloatArray:
         """Seconds beyond the even share, per server."""
         along = tasks.kv_len / self.key_tokens if backward else tasks.q_len / self._tile
