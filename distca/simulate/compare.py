@@ -10,23 +10,26 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from distca.cost.latency_table import LatencyTable
+from distca.planning.step import StepPlan
+from distca.simulate.bound import bound
+from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
+from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
-from distca.simulate.step import Step
-from distca.simulate.strategies import Batch, Choice, check_strategies, choices, run
+from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, check_names
 from distca.workload.contexts import Source, batch_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One strategy, one choice, one batch."""
+    """One strategy, one choice, one batch; or the bound."""
 
     seconds: float
     free_seconds: float        # with links between ranks that take no time
@@ -50,11 +53,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A strategy over all batches, with its best choice."""
+    """A strategy over all batches, with its best choice; or the bound, which has none."""
 
     name: str
     setting: Setting
-    choice: Choice
+    choice: Choice | None
     figures: tuple[Figures, ...]  # [batches]
 
     def column(self, field: str) -> np.ndarray:
@@ -90,23 +93,31 @@ class Outcome:
             "speedup_over": {name: value[0] for name, value in speedups.items()},
             "speedup_range_over": {name: list(value[1:]) for name, value in speedups.items()},
             "pp": self.setting.pp,
-            "choice": self.choice.describe(self.setting),
+            "choice": self.describe(),
         }
+
+    def describe(self) -> str:
+        return "what no strategy can beat" if self.choice is None else self.choice.describe(self.setting)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Strategies that fit, in display order, and the names of those that do not."""
+    """Strategies that fit, in display order, the bound where it was asked for, and the names of what does not fit."""
 
     source: str
     setting: Setting
     num_batches: int
     tolerance: float
     outcomes: tuple[Outcome, ...]
+    bound: Outcome | None
     too_large: tuple[str, ...]
 
+    @property
+    def rows(self) -> tuple[Outcome, ...]:
+        return self.outcomes if self.bound is None else (*self.outcomes, self.bound)
+
     def outcome(self, name: str) -> Outcome:
-        return next(outcome for outcome in self.outcomes if outcome.name == name)
+        return next(outcome for outcome in self.rows if outcome.name == name)
 
     def as_json(self) -> dict[str, Any]:
         setting = self.setting
@@ -115,7 +126,7 @@ class Comparison:
             "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
             "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
             "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
-            "strategies": {outcome.name: outcome.as_json(self.outcomes) for outcome in self.outcomes},
+            "strategies": {outcome.name: outcome.as_json(self.rows) for outcome in self.rows},
             "too_large": list(self.too_large),
         }
 
@@ -133,7 +144,7 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategies", check_strategies(self.strategies))
+        object.__setattr__(self, "strategies", check_names(self.strategies))
         if self.num_batches < 1:
             raise ValueError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
@@ -149,7 +160,7 @@ class Question:
         return Batch(tuple(batch_sequences(self.source, setting.context, setting.num_sequences, (self.seed, number))))
 
 
-Key = tuple[int, str, Choice]  # setting, strategy, choice
+Key = tuple[int, str, Choice | None]  # setting, strategy, choice
 
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
@@ -160,26 +171,29 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
         step(f"batch {len(rows)} of {question.num_batches}")
     ordered = [rows[number] for number in sorted(rows)]
     best = {name: _best(question, name, ordered) for name in question.strategies}
+    floor = best.pop(BOUND, None)
     too_large = [name for name, outcome in best.items() if outcome is None]
-    outcomes = [_with_free_links(question, outcome) for outcome in best.values() if outcome is not None]
-    if all(outcome.name == "bound" for outcome in outcomes):
+    outcomes = [outcome for outcome in best.values() if outcome is not None]
+    if not outcomes and too_large:
         setting = question.settings[0]
         raise ValueError(
             f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
             f"{setting.cluster.memory_bytes / 1e9:.0f} GB with any of: {', '.join(too_large)}; give fewer --sequences, "
             "more --gpus, or a larger --tp or --pp")
     return Comparison(question.source.name, question.settings[0], question.num_batches, question.tolerance,
-                      tuple(outcomes), tuple(too_large))
+                      tuple(outcomes), floor, tuple(too_large))
 
 
 def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     """One batch once more under an outcome's choice, with its timeline: one trace per pool rank."""
     setting = outcome.setting
-    done = run(outcome.name, outcome.choice, setting, question.costs(setting), question.batch(setting, number),
-               question.tolerance, record=True)
-    if done is None or done[0].traces is None:
-        raise ValueError(f"strategy {outcome.name!r} has no timeline; choose another than bound")
-    return done[0]
+    if outcome.choice is None:
+        raise ValueError(f"{outcome.name!r} has no timeline; choose a strategy")
+    costs = question.costs(setting)
+    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number),
+                                              question.tolerance)
+    assert plan is not None, "it fitted in the sweep"
+    return execute(plan, costs, record=True)
 
 
 def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, dict[Key, Figures | None]]]:
@@ -199,25 +213,22 @@ def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
         for name in question.strategies:
-            for choice in choices(name, setting):
-                done = run(name, choice, setting, costs, batch, question.tolerance, exposed=choice.sharding == "pool")
-                fits = done is not None and done[0].memory.peak <= setting.cluster.memory_bytes
-                found[at, name, choice] = Figures.of(*done) if done is not None and fits else None
+            if name == BOUND:
+                floor = bound(setting, costs, batch.lengths())
+                found[at, name, None] = Figures.of(floor, floor.seconds)
+                continue
+            for choice in STRATEGIES[name].choices(setting):
+                plan = STRATEGIES[name].step_plan(choice, setting, costs, batch, question.tolerance)
+                found[at, name, choice] = None if plan is None else _figures(plan, setting, costs)
     return found
 
 
-def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
-    """A baseline's step with free links, which the sweep leaves out."""
-    if outcome.choice.sharding == "pool":
-        return outcome
-    setting = outcome.setting
-    figures = []
-    for number, found in enumerate(outcome.figures):
-        done = run(outcome.name, outcome.choice, setting, question.costs(setting), question.batch(setting, number),
-                   question.tolerance, exposed=True)
-        assert done is not None, "it fitted in the sweep"
-        figures.append(replace(found, free_seconds=done[1]))
-    return replace(outcome, figures=tuple(figures))
+def _figures(plan: StepPlan, setting: Setting, costs: Costs) -> Figures | None:
+    known = PlanCosts(plan, costs.attention)
+    step = execute(plan, costs, plan_costs=known)
+    if step.memory.peak > setting.cluster.memory_bytes:
+        return None
+    return Figures.of(step, execute(plan, costs.without_network(), plan_costs=known).seconds)
 
 
 def _best(question: Question, name: str, rows: Sequence[dict[Key, Figures | None]]) -> Outcome | None:

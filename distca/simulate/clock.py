@@ -6,18 +6,20 @@ starts when its data is ready and its sender's link is free; a receiver has ever
 in and the last of its senders is done. Overlap is not assumed anywhere: it comes out where the order allows it.
 
 State is one number per rank, and each operation works on all ranks at once, so a step of thousands of GPUs is a few
-thousand numpy calls. Spans are only kept when a trace is asked for.
+thousand numpy calls. Spans are only kept when a trace is asked for, on the lanes on which the runtime's recorder
+puts them; what travels, which the runtime cannot see, is on a lane of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from distca.simulate.costs import Costs
+from distca.cost.network import Network
 from distca.trace import Span, StepTrace
+
+NVLINK, NIC = 0, 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,27 +38,24 @@ class _Edges:
 class Exchange:
     """One all-to-all: the messages between ranks, with the seconds that each end's link needs for them."""
 
-    links: tuple[tuple[int, _Edges], ...]  # (link, messages); link 0 is NVLink, link 1 the NIC
+    links: tuple[tuple[int, _Edges], ...]  # (NVLINK or NIC, messages)
     sent_bytes: np.ndarray                 # [ranks]
-    received_bytes: np.ndarray             # [ranks]
 
     @classmethod
     def of(
-        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, costs: Costs
+        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, network: Network,
+        ranks_per_node: int,
     ) -> Exchange:
         """Messages of the same pair travel as one; what stays on its rank is no message."""
         away = (source != target) & (num_bytes > 0)
         pair, at = np.unique(target[away] * num_ranks + source[away], return_inverse=True)
         size = np.bincount(at, weights=num_bytes[away], minlength=len(pair))
         to, origin = pair // num_ranks, pair % num_ranks
-        sent = np.bincount(origin, weights=size, minlength=num_ranks)
-        received = np.bincount(to, weights=size, minlength=num_ranks)
-        same_node = to // costs.pool_ranks_per_node == origin // costs.pool_ranks_per_node
-        network = costs.network
+        same_node = to // ranks_per_node == origin // ranks_per_node
         links = []
         for link, mask, latency, bandwidth in (
-                (0, same_node, network.intra_node_latency_seconds, network.intra_node_bandwidth),
-                (1, ~same_node, network.inter_node_latency_seconds, network.inter_node_bandwidth)):
+                (NVLINK, same_node, network.intra_node_latency_seconds, network.intra_node_bandwidth),
+                (NIC, ~same_node, network.inter_node_latency_seconds, network.inter_node_bandwidth)):
             if not mask.any():
                 continue
             receivers, first = np.unique(to[mask], return_index=True)
@@ -64,13 +63,25 @@ class Exchange:
             taken = np.bincount(to[mask], weights=size[mask], minlength=num_ranks)[receivers]
             links.append((link, _Edges(origin[mask], receivers, first, out > 0, latency + out / bandwidth,
                                        latency + taken / bandwidth)))
-        return cls(tuple(links), sent, received)
+        return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
 
-    def without_seconds(self) -> Exchange:
-        """The same messages over links that take no time."""
-        links = tuple((link, replace(edges, out_seconds=np.zeros_like(edges.out_seconds),
-                                     in_seconds=np.zeros_like(edges.in_seconds))) for link, edges in self.links)
-        return replace(self, links=links)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ring:
+    """Attention of groups of `size` neighbouring ranks, whose keys go round: gathered forward, scattered backward.
+
+    A group either waits for all its keys, or computes them chunk by chunk as they come; two numbers tell both. Forward
+    attention ends `lead` after the ring began, or after its own `seconds` if that is later. Backward the ring ends
+    `tail` after the group's last attention.
+    """
+
+    size: int
+    runs: np.ndarray      # [ranks] bool
+    backward: np.ndarray  # [ranks] bool
+    seconds: np.ndarray   # [ranks]
+    lead: np.ndarray      # [ranks]
+    tail: np.ndarray      # [ranks]
+    travel: np.ndarray    # [ranks] seconds that the ring takes of the NIC
 
 
 class Clock:
@@ -82,28 +93,37 @@ class Clock:
         self.send_free = np.zeros((2, num_ranks))     # [link, ranks]
         self.receive_free = np.zeros((2, num_ranks))
         self.nic_busy = np.zeros(num_ranks)           # seconds of the NIC's busier direction, not counting background
-        self._beside: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.busy = np.zeros(num_ranks)
         self.attention = np.zeros(num_ranks)          # of busy
+        self.sent_bytes = np.zeros(num_ranks)         # by exchanges
+        self._beside: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._spans: list[tuple[str, str, np.ndarray, np.ndarray, np.ndarray | None]] | None = [] if record else None
 
-    def compute(self, name: str, ready: np.ndarray, seconds: np.ndarray, *, attention: bool = False) -> np.ndarray:
-        """Run on the stream once the input is ready; the end per rank. A rank with no seconds runs nothing."""
+    def compute(self, name: str, lane: str, ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Run on the stream once the exchange is there; the end per rank. A rank with no seconds runs nothing."""
         start = np.maximum(ready, self.compute_free)
         stop = start + seconds
         runs = seconds > 0
         if self._spans is not None:
-            self._keep("wait for " + name, "wait", np.where(runs, self.compute_free, start), start)
-            self._keep(name, "attention" if attention else "linear", start, stop)
+            self._keep("exchange", "wait", np.where(runs, self.compute_free, start), start)
+            self._keep(name, lane, start, stop)
         self.compute_free = np.where(runs, stop, self.compute_free)
         self.busy += seconds
-        if attention:
+        if lane == "attention":
             self.attention += seconds
         return np.where(runs, stop, ready)
+
+    def hold(self, until: np.ndarray, name: str | None = None) -> None:
+        """The stream waits; for what, if that is to be seen."""
+        held = np.maximum(self.compute_free, until)
+        if name is not None:
+            self._keep(name, "wait", self.compute_free, held)
+        self.compute_free = held
 
     def exchange(self, name: str, ready: np.ndarray, exchange: Exchange) -> np.ndarray:
         """When each rank has what others send it, and its own data is ready."""
         arrival = ready.copy()
+        self.sent_bytes += exchange.sent_bytes
         for link, edges in exchange.links:
             start = np.maximum(ready, self.send_free[link])
             stop = start + edges.out_seconds
@@ -114,52 +134,70 @@ class Clock:
             begin = np.maximum(self.receive_free[link][to], opens)
             end = np.maximum(begin + edges.in_seconds, closes)
             self.receive_free[link][to] = end
-            if link == 1:
+            if link == NIC:
                 taken = np.where(edges.sends, edges.out_seconds, 0.0)
                 taken[to] = np.maximum(taken[to], edges.in_seconds)
                 self.nic_busy += taken
             arrival[to] = np.maximum(arrival[to], end)
             if self._spans is not None:
-                self._keep(name, "network", np.where(edges.sends, start, 0), np.where(edges.sends, stop, 0),
-                           exchange.sent_bytes)
+                self._keep(name, "network", start, np.where(edges.sends, stop, 0), exchange.sent_bytes)
         return arrival
 
-    def collective(self, name: str, ready: np.ndarray, seconds: np.ndarray, group: int, runs: np.ndarray) -> np.ndarray:
-        """A collective of every `group` neighbouring ranks over their NICs, where it runs: starts with the last."""
-        if group == 1 or not runs.any():
-            return ready
-        start = _group_max(np.maximum(ready, np.maximum(self.send_free[1], self.receive_free[1])), group)
-        stop = start + seconds
-        self.nic_busy += np.where(runs, seconds, 0.0)
-        self.send_free[1] = np.where(runs, stop, self.send_free[1])
-        self.receive_free[1] = np.where(runs, stop, self.receive_free[1])
+    def ring(self, ready: np.ndarray, ring: Ring) -> np.ndarray:
+        """When each rank is done with its attention and its group with its keys."""
+        start = np.maximum(ready, self.compute_free)
+        link_free = np.maximum(self.send_free[NIC], self.receive_free[NIC])
+        begin, last, open_link = (_group_max(column, ring.size) for column in (
+            np.maximum(start, link_free), start + ring.seconds, link_free))
+        stop = np.where(ring.backward, np.maximum(last + ring.tail, open_link + ring.travel),
+                        np.maximum(start + ring.seconds, begin + ring.lead))
+        stop = np.where(ring.runs, stop, start)
+        for link in (self.send_free[NIC], self.receive_free[NIC]):
+            np.copyto(link, np.where(ring.backward, stop, begin + ring.travel), where=ring.runs)
+        self.nic_busy += ring.travel
+        self.busy += ring.seconds
+        self.attention += ring.seconds
         if self._spans is not None:
-            self._keep(name, "network", start, stop)
-        return np.where(runs, stop, ready)
+            from_ = np.where(ring.backward, start, stop - ring.seconds)   # chunks are drawn as one
+            self._keep("exchange", "wait", self.compute_free, np.where(ring.runs, from_, 0))
+            self._keep("attention forward", "attention", from_, np.where(ring.backward, 0, stop))
+            self._keep("attention backward", "attention", start, np.where(ring.backward, start + ring.seconds, 0))
+            self._keep("exchange", "wait", start + ring.seconds, np.where(ring.backward, stop, 0))
+            travels = ring.runs & (ring.travel > 0)
+            self._keep("gather keys", "network", begin, np.where(travels & ~ring.backward, begin + ring.travel, 0))
+            self._keep("scatter key gradients", "network", stop - ring.travel,
+                       np.where(travels & ring.backward, stop, 0))
+        self.compute_free = np.where(ring.runs, stop, self.compute_free)
+        return stop
 
-    def shift(self, name: str, ready: np.ndarray, seconds: np.ndarray, step: int) -> np.ndarray:
-        """Rank r sends to rank r + step where it has seconds to send; when each rank has got it, 0 where none sends."""
-        source = np.flatnonzero(seconds > 0)
-        arrival = np.zeros(self.num_ranks)
+    def shift(
+        self, name: str, ready: np.ndarray, posted: np.ndarray, seconds: np.ndarray, sends: np.ndarray, step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rank r sends to rank r + step where it `sends`, once r + step has posted its receive.
+
+        When each rank has received, and when each has sent; 0 where it has not.
+        """
+        source = np.flatnonzero(sends)
+        arrival, sent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         if len(source) == 0:
-            return arrival
-        start = np.maximum(np.maximum(ready, self.send_free[1])[source], self.receive_free[1][source + step])
+            return arrival, sent
+        target = source + step
+        start = np.max([ready[source], posted[target], self.send_free[NIC][source], self.receive_free[NIC][target]],
+                       axis=0)
         stop = start + seconds[source]
-        self.send_free[1][source] = stop
-        self.receive_free[1][source + step] = stop
-        arrival[source + step] = stop
+        self.send_free[NIC][source] = self.receive_free[NIC][target] = stop
+        arrival[target] = sent[source] = stop
         if self._spans is not None:
-            begin, end = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
-            begin[source], end[source] = start, stop
-            self._keep(name, "pipeline", begin, end)
-        return arrival
+            begin = np.zeros(self.num_ranks)
+            begin[source] = start
+            self._keep(name, "network", begin, sent)
+        return arrival, sent
 
     def background(self, name: str, ready: np.ndarray, seconds: np.ndarray) -> None:
         """Traffic beside the step (weights in, gradients out): takes what others leave of the NIC, before the end."""
         if seconds.any():
             self._beside.append((ready, seconds, self.nic_busy.copy()))
-            if self._spans is not None:
-                self._keep(name, "network", ready, ready + seconds)
+            self._keep(name, "network", ready, ready + seconds)
 
     def _beside_done(self) -> np.ndarray:
         """When each rank's NIC is done with it: all from some request on, and what went before it in that time."""
@@ -169,14 +207,16 @@ class Clock:
             done = np.maximum(done, np.where(left > 0, ready + left + self.nic_busy - busy, 0.0))
         return done
 
-    def finish(self, name: str, seconds: np.ndarray) -> float:
-        """The step's end: everyone's streams and links are done, then `seconds` more on each rank."""
-        done = max(float(self.compute_free.max()), float(self.send_free[1].max()), float(self.receive_free[1].max()),
-                   float(self._beside_done().max()))
+    def note(self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, where: np.ndarray) -> None:
+        """A span around what ranks did."""
         if self._spans is not None:
-            at = np.full(self.num_ranks, done)
-            self._keep("wait for all", "wait", self.compute_free, at)
-            self._keep(name, "optimizer", at, at + seconds)
+            self._keep(name, lane, start, np.where(where, stop, 0))
+
+    def finish(self, seconds: np.ndarray) -> float:
+        """The step's end: everyone's streams and links are done, then the optimizer's seconds on each rank."""
+        done = max(float(self.compute_free.max()), float(self.send_free[NIC].max()),
+                   float(self.receive_free[NIC].max()), float(self._beside_done().max()))
+        self._keep("optimizer", "optimizer", self.compute_free, np.where(seconds > 0, done + seconds, 0))
         self.busy += seconds
         return done + float(seconds.max())
 
@@ -194,57 +234,9 @@ class Clock:
     def _keep(
         self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, num_bytes: np.ndarray | None = None
     ) -> None:
-        assert self._spans is not None
-        self._spans.append((name, lane, start, stop, num_bytes))
+        if self._spans is not None:
+            self._spans.append((name, lane, start, stop, num_bytes))
 
 
 def _group_max(values: np.ndarray, group: int) -> np.ndarray:
     return np.repeat(values.reshape(-1, group).max(axis=1), group)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """One nano-batch of a pass: what it makes every rank compute and exchange in a layer, and when its input is there.
-
-    A backward pass has the same form: the segment behind attention comes first, and gradients travel.
-    """
-
-    name: str
-    ready: np.ndarray      # [ranks]
-    opening: np.ndarray    # [ranks] seconds of the segment before attention
-    closing: np.ndarray    # [ranks] seconds of the segment behind it
-    attention: np.ndarray  # [ranks] seconds as a server
-    going: Exchange        # homes to servers
-    coming: Exchange       # servers to homes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Beside:
-    """What travels beside a pass, once per layer: weights of the next layer in, or gradients of the last one out."""
-
-    name: str
-    seconds: np.ndarray  # [ranks]
-
-
-def run_layers(
-    clock: Clock, rows: Sequence[Row], num_layers: int, *, first: np.ndarray, last: np.ndarray,
-    beside: Beside | None = None,
-) -> list[np.ndarray]:
-    """Run rows through layers in turn, as ping and pong do; one row alone waits for all its exchanges.
-
-    The stream computes segment, segment, attention, attention, so that every exchange has one turn of the other row to
-    hide behind. `first` and `last` are seconds in front of the first and behind the last layer (an output head).
-    Returns the end of every row.
-    """
-    state = [clock.compute(row.name, row.ready, row.opening + first) for row in rows]
-    for layer in range(num_layers):
-        there = [clock.exchange(f"{row.name} to servers", at, row.going) for row, at in zip(rows, state, strict=True)]
-        if beside is not None:
-            clock.background(beside.name, state[-1], beside.seconds)
-        served = []
-        for row, at in zip(rows, there, strict=True):
-            done = clock.compute(f"{row.name} attention", at, row.attention, attention=True)
-            served.append(clock.exchange(f"{row.name} to homes", done, row.coming))
-        seconds = [row.closing + (row.opening if layer + 1 < num_layers else last) for row in rows]
-        state = [clock.compute(row.name, at, much) for row, at, much in zip(rows, served, seconds, strict=True)]
-    return state
