@@ -24,7 +24,7 @@ from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
 MOST_CHUNKS = 8        # of a ring; a group of more ranks passes several ranks' keys in one
-_MOST_PIECES = 200_000  # of one call's chunks: the longest documents are cut first
+_MOST_PIECES = 50_000  # of one call's chunks: the longest documents are cut first
 
 Placed = tuple[tuple[int, Plan, bool], ...]  # (first rank, plan, whether backward) of plans that run at the same time
 
@@ -46,7 +46,7 @@ class PlanCosts:
         self.gather_ranks, self.attention, self.hides = step.gather_ranks, attention, hides
         self._plans = step.plans()                               # what ids below belong to
         self._seconds: dict[tuple[int, bool], np.ndarray] = {}
-        self._chunks: dict[tuple[int, bool], np.ndarray] = {}
+        self._chunks: dict[int, ChunkTasks] = {}
         self._messages: dict[tuple[int, bool], Messages] = {}
 
     def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
@@ -58,10 +58,9 @@ class PlanCosts:
 
     def chunk_seconds(self, plan: Plan, backward: bool) -> np.ndarray:
         """[ranks, chunks] of attention that takes a rank's own keys first, then the chunks of its ring."""
-        key = id(plan), backward
-        if key not in self._chunks:
-            self._chunks[key] = chunk_seconds(plan.layout, self.gather_ranks, self.attention, backward)
-        return self._chunks[key]
+        if id(plan) not in self._chunks:
+            self._chunks[id(plan)] = ChunkTasks.of(plan.layout, self.gather_ranks)
+        return self._chunks[id(plan)].seconds(self.attention, backward)
 
     def messages(self, plan: Plan, backward: bool) -> Messages:
         key = id(plan), backward
@@ -183,34 +182,50 @@ class Calls:
         return np.where(hides, np.stack([left[:, 0], lead, tail, travel]), waiting)
 
 
-def chunk_seconds(layout: Layout, size: int, attention: AttentionTime, backward: bool) -> np.ndarray:
-    """[ranks, chunks] attention at home, where a group's keys come chunk by chunk and chunk 0 is a rank's own.
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTasks:
+    """Attention at home, where a group's keys come chunk by chunk and chunk 0 is a rank's own: one row per shard.
 
     Backward takes the chunks in reverse, so that the gradients of other ranks' keys travel beside the rest.
     """
-    num_chunks = min(size, MOST_CHUNKS)
-    order = layout.by_document()
-    document, start, stop, rank = (column[order] for column in (layout.document, layout.start, layout.stop,
-                                                                layout.rank))
-    count = np.bincount(document, minlength=layout.num_documents)  # slices of each document
-    nth = np.arange(len(order)) - (np.cumsum(count) - count)[document]
-    cut = _cut_documents(layout, count)
-    whole = ~cut[document]
-    sees = np.where(whole, 0, nth + 1)                           # slices that a slice's queries read, its own included
-    task = np.repeat(np.arange(len(order)), sees)
-    key = (np.arange(len(order)) - nth)[task] + np.arange(len(task)) - np.repeat(np.cumsum(sees) - sees, sees)
-    chunk = _chunk_of_distance(size, num_chunks)[(rank[task] - rank[key]) % size]
-    opens = np.ones(len(task), dtype=bool)                       # slices that follow each other are one shard
-    opens[1:] = (task[1:] != task[:-1]) | (chunk[1:] != chunk[:-1])
-    closes = np.append(np.flatnonzero(opens)[1:] - 1, len(task) - 1) if len(task) else np.zeros(0, dtype=np.int64)
-    task, chunk, kv_start, kv_stop = task[opens], chunk[opens], start[key[opens]], stop[key[closes]]
-    last = np.where(count[document[whole]] > 1, num_chunks - 1, 0)  # a document on one rank waits for nobody
-    q_len = np.concatenate([(stop - start)[task], (stop - start)[whole]])
-    kv_len = np.concatenate([kv_stop - kv_start, stop[whole]])
-    aligned = np.concatenate([kv_stop == stop[task], np.ones(int(whole.sum()), dtype=bool)])
-    server = np.concatenate([rank[task], rank[whole]]) * num_chunks + np.concatenate([chunk, last])
-    return attention.servers(q_len, kv_len, server, layout.num_ranks * num_chunks, backward,
-                             aligned=aligned).reshape(layout.num_ranks, num_chunks)
+
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    is_aligned: np.ndarray  # with the end of their keys
+    rank: np.ndarray
+    chunk: np.ndarray
+    num_ranks: int
+    num_chunks: int
+
+    @classmethod
+    def of(cls, layout: Layout, size: int) -> ChunkTasks:
+        num_chunks = min(size, MOST_CHUNKS)
+        order = layout.by_document()
+        document, start, stop, rank = (column[order] for column in (layout.document, layout.start, layout.stop,
+                                                                    layout.rank))
+        count = np.bincount(document, minlength=layout.num_documents)  # slices of each document
+        nth = np.arange(len(order)) - (np.cumsum(count) - count)[document]
+        whole = ~_cut_documents(layout, count)[document]
+        sees = np.where(whole, 0, nth + 1)                       # slices that a slice's queries read, its own included
+        task = np.repeat(np.arange(len(order)), sees)
+        key = (np.arange(len(order)) - nth)[task] + np.arange(len(task)) - np.repeat(np.cumsum(sees) - sees, sees)
+        chunk = _chunk_of_distance(size, num_chunks)[(rank[task] - rank[key]) % size]
+        opens = np.ones(len(task), dtype=bool)                   # slices that follow each other are one shard
+        opens[1:] = (task[1:] != task[:-1]) | (chunk[1:] != chunk[:-1])
+        closes = np.append(np.flatnonzero(opens)[1:], len(task)) - 1 if len(task) else np.zeros(0, dtype=np.int64)
+        task, chunk, kv_start, kv_stop = task[opens], chunk[opens], start[key[opens]], stop[key[closes]]
+        last = np.where(count[document[whole]] > 1, num_chunks - 1, 0)  # a document on one rank waits for nobody
+        return cls(
+            np.concatenate([(stop - start)[task], (stop - start)[whole]]),
+            np.concatenate([kv_stop - kv_start, stop[whole]]),
+            np.concatenate([kv_stop == stop[task], np.ones(len(last), dtype=bool)]),
+            np.concatenate([rank[task], rank[whole]]), np.concatenate([chunk, last]), layout.num_ranks, num_chunks)
+
+    def seconds(self, attention: AttentionTime, backward: bool) -> np.ndarray:
+        """[ranks, chunks]"""
+        found = attention.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk,
+                                  self.num_ranks * self.num_chunks, backward, aligned=self.is_aligned)
+        return found.reshape(self.num_ranks, self.num_chunks)
 
 
 def _cut_documents(layout: Layout, count: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.planning.pipeline_ticks import IDLE
+from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.simulate.calls import Calls, Placed, PlanCosts
 from distca.simulate.clock import Clock
@@ -24,8 +25,6 @@ from distca.simulate.costs import Costs
 from distca.simulate.memory import Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES
 from distca.trace import StepTrace
-
-_NOTHING, _ENTER, _MIDDLE, _LEAVE = range(4)  # what a stage computes between two attention calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +47,26 @@ class Step:
 def execute(step: StepPlan, costs: Costs, *, plan_costs: PlanCosts | None = None, record: bool = False) -> Step:
     """Time a step plan; `plan_costs` of the same step and attention save working them out again."""
     return _Execution(step, costs, plan_costs or PlanCosts(step, costs.attention), record).run()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """What is computed between two attention calls: of each nano-batch in its turn, one kind after the other."""
+
+    computes: tuple[list[np.ndarray], ...]  # [kinds][nano-batches][ranks] seconds
+    leaves: np.ndarray                      # [ranks] bool: own layers are done after this
+
+    @classmethod
+    def of(cls, layer: np.ndarray, layers: np.ndarray, runs: np.ndarray, way: np.ndarray,
+           rows: list[tuple[np.ndarray, np.ndarray]], at_end: np.ndarray) -> _Slot:
+        """Segments, and the head: its gradients before the last segment's, its loss behind it."""
+        enters, leaves = runs & (layer == 0), runs & (layer == layers)
+        kind = np.where(enters, 0, np.where(leaves, 2, 1))       # first, middle, last segment
+        has_one = runs & (layer >= 0) & (layer <= layers)
+        segments = [np.where(has_one, table[kind, np.arange(len(kind))], 0.0) for table, _ in rows]
+        ahead, behind = ([np.where(where, head, 0.0) for _, head in rows] if where.any() else None
+                         for where in (at_end & enters & way, at_end & leaves & ~way))
+        return cls(tuple(part for part in (ahead, segments, behind) if part is not None), leaves)
 
 
 class _Execution:
@@ -89,91 +108,77 @@ class _Execution:
         runs, way = self.is_own & active[self.stage], back[self.stage]
         clock.hold(np.where(runs, self.arrived[way.astype(int), number[self.stage], np.arange(self.num_ranks)], 0.0),
                    "neighbour")
-        slots, own_turn = self._slots(active, back)
-        tables, heads = self._seconds_of_rows(number, back)
-        ready = [clock.compute_free] * len(tables)
+        rows = self._rows(number, back)
+        beside = self._beside(number, back)
+        slots: dict[bytes, _Slot] = {}
+        ready = [clock.compute_free] * len(rows)
         done = clock.compute_free                                # when a rank is through its own micro-batch
-        for turn in range(len(slots)):
-            kind = np.where(runs, slots[turn][self.stage], _NOTHING)
-            ready = self._segments(kind, way, ready, tables, heads)
-            done = np.where(kind == _LEAVE, np.max(ready, axis=0), done)
-            if turn + 1 == len(slots):
+        layer = self._layers(active, back)
+        for turn, at_layer in enumerate(layer):
+            if (key := at_layer.tobytes()) not in slots:
+                slots[key] = _Slot.of(at_layer[self.stage], self.layers[self.stage], runs, way, rows, self.at_end)
+            slot = slots[key]
+            for seconds in slot.computes:
+                ready = [clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
+            if slot.leaves.any():
+                done = np.where(slot.leaves, np.max(ready, axis=0), done)
+            if turn + 1 == len(layer):
                 break
-            calls = [self.calls.of(self._placed(tick, turn, own_turn[turn], position)) for position in
-                     range(len(tables))]
+            inside = active & (at_layer >= 0) & (at_layer < self.layers)
+            calls = [self.calls.of(placed) for placed in self._placed(tick, turn, at_layer, inside)]
             there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
-            self._beside(number, back, own_turn[turn] >= 0, ready[-1])
+            for name, seconds in beside:
+                clock.background(name, ready[-1], np.where(inside[self.stage], seconds, 0.0))
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
         self._note(number, back, begin)
         clock.hold(self.leaving)
         self._send(number, back, done)
 
-    def _slots(self, active: np.ndarray, back: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[turns + 1, stages] what is computed before each attention call and behind the last.
+    def _layers(self, active: np.ndarray, back: np.ndarray) -> np.ndarray:
+        """[turns + 1, stages] how many of its own attention calls a stage has behind it, before each call of the tick.
 
-        And [turns, stages] the how-manieth of its own layers a stage is in, -1 where it is in none.
+        Below 0 it has not begun: backward, those with fewer layers serve first where attention is shared.
         """
         num_turns = int(self.layers[active].max(initial=0))
         late = num_turns - self.layers if self.step.is_shared else 0 * self.layers
-        own = np.arange(num_turns + 1)[:, None] - np.where(back, late, 0)  # [turns + 1, stages]
-        slots = np.select([own == 0, (own > 0) & (own < self.layers), own == self.layers],
-                          [_ENTER, _MIDDLE, _LEAVE], _NOTHING)
-        inside = active & (own[:-1] >= 0) & (own[:-1] < self.layers)
-        return slots, np.where(inside, own[:-1], -1)
+        return np.arange(num_turns + 1)[:, None] - np.where(back, late, 0)
 
-    def _seconds_of_rows(self, number: np.ndarray, back: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """For each nano-batch in its turn, backward the last one first: [kinds, ranks] seconds, and the head's."""
-        num_rows = self.tokens.shape[1]
-        phase = back.astype(int)
-        tables, heads = [], []
+    def _rows(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each nano-batch in its turn, backward the last one first: [segments, ranks] seconds, and the head's."""
+        num_rows, phase = self.tokens.shape[1], back.astype(int)
+        rows = []
         for position in range(num_rows):
             row = np.where(back, num_rows - 1 - position, position)  # [stages]
-            table = np.zeros((4, self.num_ranks))
-            table[:, self.is_own] = np.moveaxis(self.seconds[phase, number, row], 1, 0).reshape(4, -1)
-            tables.append(table)
-            head = np.zeros(self.num_ranks)
+            table, head = np.zeros((3, self.num_ranks)), np.zeros(self.num_ranks)
+            table[:, self.is_own] = np.moveaxis(self.seconds[phase, number, row], 1, 0).reshape(3, -1)
             head[self.at_end] = self.head[phase[-1], number[-1], row[-1]]
-            heads.append(head)
-        return tables, heads
+            rows.append((table, head))
+        return rows
 
-    def _segments(
-        self, kind: np.ndarray, way: np.ndarray, ready: list[np.ndarray], tables: list[np.ndarray],
-        heads: list[np.ndarray],
-    ) -> list[np.ndarray]:
-        """Every row's segment; the head's gradients come before the last one's, and its loss behind it."""
-        def run(seconds: list[np.ndarray], ready: list[np.ndarray]) -> list[np.ndarray]:
-            return [self.clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
-
-        def head(where: np.ndarray, ready: list[np.ndarray]) -> list[np.ndarray]:
-            where = where & self.at_end
-            return run([np.where(where, seconds, 0.0) for seconds in heads], ready) if where.any() else ready
-
-        ready = head((kind == _ENTER) & way, ready)
-        ready = run([table[kind, np.arange(self.num_ranks)] for table in tables], ready)
-        return head((kind == _LEAVE) & ~way, ready)
-
-    def _placed(self, tick: int, turn: int, own_turn: np.ndarray, position: int) -> Placed:
-        """The plans of one call, each from its first rank on."""
-        step, back = self.step, self.step.ticks.backward[tick]
-        num_rows = self.tokens.shape[1]
+    def _placed(self, tick: int, turn: int, layer: np.ndarray, inside: np.ndarray) -> list[Placed]:
+        """For each nano-batch in its turn the plans of one call, each from its first rank on."""
+        step, num_rows = self.step, self.tokens.shape[1]
         if step.is_shared:
-            phase = step.ticks.phase(tick)
-            depths = step.by_stage[0][tick][num_rows - 1 - position if phase else position]
-            return (0, depths[len(depths) - 1 - turn if phase else turn], phase),
-        placed = []
-        for stage in np.flatnonzero(own_turn >= 0).tolist():
-            row, nth = (num_rows - 1 - position, -1 - own_turn[stage]) if back[stage] else (position, own_turn[stage])
-            placed.append((stage * self.num_data, step.by_stage[stage][tick][row][nth], bool(back[stage])))
-        return tuple(placed)
+            phase, rows = step.ticks.phase(tick), step.by_stage[0][tick]
+            return [((0, depths[-1 - turn if phase else turn], phase),) for depths in (rows[::-1] if phase else rows)]
+        placed: list[list[tuple[int, Plan, bool]]] = [[] for _ in range(num_rows)]
+        for stage in np.flatnonzero(inside).tolist():
+            phase, rows = bool(step.ticks.backward[tick, stage]), step.by_stage[stage][tick]
+            for position, depths in enumerate(rows[::-1] if phase else rows):
+                plan = depths[-1 - layer[stage] if phase else layer[stage]]
+                placed[position].append((stage * self.num_data, plan, phase))
+        return [tuple(one) for one in placed]
 
-    def _beside(self, number: np.ndarray, back: np.ndarray, inside: np.ndarray, ready: np.ndarray) -> None:
-        """A layer's weights with the first micro-batch, its gradients with the last."""
+    def _beside(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """A layer's weights with the first micro-batch, its gradients with the last: [ranks] seconds."""
+        found = []
         for name, phase, when in (("gather weights", False, 0),
                                   ("reduce gradients", True, len(self.step.micro_batches) - 1)):
-            now = inside & (back == phase) & (number == when)
+            now = (back == phase) & (number == when)
             if now.any():
                 seconds = np.where(now, self.weight_seconds[phase], 0.0)[self.stage]
-                self.clock.background(name, ready, np.where(self.is_own, seconds, 0.0))
+                found.append((name, np.where(self.is_own, seconds, 0.0)))
+        return found
 
     def _send(self, number: np.ndarray, back: np.ndarray, done: np.ndarray) -> None:
         """Activations to the next stage and gradients to the one before; receives are posted when a tick is over."""
@@ -220,11 +225,11 @@ class _Execution:
 
 
 def _linear_tables(costs: Costs, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[phases, micro-batches, nano-batches, kinds, data ranks] seconds of segments; the head's without kinds."""
+    """[phases, micro-batches, nano-batches, first middle last, data ranks] seconds of segments; and of the head."""
     tables, heads = [], []
     for backward in (False, True):
         before, behind = costs.segment_seconds(tokens, backward)
         enter, leave = (behind, before) if backward else (before, behind)
-        tables.append(np.stack([np.zeros_like(enter), enter, before + behind, leave], axis=2))
+        tables.append(np.stack([enter, before + behind, leave], axis=2))
         heads.append(costs.head_seconds(tokens, backward))
     return np.stack(tables), np.stack(heads)

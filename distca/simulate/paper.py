@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
@@ -186,32 +187,30 @@ def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
     A baseline's grid is chosen once more over all of them.
     """
     pilot = compare(replace(question, num_batches=min(PILOT_BATCHES, question.num_batches)))
-    found = {outcome.name: outcome for outcome in compare(replace(question, strategies=("bound",))).rows}
+    found = {outcome.name: outcome for outcome in pilot.rows}
+    if question.num_batches > PILOT_BATCHES:
+        found["bound"] = compare(replace(question, strategies=("bound",))).outcome("bound")
+        for outcome in pilot.outcomes:
+            if STRATEGIES[outcome.name].is_baseline:
+                del found[outcome.name]                          # may have fitted the first few batches only
+                with suppress(ValueError):
+                    again = replace(question, settings=(outcome.setting,), strategies=(outcome.name,))
+                    found[outcome.name] = compare(again).outcome(outcome.name)
     one_byte = 0.0
-    for outcome in pilot.outcomes:
-        if STRATEGIES[outcome.name].is_baseline:
-            again = replace(question, settings=(outcome.setting,), strategies=(outcome.name,))
-            found |= {better.name: better for better in _fitting(again)}
-        else:
-            found[outcome.name], one_byte = _all_batches(question, outcome)
+    for name in ("disaggregated", "distca"):
+        if name in found and (name == "distca" or question.num_batches > PILOT_BATCHES):
+            found[name], one_byte = _all_batches(question, found[name])
     return found, one_byte
 
 
-def _fitting(question: Question) -> tuple[Outcome, ...]:
-    try:
-        return compare(question).outcomes
-    except ValueError:                                           # it fitted the first few batches only
-        return ()
-
-
 def _all_batches(question: Question, chosen: Outcome) -> tuple[Outcome, float]:
-    """An outcome's choice on every batch; and its mean step were messages of attention one byte long."""
+    """An outcome's choice on every batch; and its mean step were attention's own transfers one byte long."""
     where, costs = chosen.setting, question.costs(chosen.setting)
     figures, one_byte = [], 0.0
     for number in range(question.num_batches):
         plan = STRATEGIES[chosen.name].step_plan(chosen.choice, where, costs, question.batch(where, number),
                                                  question.tolerance)
-        assert plan is not None
+        assert plan is not None, "ours plans whatever it needs"
         known = PlanCosts(plan, costs.attention)
         step, bare, free = (execute(plan, links, plan_costs=known) for links in (
             costs, costs.with_one_byte(), costs.without_network()))
