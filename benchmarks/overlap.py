@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import GivenBatches, random_batch
 from rich.console import Console
 from rich.table import Table
 
@@ -46,13 +47,12 @@ from distca.runtime.core_attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import MODELS, ModelShape
 from distca.train.config import Settings, load_settings
-from distca.train.data import IGNORED, Batch, Row
+from distca.train.data import Batch
 from distca.train.launch import Place, here, launch
 from distca.train.model import Decoder
 from distca.train.stage_work import RowPlans, StageWork
-from distca.train.step_plan import plan_step
+from distca.train.step_plan import step_plan
 from distca.train.trainer import Trainer, start_group
-from distca.workload.layout import Layout
 
 RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("ping-pong", "single stream", "1 byte")
@@ -147,18 +147,8 @@ class _OneByteHandle:
         return self.arrived
 
 
-class OneBatch:
-    """A loader that gives the same batch at every step."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def next(self) -> Batch:
-        return self.batch
-
-
 class OneAfterTheOther(StageWork):
-    """The rows of a micro-batch in a single stream."""
+    """The rows of a micro-batch in a single stream; they share no document."""
 
     def forward(
         self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
@@ -180,8 +170,8 @@ class VariantTrainer(Trainer):
 
     def __init__(self, settings: Settings, device: torch.device, batch_tokens: int, short: int) -> None:
         super().__init__(settings, device)
-        batch = skewed_batch(self.rank, batch_tokens, short, settings, self.decoder.shape.model)
-        self.loader = OneBatch(batch)  # type: ignore[assignment]
+        self.loader = loader = GivenBatches()  # type: ignore[assignment]
+        loader.batch = skewed_batch(self.rank, batch_tokens, short, settings, self.decoder.shape.model)
         self.one_byte = OneByteTransport(self.pool)
         few = CoreAttention(self.pool, kernel=settings.attention.kernel, state=settings.attention.state,
                             transport=self.one_byte, recorder=self.recorder)
@@ -218,18 +208,8 @@ class VariantTrainer(Trainer):
 
 def skewed_batch(rank: int, tokens: int, short: int, settings: Settings, model: ModelShape) -> Batch:
     """Two nano-batches of `tokens` a rank: a long document on the first, short ones on the second; random bytes."""
-    plan = plan_step([np.repeat([tokens, short], [2, 2 * (tokens // short)])], settings, model, RANKS)
-    rows = tuple(random_row(layout, rank, seed) for seed, layout in enumerate(plan.layouts[0]))
-    return Batch((rows,), plan, plan.num_labels, 0.0, 0.0)
-
-
-def random_row(layout: Layout, rank: int, seed: int) -> Row:
-    columns = layout.tokens(rank)
-    text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
-    begin = np.cumsum(layout.lengths) - layout.lengths
-    at = begin[columns.document] + columns.position              # [tokens of the rank]
-    labels = np.where(columns.next_rank >= 0, text[at + 1], IGNORED)
-    return Row(*(torch.from_numpy(x) for x in (text[at], labels, columns.position)))
+    lengths = np.repeat([tokens, short], [2, 2 * (tokens // short)])
+    return random_batch(step_plan([lengths], settings, model, RANKS), rank)
 
 
 def rank_main(settings: Settings) -> int:
@@ -249,7 +229,7 @@ def rank_main(settings: Settings) -> int:
     tell(["tc", "qdisc", "change", "dev", INTERFACE, "root", *limit(options["discipline"], rate_mbit)])
     calibration = {
         "rate_mbit": rate_mbit, "measured_mbit": measured_mbit(rate_mbit), "compute_seconds": compute_seconds,
-        "work_max_over_mean": trainer.loader.next().plan.work_after,
+        "work_max_over_mean": trainer.loader.next().summary.work_after,
         "travel_seconds": sum(trip.num_bytes for trip in trips) * 8 / rate_mbit / 1e6,
         "sticking_out_seconds": sticking_out_seconds(trips, rate_mbit * 1e6 / 8),
         "trips": [asdict(trip) for trip in trips],

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import GivenBatches, random_batch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -43,13 +44,12 @@ from distca.profiling import versions
 from distca.spec import MODELS, ModelShape, model_named
 from distca.trace import StepTrace
 from distca.train.config import Settings, load_settings
-from distca.train.data import IGNORED, Batch, Row
 from distca.train.launch import here, launch
 from distca.train.stage_work import RowPlans, StageWork
-from distca.train.step_plan import StepPlan, plan_step
+from distca.train.step_plan import step_plan
 from distca.train.trainer import Trainer, start_group
 from distca.workload.documents import fill, sample_lengths
-from distca.workload.packing import PLACEMENTS, NanoBatch
+from distca.workload.packing import PLACEMENTS
 
 RESULT = Path(__file__).parent / "results" / "pipeline.json"
 MODEL = ModelShape("tiny", 4, 96, 3, 1, 32, 256, 257)
@@ -124,7 +124,7 @@ class Planning:
 def step_documents(
     step: int, num_micro_batches: int, tokens: int, short: int, long_every: int
 ) -> list[np.ndarray]:
-    """Lengths for each micro-batch. Both halves are alike, so that ping and pong need cut no document in two."""
+    """Lengths for each micro-batch, whose two halves are alike."""
     documents = []
     for number in range(num_micro_batches):
         rng = np.random.default_rng([step, number])
@@ -132,36 +132,6 @@ def step_documents(
         half = np.array([tokens // 2]) if (number - step) % long_every == 0 else fill(drawn, tokens // 2)
         documents.append(np.concatenate([half, half]))
     return documents
-
-
-def random_batch(plan: StepPlan) -> Batch:
-    """One data rank's rows: the same text for a document in whatever row it is."""
-    rows = tuple(tuple(_random_row(nano, number) for nano in nano_batches)
-                 for number, nano_batches in enumerate(plan.nano_batches))
-    return Batch(rows, plan, plan.num_labels, 0.0, 0.0)
-
-
-def _random_row(nano: NanoBatch, micro_batch: int) -> Row:
-    assert not nano.start.any() and nano.layout.num_ranks == 1
-    tokens, labels = [], []
-    for document, length in zip(nano.document.tolist(), nano.layout.lengths.tolist(), strict=True):
-        text = np.random.default_rng([micro_batch, document]).integers(0, 256, length)
-        tokens.append(text)
-        labels.append(np.append(text[1:], IGNORED))
-    columns = nano.layout.tokens(0)
-    begin = np.cumsum(nano.layout.lengths) - nano.layout.lengths
-    at = begin[columns.document] + columns.position              # [tokens]
-    return Row(*(torch.from_numpy(x) for x in (
-        np.concatenate(tokens)[at], np.concatenate(labels)[at], columns.position)))
-
-
-class Batches:
-    """A loader that gives what it was given last."""
-
-    batch: Batch
-
-    def next(self) -> Batch:
-        return self.batch
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -227,14 +197,14 @@ class StageTrainer(Trainer):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         super().__init__(settings, device)
-        self.loader = Batches()                                  # type: ignore[assignment]
+        self.loader = GivenBatches()                             # type: ignore[assignment]
         self.uncounted = self.work
         self.counted = CountedWork(self.decoder, self.attention, tensor=1, dtype=self.work.shapes.dtype, device=device,
                                    loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
 
     def take(self, documents: Sequence[np.ndarray]) -> None:
-        plan = plan_step(documents, self.settings, self.decoder.shape.model, self.num_data)
-        self.loader.batch = random_batch(plan)                   # type: ignore[attr-defined]
+        plan = step_plan(documents, self.settings, self.decoder.shape.model, self.num_data)
+        self.loader.batch = random_batch(plan, 0)                # type: ignore[attr-defined]
 
     def counted_step(self) -> dict[str, int]:
         self.work, kept = self.counted, self.counted.count()
@@ -359,13 +329,13 @@ def planning(repeats: int) -> list[Planning]:
             seconds, cpu_seconds = [], []
             for _ in range(1 + repeats):                         # the first warms up
                 begin, cpu_begin = time.perf_counter(), time.process_time()
-                plan = plan_step(lengths, settings, model, PLANNED_DATA_RANKS)
+                plan = step_plan(lengths, settings, model, PLANNED_DATA_RANKS)
                 seconds.append(time.perf_counter() - begin)
                 cpu_seconds.append(time.process_time() - cpu_begin)
-            distinct = {id(one) for tick in plan.by_stage[0] for row in tick for one in row}
-            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(distinct), median(seconds[1:]),
-                                 median(cpu_seconds[1:]), seconds[1:], plan.work_before, plan.work_after,
-                                 plan.served_in_bubbles))
+            summary = plan.summary()
+            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(plan.plans()), median(seconds[1:]),
+                                 median(cpu_seconds[1:]), seconds[1:], summary.work_before, summary.work_after,
+                                 summary.served_in_bubbles))
     return rows
 
 

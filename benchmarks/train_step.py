@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import GivenBatches, random_batch
 from rich.console import Console
 from rich.table import Table
 
 from distca.spec import ModelShape
 from distca.train.config import Settings, load_settings
-from distca.train.data import IGNORED, Batch, Row
+from distca.train.data import Batch
 from distca.train.launch import launch
-from distca.train.step_plan import plan_step
-from distca.workload.layout import Layout
+from distca.train.step_plan import step_plan
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("home", "disaggregated")
@@ -47,38 +47,11 @@ class Result:
     losses: list[float]
 
 
-class OneBatch:
-    """A loader that gives the same skewed batch at every step."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def next(self) -> Batch:
-        return self.batch
-
-    def state(self) -> dict[str, int | str]:
-        return {}
-
-    def close(self) -> None: ...
-
-
 def skewed_batch(rank: int, ranks: int, tokens: int, short: int, settings: Settings, model: ModelShape) -> Batch:
-    """Two nano-batches of half the tokens each: a long document on the first rank, short ones on the others."""
+    """Two long documents, which in order are all that the first rank holds, and short ones."""
     long = tokens // 2
     lengths = np.repeat([long, short], [2, 2 * (ranks - 1) * (long // short)])
-    plan = plan_step([lengths], settings, model, ranks)
-    rows = tuple(random_row(layout, rank, seed) for seed, layout in enumerate(plan.layouts[0]))
-    return Batch((rows,), plan, plan.num_labels, 0.0, 0.0)
-
-
-def random_row(layout: Layout, rank: int, seed: int) -> Row:
-    """The rank's part of a layout, with random bytes as text."""
-    columns = layout.tokens(rank)
-    text = np.random.default_rng(seed).integers(0, 256, layout.num_tokens + 1)
-    begin = np.cumsum(layout.lengths) - layout.lengths
-    at = begin[columns.document] + columns.position              # [tokens of the rank]
-    labels = np.where(columns.next_rank >= 0, text[at + 1], IGNORED)
-    return Row(*(torch.from_numpy(x) for x in (text[at], labels, columns.position)))
+    return random_batch(step_plan([lengths], settings, model, ranks), rank)
 
 
 def rank_main(settings: Settings) -> int:
@@ -96,9 +69,9 @@ def rank_main(settings: Settings) -> int:
         for mode in MODES:
             chosen = settings.with_values({"attention.mode": mode})
             trainer = Trainer(chosen, device)
-            batch = skewed_batch(here.rank, here.world, options["tokens"], options["short"], chosen,
-                                 trainer.decoder.shape.model)
-            trainer.loader = OneBatch(batch)  # type: ignore[assignment]
+            trainer.loader = loader = GivenBatches()  # type: ignore[assignment]
+            loader.batch = skewed_batch(here.rank, here.world, options["tokens"], options["short"], chosen,
+                                        trainer.decoder.shape.model)
             trainer.one_step()                                   # warm-up
             for _ in range(options["steps"]):
                 torch.distributed.barrier()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import numpy as np
 
 from distca.planning.plan import Plan
+from distca.planning.step import MicroBatch, StepPlan
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from distca.runtime.core_attention import CoreAttention
+    from distca.train.data import Batch
 
 Result = TypeVar("Result")
 LayoutKind = Literal["in_order", "no_spanning", "balanced", "scattered"]
@@ -160,8 +162,9 @@ def covers_exactly_once(lengths: np.ndarray, tasks: TaskTable) -> bool:
 def tokens_moved(layout: Layout, tasks: TaskTable, num_servers: int) -> tuple[np.ndarray, np.ndarray]:
     """Query and key tokens that cross ranks, as [home, server] counts: each token once per server that reads it."""
     homes = [np.empty(length, dtype=np.int64) for length in layout.lengths.tolist()]
-    for document, start, stop, rank in zip(layout.document.tolist(), layout.start.tolist(), layout.stop.tolist(),
-                                           layout.rank.tolist(), strict=True):
+    slices = layout.keys()
+    for document, start, stop, rank in zip(slices.document.tolist(), slices.start.tolist(), slices.stop.tolist(),
+                                           slices.rank.tolist(), strict=True):
         homes[document][start:stop] = rank
     queries: dict[tuple[int, int], np.ndarray] = {}              # (document, server) -> is this position read there
     keys: dict[tuple[int, int], np.ndarray] = {}
@@ -205,6 +208,37 @@ def row_index(layout: Layout, rank: int) -> torch.Tensor:
     tokens = layout.tokens(rank)
     begin = np.cumsum(layout.lengths) - layout.lengths
     return torch.from_numpy(begin[tokens.document] + tokens.position)
+
+
+def nano_index(micro_batch: MicroBatch, nano: int, rank: int) -> torch.Tensor:
+    """The same of a rank's row in a nano-batch, for the documents of the whole micro-batch."""
+    import torch
+
+    tokens = micro_batch.layouts[nano].tokens(rank)
+    begin = np.cumsum(micro_batch.lengths) - micro_batch.lengths
+    return torch.from_numpy(begin[micro_batch.nano_batches[nano].document[tokens.document]] + tokens.position)
+
+
+def document_columns(lengths: Sequence[int], vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random tokens of documents laid end to end, with their labels and positions."""
+    import torch
+    import torch.nn.functional as F
+
+    tokens = torch.randint(0, vocab, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in tokens.split(list(lengths))])
+    return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
+
+
+def batch_of(plan: StepPlan, rank: int, vocab: int) -> Batch:
+    """A data rank's rows of a step whose micro-batch m is `document_columns(…, seed=m)`."""
+    from distca.train.data import Batch, Row
+
+    columns = [document_columns(micro_batch.lengths.tolist(), vocab, number)
+               for number, micro_batch in enumerate(plan.micro_batches)]
+    rows = tuple(tuple(Row(*(column[nano_index(micro_batch, nano, rank)] for column in of_micro_batch),
+                           micro_batch.key_runs(nano, rank)) for nano in range(plan.num_nano_batches))
+                 for micro_batch, of_micro_batch in zip(plan.micro_batches, columns, strict=True))
+    return Batch(rows, plan, plan.summary(), 0.0, 0.0)
 
 
 def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:

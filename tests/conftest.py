@@ -1,9 +1,38 @@
 """What tests of several packages share. No example has a deadline: other work may share the machine."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
 from distca import cli
+
+BFLOAT16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+
+
+def _without_broken_amx() -> str | None:
+    """Some virtual machines offer the CPU's matrix tiles (AMX) and fault when they are used, inside torch's libraries.
+
+    Where that is so, oneDNN is kept from them for these tests and the processes they start; says so, or None.
+    """
+    info = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not info.exists() or "amx_bf16" not in info.read_text(encoding="utf-8"):
+        return None
+    if subprocess.run([sys.executable, "-c", BFLOAT16_PRODUCT], capture_output=True, check=False).returncode == 0:
+        return None
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+    return "AMX faults on this machine: ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+
+
+WITHOUT_AMX = _without_broken_amx()  # before anything imports torch
+
+
+def pytest_report_header() -> str | None:
+    return WITHOUT_AMX
+
 
 settings.register_profile("distca", deadline=None)
 settings.load_profile("distca")

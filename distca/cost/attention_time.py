@@ -1,33 +1,155 @@
-"""Seconds of attention calls (to be replaced)."""
+"""Seconds of attention on one rank: of a shard in a full batch, of whole batches, and the least that any can take.
+
+Plans are searched on `shard` and judged on `servers`; the runtime, the simulator and the planner charge the same. A
+latency table gives the seconds that a shard adds to a batch that fills the device. A whole batch takes a launch and the
+tail of its work list more (work_list.py), where the table's kernel is known to have one.
+
+A table is measured with the heads of one rank. Another head dim is another kernel, so it is refused. Another number of
+heads is scaled by pairs times heads, which `note` says.
+Of a shipped table the one nearest in heads is taken.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.latency_table import LatencyTable, Surface
+from distca.cost.shipped import nearest_heads
+from distca.cost.work_list import Tasks, WorkList
 from distca.spec import ModelShape
 
+FloatArray = npt.NDArray[np.float64]
+Column = npt.NDArray[Any]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionTime:
+    """A latency table bound to the heads of one rank; see `of`."""
+
     table: LatencyTable
-    scale: float = 1.0
+    heads: int
+    kv_heads: int
+    scale: float                 # of all seconds: another GPU's rate
+    work_list: WorkList | None
+    note: str | None             # a sentence where the table's heads are not the rank's
+    _factor: float = field(init=False, repr=False)
+    _surfaces: tuple[Surface, Surface | None] = field(init=False, repr=False)
+    _best_rates: tuple[float, float] = field(init=False, repr=False)  # pairs per second of the table
+
+    def __post_init__(self) -> None:
+        heads = self.table.metadata.get("num_heads", self.heads)
+        assert isinstance(heads, int)
+        surfaces = self.table.surfaces
+        best = tuple(0.0 if surface is None else surface.best_rate() for surface in surfaces)
+        object.__setattr__(self, "_factor", self.scale * self.heads / heads)
+        object.__setattr__(self, "_surfaces", surfaces)
+        object.__setattr__(self, "_best_rates", best)
 
     @classmethod
     def of(cls, table: LatencyTable, model: ModelShape, tp: int = 1, scale: float = 1.0) -> AttentionTime:
-        return cls(table, scale)
+        """Bind a table to a model's heads per rank; `scale` multiplies its seconds."""
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"scale is {scale!r}; give a finite number above 0")
+        heads, kv_heads = model.heads_per_rank(tp), model.kv_heads_per_rank(tp)
+        table = nearest_heads(table, heads, kv_heads, model.head_dim)
+        about = table.metadata
+        head_dim = about.get("head_dim", model.head_dim)
+        if head_dim != model.head_dim:
+            raise ValueError(
+                f"latency table {table.name!r} was measured with head_dim {head_dim} but model {model.name!r} has "
+                f"{model.head_dim}; run distca profile --model {model.name} and give its table as --cost")
+        measured = about.get("num_heads", heads), about.get("num_kv_heads", kv_heads)
+        if not all(isinstance(number, int) and number > 0 for number in measured):
+            raise ValueError(f"latency table {table.name!r} has num_heads {measured[0]!r} and num_kv_heads "
+                             f"{measured[1]!r}; profile again")
+        note = None
+        if measured != (heads, kv_heads):
+            note = (f"attention of {heads} query and {kv_heads} KV heads is scaled from {table.name!r}, measured with "
+                    f"{measured[0]} and {measured[1]}; profile with --tp {tp} for its own")
+        facts = about.get("work_list")
+        work_list = WorkList.of(facts, heads, kv_heads) if isinstance(facts, Mapping) else None
+        return cls(table, heads, kv_heads, float(scale), work_list, note)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AttentionTime):
+            return NotImplemented
+        mine, theirs = self.table, other.table
+        return (self._key() == other._key() and mine.metadata == theirs.metadata
+                and all(np.array_equal(a, b, equal_nan=True) for a, b in (
+                    (mine.q_len, theirs.q_len), (mine.kv_len, theirs.kv_len),
+                    (mine.forward_seconds, theirs.forward_seconds)))
+                and (mine.backward_seconds is None) == (theirs.backward_seconds is None)
+                and (mine.backward_seconds is None or theirs.backward_seconds is None
+                     or np.array_equal(mine.backward_seconds, theirs.backward_seconds, equal_nan=True)))
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.table.name, self.table.peak_pairs_per_second, self.heads, self.kv_heads, self.scale, self.work_list
 
     def shard(self, q_len: float, kv_len: float, backward: bool = False) -> float:
-        return self.scale * self.table.seconds(q_len, kv_len, backward=backward)
+        """Seconds that queries at the end of their keys add to a full batch; never falls in either length."""
+        surface = self._surfaces[backward]
+        if surface is None or not 0 <= q_len <= kv_len:
+            return self._factor * self.table.seconds(q_len, kv_len, backward=backward)  # says what is wrong
+        return self._factor * surface.at(q_len, kv_len) if q_len else 0.0
 
-    def shards(self, q_len: np.ndarray, kv_len: np.ndarray, backward: bool = False) -> np.ndarray:
-        return self.scale * self.table.seconds(q_len, kv_len, backward=backward)
+    def shards(self, q_len: Column, kv_len: Column, backward: bool = False) -> FloatArray:
+        """The same on arrays."""
+        q, kv = np.atleast_1d(np.asarray(q_len, dtype=np.float64)), np.asarray(kv_len, dtype=np.float64)
+        return self._factor * self.table.seconds(q, kv, backward=backward)
 
-    def servers(self, q_len, kv_len, server, num_servers, backward=False, *, aligned=None):
-        keys = kv_len if aligned is None else np.where(aligned, kv_len, kv_len + 0.5 * (q_len - 1))
-        return np.bincount(server, weights=self.shards(q_len, np.maximum(keys, q_len), backward), minlength=num_servers)
+    def servers(
+        self,
+        q_len: Column,
+        kv_len: Column,
+        server: Column,
+        num_servers: int,
+        backward: bool = False,
+        *,
+        aligned: Column | None = None,
+        document: Column | None = None,
+        kv_start: Column | None = None,
+    ) -> FloatArray:
+        """Seconds of every server's attention call; 0 without tasks.
+
+        `aligned` is False where all queries see all keys. `document` and `kv_start` say which keys tasks read; without
+        them no two tasks share any, which a kernel with a work list can take a few per cent less or more time for.
+        """
+        q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
+        kept = np.flatnonzero((q > 0) & (kv > 0))
+        kept = kept[np.argsort(np.asarray(server)[kept], kind="stable")]
+        q, kv, at = q[kept], kv[kept], np.asarray(server, dtype=np.int64)[kept]
+        causal = np.ones(len(q), dtype=bool) if aligned is None else np.asarray(aligned, dtype=bool)[kept]
+        seconds = self._seconds(q, kv, causal, backward)
+        even = np.bincount(at, weights=seconds, minlength=num_servers).astype(np.float64)
+        if self.work_list is None or not len(q):
+            return even
+        shared = document is not None
+        tasks = Tasks(
+            seconds, q, np.maximum(kv, np.where(causal, q, 0.0)), causal, at,
+            np.asarray(document, dtype=np.int64)[kept] if shared else np.arange(len(q)),
+            np.asarray(kv_start, dtype=np.float64)[kept] if shared and kv_start is not None else np.zeros(len(q)))
+        launch = self.scale * self.work_list.launch_seconds[backward] * (even > 0)
+        return launch + even + self.work_list.tail(tasks, num_servers, backward)
+
+    def _seconds(self, q: FloatArray, kv: FloatArray, causal: Column, backward: bool) -> FloatArray:
+        """Of each task; a rectangle takes what an aligned shard of as many queries and pairs takes.
+
+        One with fewer keys than half its queries has no such shard, and runs at the rate of a square.
+        """
+        as_aligned = np.maximum(np.where(causal, kv, kv + 0.5 * (q - 1)), q)
+        seconds = self.shards(q, as_aligned, backward)
+        return np.where(causal, seconds, seconds * (kv / (as_aligned - 0.5 * (q - 1))))
 
     def least(self, pairs: float, backward: bool = False) -> float:
-        return 0.0
+        """Seconds below which no batch of so many pairs can come: all of them at the best rate of any shape."""
+        if self._surfaces[backward] is None:
+            self.table.seconds(1, 1, backward=backward)          # says what is missing
+        return self._factor * pairs / self._best_rates[backward]

@@ -43,7 +43,7 @@ def _pairs(q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Surface:
+class Surface:
     """Times over (q_len, kv_len) that never fall: straight lines between the points of a fine grid."""
 
     q: FloatArray  # [fine q]
@@ -55,7 +55,7 @@ class _Surface:
     seconds_lists: list[list[float]]
 
     @classmethod
-    def through(cls, q_len: IntArray, kv_len: IntArray, seconds: FloatArray, peak: float) -> "_Surface":
+    def through(cls, q_len: IntArray, kv_len: IntArray, seconds: FloatArray, peak: float) -> "Surface":
         rate = _pairs(q_len[:, None].astype(np.float64), kv_len.astype(np.float64)) / seconds  # [q, kv]
         for row in range(1, len(q_len)):  # no shard has q_len > kv_len: repeat the rate of the longest that exists
             rate[row] = np.where(np.isnan(rate[row]), rate[row - 1], rate[row])
@@ -83,6 +83,23 @@ class _Surface:
             q_len, kv_len = max(q_len, q), max(kv_len, kv)
             seconds += (q_len * (kv_len - (q_len - 1) / 2) - q * (kv - (q - 1) / 2)) / self.peak
         return seconds
+
+    def best_rate(self) -> float:
+        """Pairs per second that no shard exceeds.
+
+        Between the points of the fine grid seconds are bilinear, while pairs bend upwards by at most step² / 8 of the
+        queries' step; beyond the grid pairs run at the peak.
+        """
+        pairs = _pairs(self.q[:, None], self.kv)  # [fine q, fine kv], less than those of shards where q > kv
+        rate = pairs / self.seconds
+        corners = np.maximum.reduce([rate[:-1, :-1], rate[1:, :-1], rate[:-1, 1:], rate[1:, 1:]])
+        fewest = _pairs(self.q[:-1, None], np.maximum(self.q[:-1, None], self.kv[:-1]))
+        bend = np.diff(self.q)[:, None] ** 2 / 8
+        with np.errstate(divide="ignore"):
+            inside = np.where(bend < fewest, corners * fewest / np.maximum(fewest - bend, 0.0), np.inf)
+        most = _pairs(np.minimum(self.q[1:, None], self.kv[1:]), self.kv[1:]) / self.seconds[:-1, :-1]
+        real = self.q[:-1, None] <= self.kv[1:]  # cells with a shard in them
+        return max(self.peak, float(np.minimum(inside, most)[real].max()))
 
     def at_many(self, q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
         q = np.clip(q_len, self.q[0], self.q[-1])
@@ -135,8 +152,8 @@ class LatencyTable:
     backward_seconds: FloatArray | None  # [q, kv]
     peak_pairs_per_second: float  # saturated forward rate
     metadata: Mapping[str, object]  # device, date, versions, num_heads, num_kv_heads, head_dim
-    _forward: _Surface = field(init=False, repr=False)
-    _backward: _Surface | None = field(init=False, repr=False)
+    _forward: Surface = field(init=False, repr=False)
+    _backward: Surface | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         q_len, kv_len = _checked_grid("q_len", self.q_len), _checked_grid("kv_len", self.kv_len)
@@ -155,12 +172,12 @@ class LatencyTable:
         backward_surface = None
         if self.backward_seconds is not None:
             backward = _checked_seconds("backward_seconds", self.backward_seconds, q_len, kv_len)
-            backward_surface = _Surface.through(q_len, kv_len, backward, peak_rate(q_len, kv_len, backward))
+            backward_surface = Surface.through(q_len, kv_len, backward, peak_rate(q_len, kv_len, backward))
         object.__setattr__(self, "q_len", q_len)
         object.__setattr__(self, "kv_len", kv_len)
         object.__setattr__(self, "forward_seconds", forward)
         object.__setattr__(self, "backward_seconds", backward)
-        object.__setattr__(self, "_forward", _Surface.through(q_len, kv_len, forward, peak))
+        object.__setattr__(self, "_forward", Surface.through(q_len, kv_len, forward, peak))
         object.__setattr__(self, "_backward", backward_surface)
 
     @overload
@@ -186,6 +203,11 @@ class LatencyTable:
         if not ((q >= 0) & (q <= kv)).all():
             raise ValueError("q_len exceeds kv_len or is negative in some entry; give 0 <= q_len <= kv_len")
         return np.where(q > 0, surface.at_many(q, kv), 0.0)
+
+    @property
+    def surfaces(self) -> tuple[Surface, Surface | None]:
+        """Forward and backward, for callers that ask for one shard at a time."""
+        return self._forward, self._backward
 
     def require(self, max_kv_len: int) -> None:
         """Refuse documents longer than what was measured."""

@@ -6,6 +6,8 @@ serves. Home and server cut and order the same runs by the same rule, so the wir
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from distca.dispatch.tables import LocalRuns, RankTables, Runs, Side
@@ -24,8 +26,9 @@ def build(plan: Plan, rank: int) -> RankTables:
     owns = rank < layout.num_ranks
     row_tokens = int(layout.tokens_per_rank()[rank]) if owns else 0
     key_row_tokens = int(layout.key_tokens_per_rank()[rank]) if owns else 0
-    query_side, query_start = _side(layout, query_ranges(layout, tasks), rank, row_tokens)
-    key_side, key_start = _side(layout, key_ranges(layout, tasks), rank, key_row_tokens)
+    places = _Places.of(layout)
+    query_side, query_start = _side(layout, places, query_ranges(layout, tasks), rank, row_tokens)
+    key_side, key_start = _side(layout, places, key_ranges(layout, tasks), rank, key_row_tokens)
 
     mine = np.flatnonzero((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
     q_begin = query_start(tasks.document[mine], tasks.q_start[mine])
@@ -54,6 +57,25 @@ def _touching(plan: Plan, rank: int) -> TaskTable:
     return plan.tasks.take(touched[plan.tasks.document])
 
 
+class _Places(NamedTuple):
+    """Where a document's position stands in its home's row; own tokens have the same place in row and key row."""
+
+    span: int
+    begin: np.ndarray   # [slices] document and start as one number, ascending
+    offset: np.ndarray  # [slices] place in the row, less that number
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Places:
+        span, slices = int(layout.lengths.max()) + 1, layout.keys()
+        begin = slices.document * span + slices.start
+        order = np.argsort(begin, kind="stable")
+        return cls(span, begin[order], (layout.key_row_offset() - begin)[order])
+
+    def of_ranges(self, ranges: TokenRanges) -> np.ndarray:
+        at = ranges.document * self.span + ranges.start
+        return at + self.offset[np.searchsorted(self.begin, at, side="right") - 1]
+
+
 class _Finder:
     """Where a document's position stands in a server's buffer."""
 
@@ -68,9 +90,10 @@ class _Finder:
         return self.buffer[at] + key - self.key[at]
 
 
-def _side(layout: Layout, ranges: TokenRanges, rank: int, row_tokens: int) -> tuple[Side, _Finder]:
-    span = int(layout.lengths.max()) + 1
-    row = _row_position(layout, ranges)                          # [ranges] first token in its home's row
+def _side(
+    layout: Layout, places: _Places, ranges: TokenRanges, rank: int, row_tokens: int
+) -> tuple[Side, _Finder]:
+    row = places.of_ranges(ranges)                               # [ranges] first token in its home's row
     length = ranges.stop - ranges.start
 
     away = np.flatnonzero((ranges.home == rank) & (ranges.server != rank))
@@ -90,17 +113,7 @@ def _side(layout: Layout, ranges: TokenRanges, rank: int, row_tokens: int) -> tu
     receive = Runs(ranges.home[held[far]], buffer[far], length[held[far]])
     local = _joined(row[held[near]], buffer[near], length[held[near]])
     side = Side(send, receive, local, int(length[held].sum()), _parts(send, local, row_tokens))
-    return side, _Finder(span, ranges.document[held], ranges.start[held], buffer)
-
-
-def _row_position(layout: Layout, ranges: TokenRanges) -> np.ndarray:
-    """A rank's own tokens stand at the same place in its row and in its key row."""
-    span = int(layout.lengths.max()) + 1
-    slices = layout.keys()
-    order = slices.by_document()
-    begin = slices.document[order] * span + slices.start[order]
-    owner = order[np.searchsorted(begin, ranges.document * span + ranges.start, side="right") - 1]
-    return layout.key_row_offset()[owner] + ranges.start - slices.start[owner]
+    return side, _Finder(places.span, ranges.document[held], ranges.start[held], buffer)
 
 
 def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRuns:

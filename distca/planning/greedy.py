@@ -43,8 +43,8 @@ def balance(
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
 
     `speed` names the pool: one relative speed per server, the layout's ranks first, dedicated servers after them;
-    0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else causal
-    pairs. Every rank that calls this with the same arguments gets the same plan.
+    0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else
+    causal pairs. Every rank that calls this with the same arguments gets the same plan.
     """
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)
@@ -54,15 +54,22 @@ def balance(
         lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward))
     prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), measure)
     total = float(load.sum())
+    best: tuple[float, Plan] | None = None
     for _ in range(1 if cost is None else _PASSES):              # pairs add up; seconds change where tasks are cut
         mover = _Mover(layout, load, (1.0 + tolerance) * total * pool / pool.sum(), prices)
         mover.run()
         tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), np.array(mover.cap), prices)
         plan = Plan(layout, tasks, pool, tolerance, model, tp, cost, None, backward)
-        if max_over_mean(plan.work(), pool) <= 1.0 + tolerance:
+        work = plan.work()
+        reached = max_over_mean(work, pool)
+        if reached <= 1.0 + tolerance:
             return plan
-        total = min(total, float(plan.work().sum()))
-    return replace(plan, limit=mover.limit or "cutting tasks made the mean fall; ask for a larger tolerance")
+        plan = replace(plan, limit=mover.limit or "cutting tasks made the mean fall; ask for a larger tolerance")
+        best = min(best or (reached, plan), (reached, plan), key=lambda one: one[0])
+        now = float(work.sum())                                  # aim as far below the cap as this pass came out above
+        total = max(min(total, now) * (1.0 + tolerance) / reached, now / (1.0 + tolerance))
+    assert best is not None
+    return best[1]
 
 
 def _keys_at_home(layout: Layout) -> list[tuple[int, int, int]]:

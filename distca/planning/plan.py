@@ -109,7 +109,7 @@ def server_work(
         return np.bincount(tasks.server, weights=pairs, minlength=num_servers)
     some = tasks.take(tasks.kv_stop > tasks.kv_start)
     return cost.servers(some.q_len, some.kv_len, some.server, num_servers, backward,
-                        aligned=some.kv_stop == some.q_stop)
+                        aligned=some.kv_stop == some.q_stop, document=some.document, kv_start=some.kv_start)
 
 
 def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:
@@ -213,3 +213,7 @@ def _smallest_shard(plan: Plan) -> int:
     q_len = plan.tasks.q_len
     counted = (q_len >= TILE) | (plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)])
     return int((q_len[counted] if counted.any() else q_len).min())
+
+
+def task_work(tasks, cost):  # TEMPORARY
+    return causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop).astype(np.float64)

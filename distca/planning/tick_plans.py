@@ -57,8 +57,8 @@ def plan_ticks(
     `layouts[m]` lays micro-batch m over the data ranks of a stage, and `layers` names every stage's layers. The plan of
     depth d holds the active stages that have more than d layers, over ranks stage * data ranks + data; depths that hold
     the same stages share one Plan. Its documents are numbered micro-batch after micro-batch. `speed` names the pool as
-    in `balance`: the ranks of all stages first, dedicated servers after them. Where `cost` knows seconds, a backward tick
-    balances backward's; pairs are the same both ways.
+    in `balance`: the ranks of all stages first, dedicated servers after them. Where `cost` knows seconds, a backward
+    tick balances backward's; pairs are the same both ways.
     """
     pool = check_pool(speed, ticks.num_stages * _check_inputs(ticks, layouts, layers))
     known: dict[tuple[bool, tuple[int, ...]], tuple[Placing, Plan]] = {}  # by micro-batches, whatever their stages

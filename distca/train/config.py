@@ -107,15 +107,17 @@ class Batch:
     micro_batches: int = _setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
                                   common=True)
     ping_pong: bool = _setting(True, "Split a micro-batch into two nano-batches, one computing while the other "
-                                     "travels.", common=True)
+                                     "travels; for attention.mode disaggregated.", common=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     mode: str = _setting("disaggregated", "Who computes attention: the pool of all ranks by a balanced plan, each "
-                                          "token's home rank, or the ranks of each document alike.",
+                                          "token's home rank with documents in the given order, or the ranks of each "
+                                          "document alike.",
                          choices=MODES, common=True)
-    placement: str = _setting("balanced", "Where documents live: chosen for balance, or in the given order.",
+    placement: str = _setting("balanced", "Where documents live in attention.mode disaggregated: chosen for balance, "
+                                          "or in the given order.",
                               choices=("balanced", "given"))
     tolerance: float = _setting(0.05, "How far above the mean the largest attention work may be.", least=0, most=1,
                                 common=True)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from distca.planning.step import StepPlan, StepSummary
 from distca.spec import ModelShape, unknown_name
 from distca.train.config import MODES, Settings
 from distca.train.corpora import Corpus
-from distca.planning.step import StepPlan, StepSummary
 from distca.train.step_plan import attention_time, step_plan
 from distca.workload.packing import NanoBatch
 

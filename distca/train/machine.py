@@ -30,6 +30,8 @@ def check_machine(settings: Settings) -> None:
     if settings.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
     head_dim = _loaded_head_dim(settings) if settings.model.load else model_named(settings.model.name).head_dim
+    if settings.attention.cost:
+        _check_cost(settings)
     if settings.attention.kernel != "auto":
         from distca.kernels import choose
 
@@ -38,6 +40,20 @@ def check_machine(settings: Settings) -> None:
             choose(device, dtype_for(settings, device), head_dim, name=settings.attention.kernel)
         except ValueError as error:
             raise ValueError(f"attention.kernel: {error}") from None
+
+
+def _check_cost(settings: Settings) -> None:
+    """A latency table that can be read and knows the model's heads; a loaded model is compared once it is loaded."""
+    from distca.cost.shipped import find_table
+    from distca.train.step_plan import attention_time
+
+    try:
+        if settings.model.load:
+            find_table(settings.attention.cost)
+        else:
+            attention_time(settings, model_named(settings.model.name))
+    except ValueError as error:
+        raise ValueError(f"attention.cost: {error}") from None
 
 
 def device_for(settings: Settings, local_rank: int) -> torch.device:

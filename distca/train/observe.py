@@ -79,7 +79,7 @@ class Observer:
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
         (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for line in summary_lines(summary, ended, wall_seconds, self.folder):
+        for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings.attention.mode):
             self.console.print(line, markup=False, soft_wrap=True)
         return summary
 
@@ -170,15 +170,14 @@ def plain_line(record: StepRecord, steps: int) -> str:
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
 
 
-def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: Path) -> list[str]:
-    gain = f"{summary.work_gain:.2f} times less" if summary.work_gain > 1.005 else "nothing to gain"
+def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: Path, mode: str) -> list[str]:
     rows = (
         ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
         ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
                  f"{min(summary.steps, RECENT)} steps"),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
         ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
-                           f"{gain}"),
+                           f"{_gained(summary, mode)}"),
         *([("pipeline", bubbles(summary.bubble_share, summary.served_in_bubbles))] if summary.bubble_share else []),
         ("moved", f"{size(summary.bytes_per_layer)} a layer"),
         ("exposed", f"{100 * summary.exposed_share:.1f} % of the steps waiting for exchanges, "
@@ -188,6 +187,14 @@ def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: 
     )
     head = f"{ended}: {summary.steps:,} steps, {summary.tokens:,} tokens"
     return [head, *(f"  {name:<16}{text}" for name, text in rows)]
+
+
+def _gained(summary: RunSummary, mode: str) -> str:
+    if summary.work_gain > 1.005:
+        return f"{summary.work_gain:.2f} times less"
+    if mode != "disaggregated" and summary.work_after > 1.05:
+        return f"attention.mode disaggregated would make it up to {summary.work_after:.2f} times less"
+    return "nothing to gain"
 
 
 def curve(values: list[float]) -> str:

@@ -143,7 +143,8 @@ class Trainer:
         return StepRecord(
             step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
             tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
-            work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer, exposed_seconds=trace.exposed_seconds,
+            work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer,
+            exposed_seconds=trace.exposed_seconds,
             host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles)
 

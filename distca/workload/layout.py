@@ -107,10 +107,14 @@ class Layout:
 
     def key_tokens_per_rank(self) -> np.ndarray:
         """Tokens of each rank's key row."""
+        if len(self.key_only) == 0:
+            return self.tokens_per_rank()
         return self.tokens_per_rank() + self.key_only.tokens_per_rank(self.num_ranks)
 
     def key_row_offset(self) -> np.ndarray:
         """Index of each slice of `keys` in its rank's key row: own tokens first, as in the row, then keys only."""
+        if len(self.key_only) == 0:
+            return self.row_offset()
         length = self.key_only.stop - self.key_only.start
         tokens = self.key_only.tokens_per_rank(self.num_ranks)
         before = np.cumsum(length) - length - (np.cumsum(tokens) - tokens)[self.key_only.rank]

@@ -5,15 +5,18 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from distca.planning.greedy import balance
+from distca.planning.step import MicroBatch
 from distca.runtime.core_attention import CoreAttention
+from distca.runtime.ping_pong import taken
 from distca.runtime.transport import TransportError
 from distca.spec import ModelShape
-from distca.testing import dense_on_one, random_qkv, row_index, run_processes, scattered_plan
-from distca.workload.packing import pack
+from distca.testing import dense_on_one, nano_index, random_qkv, row_index, run_processes, scattered_plan
+from distca.workload.packing import pack, pack_ping_pong
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,6 +78,37 @@ def test_attention_is_as_good_as_plain(kind, kernel):
     for rank, report in enumerate(values(run_processes(RANKS, errors_of_attention, kind, kernel,
                                                        timeout_seconds=90.0, deadline_seconds=240.0))):
         assert len(report) == 8
+        for name, (error, plain) in zip(("out", "dq", "dk", "dv") * 2, report, strict=True):
+            assert error <= 2 * plain + NEGLIGIBLE, f"rank {rank}: {name} is off by {error}, plain bf16 by {plain}"
+
+
+def errors_of_a_shared_document(transport, kind):
+    """The same of one document that lies in ping and pong, whose queries read ping's keys."""
+    transport = on_this_gpu(transport, kind)
+    attend, lengths = CoreAttention(transport=transport), np.array([6192])
+    both = MicroBatch(lengths, pack_ping_pong(lengths, ranks=RANKS))
+    plans = [balance(layout, MODEL, tolerance=0.05) for layout in both.layouts]
+    batch = [x.to(torch.bfloat16).cuda() for x in random_qkv(2, 6192, 8, 2, 128, torch.float32)]
+    index = [nano_index(both, nano, transport.rank).cuda() for nano in range(2)]
+    (q1, k1, v1), (q2, k2, v2) = rows = [[x[at].requires_grad_() for x in batch[:3]] for at in index]
+    runs = both.key_runs(1, transport.rank)
+    assert runs
+    first = attend.start(q1, k1, v1, plans[0])
+    second = attend.start(q2, torch.cat([k2, *taken(k1, runs)]), torch.cat([v2, *taken(v1, runs)]), plans[1])
+    for call in (first, second):
+        attend.serve(call)
+    outs = [attend.finish(call) for call in (first, second)]
+    torch.autograd.backward(outs, [batch[3][at] for at in index])
+    truth, plain = dense_on_one(*(x.double() for x in batch), lengths), dense_on_one(*batch, lengths)
+    return [((got - exact[at]).abs().max().item(), (same_dtype - exact).abs().max().item())
+            for row, out, at in zip(rows, outs, index, strict=True)
+            for got, same_dtype, exact in zip((out.detach(), *(x.grad for x in row)), plain, truth, strict=True)]
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_document_in_both_nano_batches_is_one(kind):
+    for rank, report in enumerate(values(run_processes(RANKS, errors_of_a_shared_document, kind,
+                                                       timeout_seconds=90.0, deadline_seconds=240.0))):
         for name, (error, plain) in zip(("out", "dq", "dk", "dv") * 2, report, strict=True):
             assert error <= 2 * plain + NEGLIGIBLE, f"rank {rank}: {name} is off by {error}, plain bf16 by {plain}"
 

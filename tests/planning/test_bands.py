@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import pairs_of_shard
 from distca.planning.bands import share_prefixes
 from distca.planning.greedy import balance
-from distca.planning.plan import Plan, task_work
+from distca.planning.plan import Plan, server_work
 from distca.planning.shard_cut import Prices
 from distca.planning.tasks import tasks_at_home
 from distca.planning.traffic import traffic
@@ -18,16 +19,16 @@ from distca.testing import LAYOUT_KINDS, covers_exactly_once, random_layout
 from distca.workload.layout import layout_from_slices
 
 LLAMA = MODELS["llama3-8b"]
-TABLE = analytic_table(LLAMA, 550e12, max_kv_len=131_072)
+TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)
 
 
 def prices_in(cost):
-    measure = pairs_of_shard if cost is None else lambda q_len, kv_len: cost.seconds(q_len, max(q_len, kv_len))
+    measure = pairs_of_shard if cost is None else lambda q_len, kv_len: cost.shard(q_len, max(q_len, kv_len))
     return Prices(2 * LLAMA.q_token_bytes(), LLAMA.kv_token_bytes(), measure)
 
 
 def loads(tasks, cost, num_ranks):
-    return np.bincount(tasks.server, weights=task_work(tasks, cost), minlength=num_ranks)
+    return server_work(tasks, num_ranks, cost)
 
 
 def bytes_moved(layout, tasks):
@@ -55,7 +56,7 @@ layouts = (
 
 
 @settings(max_examples=250, deadline=None)
-@given(layouts, st.floats(0, 0.5), st.sampled_from([None, TABLE]))
+@given(layouts, st.floats(0, 0.5), st.sampled_from([None, TIME]))
 def test_bytes_never_rise_and_loads_stay_within_the_cap(layout, slack, cost):
     home = tasks_at_home(layout)
     load = loads(home, cost, layout.num_ranks)

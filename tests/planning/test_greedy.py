@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import distca
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.planning.greedy import balance
 from distca.planning.plan import max_over_mean
@@ -23,7 +24,8 @@ from distca.workload.packing import pack
 
 LLAMA = MODELS["llama3-8b"]
 NO_GROUPS = ModelShape("mha", 2, 256, 8, 8, 32, 704, 257)        # as many KV heads as query heads: wide rectangles
-TABLES = {model.name: analytic_table(model, 550e12, max_kv_len=131_072) for model in (LLAMA, NO_GROUPS)}
+TIMES = {model.name: AttentionTime.of(analytic_table(model, 550e12, max_kv_len=131_072), model)
+         for model in (LLAMA, NO_GROUPS)}
 
 seeds = st.integers(0, 2**32)
 kinds = st.sampled_from(LAYOUT_KINDS)
@@ -71,9 +73,9 @@ def test_seconds_are_balanced_as_well(seed, kind, ranks, tokens_per_rank, tolera
     """Cutting changes the seconds in all, so the largest is held against the mean before cutting or after it."""
     layout = random_layout(seed, kind, ranks, tokens_per_rank)
     speed = data.draw(pools(ranks)) if data else None
-    plan = balance(layout, model, tolerance=tolerance, speed=speed, cost=TABLES[model.name])
+    plan = balance(layout, model, tolerance=tolerance, speed=speed, cost=TIMES[model.name])
     assert_sound(plan)
-    work, at_home = plan.work(), plan.cost.seconds(layout.stop - layout.start, layout.stop)
+    work, at_home = plan.work(), plan.cost.shards(layout.stop - layout.start, layout.stop)
     mean = max(work.sum(), at_home.sum()) / plan.speed.sum()
     if plan.limit is None:
         assert largest_time(work, plan.speed) <= (1 + tolerance) * mean * (1 + 1e-9)
@@ -147,7 +149,7 @@ def test_the_limit_names_the_indivisible_piece():
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05])
-@pytest.mark.parametrize("cost", [None, TABLES["llama3-8b"]])
+@pytest.mark.parametrize("cost", [None, TIMES["llama3-8b"]])
 @pytest.mark.parametrize("rows", [[[5], [3]], [[685, 300], [500]], [[4000, 100], [6000]], [[16_000], [1]]])
 def test_ranks_that_serve_nothing_are_emptied(rows, cost, tolerance):
     """Even where no server has room for it: a rank of speed 0 would never finish."""
@@ -178,6 +180,7 @@ def test_speeds_get_work_in_proportion():
 DIGEST = """
 import hashlib
 import numpy as np
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.planning.greedy import balance
 from distca.planning.tasks import TaskTable
@@ -187,7 +190,7 @@ model = MODELS["llama3-8b"]
 digest = hashlib.sha256()
 for seed in range(24):
     layout = random_layout(seed, LAYOUT_KINDS[seed % 4], 6, 3000)
-    cost = analytic_table(model, 550e12) if seed % 3 == 0 else None
+    cost = AttentionTime.of(analytic_table(model, 550e12), model) if seed % 3 == 0 else None
     plan = balance(layout, model, tolerance=0.03, speed=random_speeds(seed, 6, seed % 3), cost=cost)
     for name in TaskTable.__slots__:
         digest.update(getattr(plan.tasks, name).tobytes())

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan, max_over_mean
@@ -201,8 +202,8 @@ def test_summary_by_hand(by_hand):
 
 
 def test_summary_in_seconds(by_hand):
-    table = analytic_table(LLAMA, 1e12)
-    plan = replace(by_hand, cost=table, speed=column(1.0, 2.0))
+    cost = AttentionTime.of(analytic_table(LLAMA, 1e12), LLAMA)
+    plan = replace(by_hand, cost=cost, speed=column(1.0, 2.0))
     summary = plan.summary()
     flops = 4 * 32 * 128 * column(256 * 257 // 2, 512 * 513 // 2 - 256 * 257 // 2 + 128 * 129 // 2)
     np.testing.assert_allclose(summary.work, flops / 1e12, rtol=1e-6)

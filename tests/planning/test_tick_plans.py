@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.baselines.at_home import at_home
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.planning import tick_plans
 from distca.planning.greedy import balance
@@ -31,7 +32,7 @@ from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
 
 LLAMA = MODELS["llama3-8b"]
-TABLE = analytic_table(LLAMA, 550e12, max_kv_len=131_072)
+TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)
 seeds = st.integers(0, 2**32)
 
 
@@ -57,7 +58,7 @@ def rows_of(layout, rank):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps(), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([None, None, TABLE]))
+@given(steps(), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([None, None, TIME]))
 def test_every_tick_is_exact_level_and_holds_its_micro_batches(step, tolerance, cost):
     ticks, layouts, layers, speed = step
     num_data = layouts[0].num_ranks

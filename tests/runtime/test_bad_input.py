@@ -1,14 +1,18 @@
 """What does not fit is refused before anything is sent: the message names what was given, what fits and what to do."""
 
+import numpy as np
 import pytest
 import torch
 
 from distca.planning.greedy import balance
+from distca.planning.plan import Plan
+from distca.planning.tasks import tasks_at_home
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import misplaced_plan, on_fake_ranks, row_index
 from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack_ping_pong
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LAYOUT = layout_from_rows([[10], [6]])
@@ -41,11 +45,20 @@ def qkv(q=(10, 4, 8), k=(10, 2, 8), v=(10, 2, 8), dtypes=(torch.float64,) * 3, d
     ({"v": (10, 16)}, r"v \(10, 16\)"),
     ({"k": (10, 4, 8)}, r"k \(10, 4, 8\), v \(10, 2, 8\)"),
     ({"k": (10, 2, 4), "v": (10, 2, 4)}, r"k \(10, 2, 4\)"),
-    ({"k": (9, 2, 8), "v": (9, 2, 8)}, r"k \(9, 2, 8\)"),
 ])
 def test_shapes(wrong, named):
     with pytest.raises(ValueError, match=named + r".*give q \[tokens, heads, dim\], k and v \[tokens, kv_heads, dim\]"):
         attend()(*qkv(**wrong), PLAN)
+
+
+def test_keys_of_other_tokens():
+    with pytest.raises(ValueError, match="rank 0 has keys of 9 tokens but the plan's layout puts 10 there; pass the "
+                                         "keys and values of just these"):
+        attend()(*qkv(k=(9, 2, 8), v=(9, 2, 8)), PLAN)
+    layout = pack_ping_pong([80], ranks=2)[1].layout             # its queries read 20 tokens of ping on each rank
+    plan = Plan(layout, tasks_at_home(layout), np.ones(2), 0.0, MODEL)
+    with pytest.raises(ValueError, match="keys of 20 tokens but the plan's layout puts 20 and 20 that are keys only"):
+        attend()(*qkv(q=(20, 4, 8), k=(20, 2, 8), v=(20, 2, 8)), plan)
 
 
 @pytest.mark.parametrize("kv_heads", [3, 0, 8])

@@ -10,14 +10,15 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home
+from distca.baselines.at_home import at_home_step
+from distca.baselines.per_document_cp import per_document_cp_step
 from distca.kernels import dense_attention
-from distca.planning.pipeline_ticks import IDLE, one_forward_one_backward, same_phase_ticks
-from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles
+from distca.planning.pipeline_ticks import IDLE, same_phase_ticks
+from distca.planning.step import plan_step
+from distca.planning.tick_plans import plan_ticks_by
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.neighbours import LoopbackNeighbours
 from distca.runtime.pipeline import Pipeline
@@ -25,17 +26,15 @@ from distca.runtime.recorder import Recorder
 from distca.runtime.roles import serve_until_stopped, stop_servers
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import random_lengths, row_index, scattered_plan
-from distca.train.data import Batch, Row
+from distca.testing import batch_of, document_columns, random_lengths, scattered_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.stage_work import StageWork
 from distca.train.stages import stage_of
-from distca.workload.packing import pack
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")
 CHUNK = 7                                                        # tokens of the loss
-PLANNINGS = ("balanced", "scattered", "home")                    # the last with 1F1B, among a stage's data ranks
+PLANNINGS = ("balanced", "scattered", "home", "per_document_cp")  # the last two with 1F1B, among a stage's data ranks
 TIMEOUT_SECONDS = 20.0
 
 
@@ -45,11 +44,13 @@ class Step:
 
     layers: tuple[int, ...]
     num_data: int
-    documents: tuple[tuple[tuple[int, ...], ...], ...]           # [micro-batch][row] lengths
+    documents: tuple[tuple[int, ...], ...]                       # [micro-batch] lengths
+    ping_pong: bool = True
     placement: str = "given"
     planning: str = "balanced"
     num_dedicated: int = 0
     num_steps: int = 1
+    recompute: bool = False
 
     @property
     def num_stages(self):
@@ -65,56 +66,35 @@ class Step:
 
     @property
     def num_labels(self):
-        return sum(length - 1 for rows in self.documents for lengths in rows for length in lengths)
-
-    def layout(self, micro_batch, row):
-        return pack(self.documents[micro_batch][row], ranks=self.num_data, placement=self.placement)
+        return sum(length - 1 for lengths in self.documents for length in lengths)
 
     def decoder(self):
         """The same wherever it is made, with weights large enough for attention to be anything but uniform."""
         whole = Decoder(replace(SHAPE, model=self.model), generator=torch.Generator().manual_seed(3)).double()
+        for segment in whole.segments:
+            segment.recompute = self.recompute
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
         return whole
 
-    def columns(self, micro_batch, row):
-        """Tokens, labels and positions of all documents, end to end."""
-        lengths = self.documents[micro_batch][row]
-        generator = torch.Generator().manual_seed(10 * micro_batch + row)
-        tokens = torch.randint(0, SHAPE.model.vocab, (sum(lengths),), generator=generator)
-        labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in tokens.split(lengths)])
-        return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
-
-    def batch(self, data):
-        """The rows of one data rank."""
-        rows = tuple(tuple(Row(*(column[row_index(self.layout(number, row), data)]
-                                 for column in self.columns(number, row)))
-                           for row in range(len(lengths))) for number, lengths in enumerate(self.documents))
-        return Batch(rows, None, self.num_labels, 0.0, 0.0)
-
-    def ticks(self):
-        make = one_forward_one_backward if self.planning == "home" else same_phase_ticks
-        return make(self.num_stages, len(self.documents))
-
-    def plans(self):
-        """[stage][tick][row][depth]"""
-        ticks, layers, seeds = self.ticks(), self.layers, count()
-        layouts = [[self.layout(number, row) for row in range(len(rows))] for number, rows in enumerate(self.documents)]
+    def plan(self):
+        lengths = [np.array(lengths) for lengths in self.documents]
+        options = {"num_data": self.num_data, "layers": self.layers}
         if self.planning == "home":
-            plans = [[at_home(layout, self.model) for layout in rows] for rows in layouts]
-            return [[() if number == IDLE else tuple((plan,) * layers[stage] for plan in plans[number])
-                     for number in ticks.micro_batch[:, stage].tolist()] for stage in range(self.num_stages)]
+            return at_home_step(lengths, self.model, **options)
+        if self.planning == "per_document_cp":
+            return per_document_cp_step(lengths, self.model, **options)
         num_servers = self.num_ranks + self.num_dedicated
-
-        def of_row(layouts):
-            if self.planning == "balanced":
-                return plan_ticks(ticks, layouts, self.model, layers=layers, speed=np.ones(num_servers))
-            return plan_ticks_by(lambda layout: scattered_plan(next(seeds), layout, num_servers, self.model), ticks,
-                                 layouts, layers=layers)
-
-        by_row = [of_row(layouts_of_row) for layouts_of_row in zip(*layouts, strict=True)]
-        return [list(zip(*by_row, strict=True))] * self.num_stages
+        plan = plan_step(lengths, self.model, **options, ping_pong=self.ping_pong, placement=self.placement,
+                         speed=np.ones(num_servers))
+        if self.planning == "balanced":
+            return plan
+        seeds = count()
+        by_nano = [plan_ticks_by(lambda layout: scattered_plan(next(seeds), layout, num_servers, self.model),
+                                 plan.ticks, [micro_batch.layouts[nano] for micro_batch in plan.micro_batches],
+                                 layers=self.layers) for nano in range(plan.num_nano_batches)]
+        return replace(plan, by_stage=(tuple(zip(*by_nano, strict=True)),) * self.num_stages)
 
 
 class Work(StageWork):
@@ -137,7 +117,7 @@ class Work(StageWork):
 
 def on_fake_ranks(step, make=Work, recorders=None):
     """Every training rank's work after the step's ticks, [stage][data]."""
-    ticks, plans = step.ticks(), step.plans()
+    plan = step.plan()
     world = LoopbackWorld(step.num_ranks + step.num_dedicated, TIMEOUT_SECONDS)
     stages = [LoopbackWorld(step.num_data, TIMEOUT_SECONDS) for _ in step.layers]
 
@@ -146,15 +126,15 @@ def on_fake_ranks(step, make=Work, recorders=None):
             return serve_until_stopped(CoreAttention(transport=transport))
         stage, data = divmod(transport.rank, step.num_data)
         attention = CoreAttention(
-            transport=LoopbackTransport(stages[stage], data) if step.planning == "home" else transport,
+            transport=transport if plan.is_shared else LoopbackTransport(stages[stage], data),
             recorder=None if recorders is None else recorders[transport.rank])
         part = stage_of(step.decoder(), stage, step.num_stages, step.layers)
         work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK)
         neighbours = LoopbackNeighbours(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
-            work.begin(step.batch(data))
-            Pipeline(work, attention, neighbours).step(ticks, plans[stage])
-        stop_servers(attention, next(plan for rows in plans[stage] for row in rows for plan in row))
+            work.begin(batch_of(plan, data, SHAPE.model.vocab))
+            Pipeline(work, attention, neighbours).step(plan.ticks, plan.by_stage[stage])
+        stop_servers(attention, plan.plans()[0])
         return work
 
     works = world.run(body)
@@ -166,12 +146,10 @@ def in_one_process(step):
     """The loss of each micro-batch and the gradient of every parameter, by the formula."""
     whole = step.decoder()
     losses = []
-    for number, rows in enumerate(step.documents):
-        total = 0.0
-        for row, lengths in enumerate(rows):
-            tokens, labels, positions = step.columns(number, row)
-            hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
-            total = total + chunked_cross_entropy(hidden, whole.head_weight, labels, CHUNK)[0] / step.num_labels
+    for number, lengths in enumerate(step.documents):
+        tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
+        hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
+        total = chunked_cross_entropy(hidden, whole.head_weight, labels, CHUNK)[0] / step.num_labels
         total.backward()
         losses.append(total.item())
     return losses, {name: parameter.grad for name, parameter in whole.named_parameters()}
@@ -194,18 +172,20 @@ def check(step, works):
 @st.composite
 def steps(draw):
     layers = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    num_data, num_rows = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    num_data = draw(st.integers(1, 4 if len(layers) == 1 else 2))
     num_micro_batches = draw(st.integers(1, 2 * len(layers) + 1))
-    num_tokens = st.sampled_from([1, 2, 9, 20, 140])             # 140: longer than what balancing leaves whole
-    documents = tuple(tuple(tuple(random_lengths(draw(st.integers(0, 2**32)), num_data * draw(num_tokens)).tolist())
-                            for _ in range(num_rows)) for _ in range(num_micro_batches))
+    num_tokens = st.sampled_from([2, 10, 20, 140])               # 140: longer than what balancing leaves whole
+    documents = tuple(tuple(random_lengths(draw(st.integers(0, 2**32)), num_data * draw(num_tokens)).tolist())
+                      for _ in range(num_micro_batches))
     planning = draw(st.sampled_from(PLANNINGS))
-    num_dedicated = 0 if planning == "home" else draw(st.integers(0, 2))
-    return Step(layers, num_data, documents, draw(st.sampled_from(["given", "balanced"])), planning, num_dedicated)
+    num_dedicated = 0 if planning in PLANNINGS[2:] else draw(st.integers(0, 2))
+    return Step(layers, num_data, documents, draw(st.booleans()), draw(st.sampled_from(["given", "balanced"])),
+                planning, num_dedicated, recompute=draw(st.booleans()))
 
 
-FEW_LAYERS_FIRST = Step((1, 3, 2), 2, (((150, 1, 9), (1, 1, 20)), ((40,), (7, 7))), "balanced", "scattered", 1)
-DEEP = Step((2, 1, 1, 2), 1, tuple(((length, 3),) for length in (200, 1, 5, 60, 1, 1, 33, 2, 9)))
+FEW_LAYERS_FIRST = Step((1, 3, 2), 2, ((150, 1, 9, 20), (40, 7, 9)), True, "balanced", "scattered", 1)
+DEEP = Step((2, 1, 1, 2), 1, tuple((length, 3, 1) for length in (200, 2, 4, 60, 2, 2, 34, 2, 10)))
+ONE_DOCUMENT = Step((2,), 4, ((560,),))                          # pong reads keys of ping on every rank
 
 
 @settings(max_examples=8, deadline=None)
@@ -213,10 +193,29 @@ DEEP = Step((2, 1, 1, 2), 1, tuple(((length, 3),) for length in (200, 1, 5, 60, 
 @example(FEW_LAYERS_FIRST)
 @example(DEEP)
 @example(replace(DEEP, planning="home"))
-@example(Step((1, 1), 2, (((3, 1),),), planning="home"))         # one micro-batch: no tick mixes phases
-@example(Step((1, 2), 1, (((30,), (1, 2)),) * 2, num_steps=3))
+@example(replace(DEEP, planning="per_document_cp"))
+@example(Step((1, 1), 2, ((3, 1),), planning="home"))            # one micro-batch: no tick mixes phases
+@example(Step((1, 2), 1, ((30, 1, 1),) * 2, num_steps=3))
+@example(ONE_DOCUMENT)
+@example(replace(ONE_DOCUMENT, planning="scattered", num_dedicated=2, recompute=True))
+@example(replace(ONE_DOCUMENT, placement="balanced", layers=(1, 2)))
+@example(Step((1, 2, 1), 2, ((281, 7), (200, 2, 86)), placement="balanced", num_dedicated=1))
 def test_losses_and_gradients_are_those_of_one_process(step):
     assume(step.num_labels)
+    plan = step.plan()
+    if step.planning != "scattered":                             # whose cuts are nowhere near a tile
+        plan.validate()
+    if step in (ONE_DOCUMENT, FEW_LAYERS_FIRST):
+        assert any(len(micro_batch.key_runs(1, 0)) for micro_batch in plan.micro_batches)
+    check(step, on_fake_ranks(step))
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_document_may_be_cut_between_ping_and_pong_anywhere(cut):
+    """Two documents whose lengths decide where the longer one is cut; of three ranks some hold none of it."""
+    step = Step((1,), 3, ((12 + cut, 12 - cut),))
+    pong = step.plan().micro_batches[0].layouts[1]
+    assert len(pong.key_only) and pong.key_only.stop.max() == 12
     check(step, on_fake_ranks(step))
 
 
@@ -259,20 +258,21 @@ class Box:
 @pytest.mark.parametrize("planning", ["balanced", "home"])
 @pytest.mark.parametrize("num_micro_batches", [2, 6])
 def test_no_more_micro_batches_are_alive_than_the_ticks_say(planning, num_micro_batches):
-    step = Step((1, 2, 1), 1, (((20, 4), (9,)),) * num_micro_batches, planning=planning)
+    step = Step((1, 2, 1), 1, ((20, 4, 9, 1),) * num_micro_batches, planning=planning)
     works = on_fake_ranks(step, make=Watched)
-    for (work,), most in zip(works, step.ticks().peak_live().tolist(), strict=True):
+    for (work,), most in zip(works, step.plan().ticks.peak_live().tolist(), strict=True):
         assert work.most_saved == most                           # neither more nor, with so many, fewer
         assert work.most_passed == most
         assert not any(work.saved.values())
 
 
 def test_a_trace_shows_every_tick_and_what_bubbles_served():
-    step = Step((1, 2), 2, tuple(((length, 4), (8,)) for length in (300, 8, 60)))
+    step = Step((1, 2), 2, tuple((length, 4, 8) for length in (300, 8, 60)))
     recorders = [Recorder(CPU) for _ in range(step.num_ranks)]
     on_fake_ranks(step, recorders=recorders)
-    ticks, plans = step.ticks(), step.plans()[0]
-    assert any(served_in_bubbles(ticks, [rows[row] for rows in plans]) > 0 for row in range(2))
+    plan = step.plan()
+    ticks, plans = plan.ticks, plan.by_stage[0]
+    assert plan.summary().served_in_bubbles > 0
     for rank, recorder in enumerate(recorders):
         spans = recorder.end_step(rank, 1).spans
         shown = [span for span in spans if span.lane in ("pipeline", "bubble")]
@@ -297,14 +297,14 @@ def test_a_stage_that_fails_ends_all_of_them():
     for planning in ("balanced", "home"):
         begin = time.monotonic()
         with pytest.raises(ArithmeticError, match="the head fell off"):
-            on_fake_ranks(Step((1, 1, 1), 1, (((5, 2),),) * 4, planning=planning), make=Failing)
+            on_fake_ranks(Step((1, 1, 1), 1, ((5, 3),) * 4, planning=planning), make=Failing)
         assert time.monotonic() - begin < TIMEOUT_SECONDS / 2
 
 
 def test_ticks_and_plans_that_do_not_fit_are_refused():
-    step = Step((1, 1), 1, (((5, 2),),) * 2)
+    plan = Step((1, 1), 1, ((5, 3),) * 2).plan()
     pipeline = Pipeline(None, None, LoopbackNeighbours(LoopbackWorld(2), [0, 1], 0))
     with pytest.raises(ValueError, match="the ticks are for 3 stages but the pipeline has 2; make them with as many"):
-        pipeline.step(same_phase_ticks(3, 2), step.plans()[0])
+        pipeline.step(same_phase_ticks(3, 2), plan.by_stage[0])
     with pytest.raises(ValueError, match="there are plans for 5 ticks of 6; plan every tick"):
-        pipeline.step(step.ticks(), step.plans()[0][1:])
+        pipeline.step(plan.ticks, plan.by_stage[0][1:])

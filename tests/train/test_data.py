@@ -169,8 +169,8 @@ def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed, w
     ranks = loaders(corpus, chosen, world)
     for _ in range(2):
         batches = [loader.next() for loader in ranks]
-        assert len({(batch.plan.work_before, batch.plan.work_after, batch.plan.bytes_per_layer)
-                    for batch in batches}) == 1
+        assert len({batch.summary for batch in batches}) == 1
+        batches[0].plan.validate()
         for number, rows in enumerate(zip(*(batch.rows for batch in batches), strict=True)):
             plans = [batch.plan.by_stage[0][0][number][0] for batch in batches]
             plan = plans[0]
@@ -180,37 +180,45 @@ def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed, w
             first_token = {}                                     # of each document of the layout
             for rank, row in enumerate(rows):
                 assert row.tokens.dtype == row.labels.dtype == row.positions.dtype == torch.int64
-                assert len(row.tokens) == tokens_per_rank // (2 if ping_pong else 1)
+                assert len(row.tokens) == tokens_per_rank // (2 if ping_pong and mode == "disaggregated" else 1)
                 columns = plan.layout.tokens(rank)
                 assert row.positions.tolist() == columns.position.tolist()
                 for index, (document, other, at) in enumerate(zip(
                         columns.document.tolist(), columns.next_rank.tolist(), columns.next_index.tolist(),
                         strict=True)):
-                    label = -100 if other < 0 else int(rows[other].tokens[at])
-                    assert int(row.labels[index]) == label
+                    label = int(row.labels[index])
+                    if other >= 0:
+                        assert label == int(rows[other].tokens[at])
+                    elif label != -100:                          # the document goes on in pong
+                        assert number == 0 and label == int(row.tokens[index]) + 1
                     begin = int(row.tokens[index] - row.positions[index])
                     assert first_token.setdefault(document, begin) == begin
 
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, st.integers(1, 4), st.sampled_from([16, 100, 400]))
-def test_ping_and_pong_hold_the_batch_with_one_more_cut_at_most(seed, world, tokens_per_rank):
+def test_ping_and_pong_hold_the_batch_as_it_is(seed, world, tokens_per_rank):
+    """Every token once, with its position and its label, also where a document lies in both halves."""
     corpus = NumberedCorpus([*random_lengths(seed, 5 * tokens_per_rank * world).tolist(), 2])
     chosen = some_settings(batch__tokens_per_rank=tokens_per_rank, batch__ping_pong=True)
     pieces = Stream(corpus.lengths(), seed=0).take(world * tokens_per_rank)
     batches = [loader.next() for loader in loaders(corpus, chosen, world)]
-    found, expected = triples(batches), expected_triples(corpus, pieces)
     assert [len(row.tokens) for batch in batches for row in batch.rows] == [tokens_per_rank // 2] * 2 * world
-    assert sorted(token for _, token, _ in found) == sorted(token for _, token, _ in expected)
-    ends = {token for _, token, label in found if label == -100}
-    more = ends - {token for _, token, label in expected if label == -100}
-    assert len(more) <= 1
-    assert all(label == token + 1 for _, token, label in found if token not in ends)
-    position_of = {token: position for position, token, _ in found}
-    for token, position in position_of.items():
-        continues = token - 1 in position_of and token - 1 not in ends
-        assert position == (position_of[token - 1] + 1 if continues else 0)
-    assert batches[0].num_labels == len(found) - len(ends)
+    assert triples(batches) == expected_triples(corpus, pieces)
+    for batch in batches:                                        # keys that pong reads are ping's of the same document
+        (ping, pong), = batch.micro_batches
+        for start, stop in pong.reads:
+            first = ping.tokens[start:stop] - ping.positions[start:stop]
+            assert (first == first[0]).all() and (pong.tokens - pong.positions == first[0]).sum() >= 0
+    assert not any(row.reads for batch in batches for row in batch.rows[::2])
+
+
+def test_a_step_without_labels_is_refused():
+    corpus = NumberedCorpus([1, 1, 1, 1, 1, 2])
+    loader = Loader(corpus, some_settings(batch__tokens_per_rank=1), rank=0, world=1, model=MODEL)
+    with pytest.raises(ValueError, match=r"a step of 1 tokens holds documents of one token only and nothing to "
+                                         r"predict; raise batch\.tokens_per_rank"):
+        loader.next()
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -235,8 +243,9 @@ def test_what_balancing_gains_is_measured():
     for mode, placement in (("disaggregated", "given"), ("disaggregated", "balanced"), ("home", "given")):
         chosen = some_settings(batch__tokens_per_rank=2048, attention__mode=mode, attention__placement=placement)
         loader = Loader(corpus, chosen, rank=0, world=4, model=MODEL)
-        step = next(step for step in (loader.next().plan for _ in range(4)) if step.layouts[0][0].lengths.max() > 1500)
-        plan, = step.by_stage[0][0][0][:1]
+        batch = next(batch for batch in (loader.next() for _ in range(4))
+                     if batch.plan.micro_batches[0].lengths.max() > 1500)
+        step, plan = batch.summary, batch.plan.by_stage[0][0][0][0]
         assert step.work_before > 2.0
         assert step.bytes_per_layer == plan.summary().bytes_total
         after[mode, placement] = step.work_after
@@ -255,7 +264,7 @@ def test_the_default_run_is_balanced_on_real_documents():
         batches = [loader.next() for loader in ranks]
         assert sum(len(row.tokens) for batch in batches for row in batch.rows) == 2 * chosen.batch.tokens_per_rank
         plans = [row[0] for row in batches[0].plan.by_stage[0][0]]
-        assert batches[0].plan.work_after <= 1.05 or any(plan.limit is not None for plan in plans)
+        assert batches[0].summary.work_after <= 1.05 or any(plan.limit is not None for plan in plans)
 
 
 def test_a_corpus_smaller_than_a_batch_begins_anew():

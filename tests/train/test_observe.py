@@ -119,6 +119,13 @@ def test_balance_that_gained_nothing_is_not_praised(settings):
     assert "nothing to gain" in _text(console) and "times less" not in _text(console)
 
 
+def test_attention_at_home_is_told_what_balancing_would_gain(settings):
+    console = _console()
+    at_home = settings.with_values({"attention.mode": "home"})
+    _observed(at_home, [replace(RECORD, work_before=1.5, work_after=1.5)], console)
+    assert "attention.mode disaggregated would make it up to 1.50 times less" in _text(console)
+
+
 def test_the_log_holds_every_step_and_the_settings(settings):
     _observed(settings.with_values({"log.every": 50}), _four(), _console())
     assert _steps(settings) == [asdict(record) for record in _four()]

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,14 +18,13 @@ from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import MODELS, ModelShape
-from distca.testing import random_lengths, row_index, run_processes
+from distca.testing import batch_of, document_columns, random_lengths, run_processes
 from distca.train.config import Settings
-from distca.train.data import Batch, Row
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.parallel import parallelize
 from distca.train.stage_work import StageWork
 from distca.train.stages import stage_of
-from distca.train.step_plan import plan_step
+from distca.train.step_plan import step_plan
 from distca.train.trainer import connect
 
 SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers
@@ -44,22 +42,7 @@ def settings_for(num_stages, mode, ping_pong):
 def planned(num_stages, num_data, num_micro_batches, mode, ping_pong):
     lengths = [random_lengths(10 * num_micro_batches + number, num_data * TOKENS)
                for number in range(num_micro_batches)]
-    return plan_step(lengths, settings_for(num_stages, mode, ping_pong), SHAPE.model, num_data)
-
-
-def columns(layout, micro_batch, row):
-    """Tokens, labels and positions of all documents, end to end."""
-    lengths = layout.lengths.tolist()
-    tokens = torch.randint(0, SHAPE.model.vocab, (sum(lengths),),
-                           generator=torch.Generator().manual_seed(10 * micro_batch + row))
-    labels = torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in tokens.split(lengths)])
-    return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
-
-
-def batch(plan, data):
-    rows = tuple(tuple(Row(*(column[row_index(layout, data)] for column in columns(layout, number, row)))
-                       for row, layout in enumerate(layouts)) for number, layouts in enumerate(plan.layouts))
-    return Batch(rows, plan, plan.num_labels, 0.0, 0.0)
+    return step_plan(lengths, settings_for(num_stages, mode, ping_pong), SHAPE.model, num_data)
 
 
 def decoder(dtype):
@@ -74,12 +57,11 @@ def decoder(dtype):
 def in_one_process(plan):
     """The loss and the gradient of every parameter by the formula, in float64."""
     whole, loss = decoder(torch.float64), 0.0
-    for number, layouts in enumerate(plan.layouts):
-        for row, layout in enumerate(layouts):
-            tokens, labels, positions = columns(layout, number, row)
-            hidden = whole.hidden(tokens, positions,
-                                  lambda q, k, v, of=layout: dense_attention(q, k, v, of.lengths.tolist()))
-            loss = loss + chunked_cross_entropy(hidden, whole.head_weight, labels, 50)[0] / plan.num_labels
+    for number, micro_batch in enumerate(plan.micro_batches):
+        lengths = micro_batch.lengths.tolist()
+        tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
+        hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
+        loss = loss + chunked_cross_entropy(hidden, whole.head_weight, labels, 50)[0] / plan.num_labels
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters()}
 
@@ -105,7 +87,7 @@ class Rank:
         return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50)
 
     def step(self, work, plan):
-        work.begin(batch(plan, self.data))
+        work.begin(batch_of(plan, self.data, SHAPE.model.vocab))
         Pipeline(work, work.attention, self.neighbours).step(plan.ticks, plan.by_stage[self.stage])
 
 
@@ -231,13 +213,13 @@ def test_a_stage_that_vanishes_ends_the_others(mode, victim, how):
 def test_every_tick_of_a_step_is_level(seed, num_stages, num_data, num_micro_batches, ping_pong, tolerance):
     lengths = [random_lengths(seed + number, num_data * 16_384) for number in range(num_micro_batches)]
     chosen = settings_for(num_stages, "disaggregated", ping_pong).with_values({"attention.tolerance": tolerance})
-    plan = plan_step(lengths, chosen, MODELS["llama3-8b"], num_data)
+    plan = step_plan(lengths, chosen, MODELS["llama3-8b"], num_data)
     plan.ticks.validate()
     plans = [of_depth for rows in plan.by_stage[0] for row in rows for of_depth in row]
     assert all(of_stage is plan.by_stage[0] for of_stage in plan.by_stage)
     level = [max_over_mean(one.work(), one.speed) for one in plans if one.limit is None]
     assert max(level, default=1.0) <= 1.0 + tolerance + 1e-9
     if max(documents.max() for documents in lengths) >= 4096:    # long enough to be cut
-        assert level and plan.served_in_bubbles > 0.0
-    at_home = plan_step(lengths, settings_for(num_stages, "home", ping_pong), MODELS["llama3-8b"], num_data)
-    assert at_home.served_in_bubbles == 0.0 and plan.work_after <= at_home.work_after + 1e-9
+        assert level and plan.summary().served_in_bubbles > 0.0
+    at_home = step_plan(lengths, settings_for(num_stages, "home", ping_pong), MODELS["llama3-8b"], num_data).summary()
+    assert at_home.served_in_bubbles == 0.0 and plan.summary().work_after <= at_home.work_after + 1e-9

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.planning.greedy import balance
-from distca.planning.plan import max_over_mean, task_work
+from distca.planning.plan import max_over_mean, server_work
+from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
 from distca.spec import MODELS
 from distca.testing import random_lengths, random_speeds
@@ -20,7 +22,7 @@ TOKENS = 65_536
 
 def home_work(layout, num_servers):
     tasks = tasks_at_home(layout)
-    return np.bincount(tasks.server, weights=task_work(tasks, None), minlength=num_servers)
+    return server_work(tasks, num_servers, None)
 
 
 def bytes_of(layout, tolerance=0.05):
@@ -103,11 +105,10 @@ def test_faster_ranks_get_more_work():
 
 
 def test_seconds_are_balanced_when_documents_come_with_their_seconds():
-    table = analytic_table(LLAMA, 550e12)
+    cost = AttentionTime.of(analytic_table(LLAMA, 550e12), LLAMA)
     lengths = np.array([16_384] + [4] * 4096)                    # a short document takes a whole tile's time
     reached = []
-    for work in (table.seconds(lengths, lengths), None):
+    for work in (work_of_documents(cost), work_of_documents(None)):
         tasks = tasks_at_home(pack(lengths, ranks=4, placement="balanced", document_work=work))
-        seconds = np.bincount(tasks.server, weights=task_work(tasks, table), minlength=4)
-        reached.append(max_over_mean(seconds, np.ones(4)))
+        reached.append(max_over_mean(server_work(tasks, 4, cost), np.ones(4)))
     assert reached[0] <= 1.06 < reached[1]

@@ -1,0 +1,43 @@
+"""What benchmarks of training share: random text for any step plan, and a loader that gives what it is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from distca.planning.step import MicroBatch, StepPlan
+from distca.train.data import IGNORED, Batch, Row
+
+
+def random_batch(plan: StepPlan, rank: int) -> Batch:
+    """A data rank's rows: a document has the same text whatever nano-batch or rank its tokens are in."""
+    rows = tuple(tuple(_row(micro_batch, number, nano, rank) for nano in range(len(micro_batch.nano_batches)))
+                 for number, micro_batch in enumerate(plan.micro_batches))
+    return Batch(rows, plan, plan.summary(), 0.0, 0.0)
+
+
+def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:
+    lengths = micro_batch.lengths
+    text = np.concatenate([np.random.default_rng([number, document]).integers(0, 256, length)
+                           for document, length in enumerate(lengths.tolist())])
+    labels = np.append(text[1:], IGNORED)
+    labels[np.cumsum(lengths) - 1] = IGNORED                     # a document's last token has no next one
+    columns = micro_batch.layouts[nano].tokens(rank)
+    document = micro_batch.nano_batches[nano].document[columns.document]
+    at = (np.cumsum(lengths) - lengths)[document] + columns.position  # [tokens of the rank]
+    return Row(*(torch.from_numpy(x) for x in (text[at], labels[at], columns.position)),
+               micro_batch.key_runs(nano, rank))
+
+
+class GivenBatches:
+    """A loader that gives what it was given last."""
+
+    batch: Batch
+
+    def next(self) -> Batch:
+        return self.batch
+
+    def state(self) -> dict[str, int | str]:
+        return {}
+
+    def close(self) -> None: ...

@@ -1,0 +1,156 @@
+"""What a kernel that draws its work from one list loses at the list's end.
+
+The Hopper kernel cuts a batch into items, forward tiles of queries and backward tiles of keys, and each multiprocessor
+draws the next one when it is done with its last, long ones first. With the 32 heads of a whole model there are so many
+items that the work spreads evenly. A tensor-parallel rank has 4 query heads and 1 KV head: then a few long items keep
+some multiprocessors busy while the others wait, and a batch may take twice its even share. `tail` deals the items of
+all servers at once and says by how much.
+
+Keys of one document that several tasks of a server read are one row of items in backward, so documents matter there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+MOST_ITEMS = 2**15  # dealt in one call; where there are more, several items on as many workers count as one on one
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Columns of tasks with pairs, in the order of their servers."""
+
+    seconds: FloatArray   # if the work spread evenly over all workers
+    q_len: FloatArray
+    kv_len: FloatArray
+    aligned: npt.NDArray[np.bool_]  # queries at the end of their keys; else all see all
+    server: IntArray      # ascending
+    document: IntArray    # whose keys they read
+    kv_start: FloatArray  # where those begin in the document
+
+    @property
+    def pairs(self) -> FloatArray:
+        return self.q_len * (self.kv_len - np.where(self.aligned, 0.5 * (self.q_len - 1), 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """How a kernel's items are cut, and who draws them; pairs of numbers are forward, backward."""
+
+    num_workers: int      # multiprocessors
+    query_rows: int       # of a forward item: queries times the query heads of a KV head
+    key_tokens: int       # of a backward item
+    group: int            # query heads per KV head
+    kv_heads: int
+    launch_seconds: tuple[float, float]
+    idle_speedup: tuple[float, float]  # of an item while most workers are idle: cooler, and with more of the cache
+
+    @classmethod
+    def of(cls, facts: Mapping[str, object], heads: int, kv_heads: int) -> WorkList:
+        """From what a profile says about its kernel."""
+        names = ("num_workers", "query_rows", "key_tokens", "launch_seconds", "idle_speedup")
+        missing = [name for name in names if name not in facts]
+        if missing:
+            raise ValueError(f"work_list has no {', '.join(missing)}; profile again")
+        workers, rows, keys, launch, speedup = (facts[name] for name in names)
+        try:
+            found = cls(int(workers), int(rows), int(keys), max(1, heads // kv_heads), kv_heads,  # type: ignore[call-overload]
+                        (float(launch[0]), float(launch[1])), (float(speedup[0]), float(speedup[1])))  # type: ignore[index]
+        except (TypeError, ValueError, IndexError):
+            raise ValueError(f"work_list is {dict(facts)!r}; profile again") from None
+        if min(found.num_workers, found.query_rows, found.key_tokens) < 1 or min(
+                *found.launch_seconds, *(speed - 1 for speed in found.idle_speedup)) < 0:
+            raise ValueError(f"work_list is {dict(facts)!r}; give counts of at least 1, seconds of at least 0 and "
+                             "speed-ups of at least 1")
+        return found
+
+    def tail(self, tasks: Tasks, num_servers: int, backward: bool) -> FloatArray:
+        """Seconds beyond the even share, per server."""
+        along = tasks.kv_len / self.key_tokens if backward else tasks.q_len / self._tile
+        merged = self.kv_heads * float(np.ceil(along).sum()) / MOST_ITEMS
+        workers = max(1, round(self.num_workers / max(1.0, merged)))
+        items = (self._key_items if backward else self._query_items)(tasks, self.num_workers / workers)
+        dealt = _by_server(*items, num_servers)
+        beyond = _makespan(dealt, workers) - dealt.sum(axis=1) / workers
+        return np.asarray(np.maximum(beyond, 0.0) / self.idle_speedup[backward])
+
+    @property
+    def _tile(self) -> int:
+        return max(1, self.query_rows // self.group)
+
+    def _query_items(self, tasks: Tasks, merged: float) -> tuple[FloatArray, IntArray]:
+        """Seconds and server of every forward item: of a causal task, more keys for each than for the one before."""
+        num_items = np.ceil(tasks.q_len / self._tile) * self.kv_heads
+        number = np.maximum(1, np.rint(num_items / merged)).astype(np.int64)
+        task, at = _spread(number)
+        before_end = np.where(tasks.aligned, tasks.q_len, 0.0)[task] * (1 - (at + 0.5) / number[task])
+        mean_keys = tasks.pairs / tasks.q_len
+        item_seconds = tasks.seconds * self.num_workers / num_items
+        return (item_seconds / mean_keys)[task] * (tasks.kv_len[task] - before_end), tasks.server[task]
+
+    def _key_items(self, tasks: Tasks, merged: float) -> tuple[FloatArray, IntArray]:
+        """The same of backward, where an item walks the queries of all tasks of its server that see its keys."""
+        span = int(tasks.document.max(initial=0)) + 1
+        _, first, region = np.unique(tasks.server * span + tasks.document, return_index=True, return_inverse=True)
+        low, high = np.full(len(first), np.inf), np.zeros(len(first))
+        np.minimum.at(low, region, tasks.kv_start)
+        np.maximum.at(high, region, tasks.kv_start + tasks.kv_len)
+        num_items = np.ceil((high - low) / self.key_tokens) * self.kv_heads
+        number = np.maximum(1, np.rint(num_items / merged)).astype(np.int64)  # [regions]
+        width, base = (high - low) / number, np.cumsum(number) - number
+
+        begin = (tasks.kv_start - low[region]) / width[region]
+        end = begin + tasks.kv_len / width[region]               # an item belongs to a task that has its middle
+        from_item = np.minimum(np.ceil(begin - 0.5).astype(np.int64), number[region] - 1)
+        to_item = np.clip(np.ceil(end - 0.5).astype(np.int64), from_item + 1, number[region])
+        task, at = _spread(to_item - from_item)
+        at += from_item[task]
+        left = (end[task] - at - 0.5) * width[region][task]      # keys to the task's last
+        seen = np.where(tasks.aligned[task], np.clip(left, 1.0, tasks.q_len[task]), tasks.q_len[task])
+        mean_seen = tasks.pairs / tasks.kv_len
+        item_seconds = tasks.seconds * self.num_workers / (np.ceil(tasks.kv_len / self.key_tokens) * self.kv_heads)
+        seconds = np.bincount(base[region][task] + at, weights=(item_seconds / mean_seen)[task] * seen,
+                              minlength=int(number.sum()))
+        return seconds.astype(np.float64), np.repeat(tasks.server[first], number)
+
+
+def _spread(number: IntArray) -> tuple[IntArray, IntArray]:
+    """For owners with that many parts each: every part's owner, and its number in it."""
+    owner = np.repeat(np.arange(len(number)), number)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(number) - number, number)
+
+
+def _by_server(seconds: FloatArray, server: IntArray, num_servers: int) -> FloatArray:
+    """[servers, items] the longest first, then zeros; `server` ascends."""
+    count = np.bincount(server, minlength=num_servers)
+    table = np.zeros((num_servers, int(count.max(initial=1))))
+    table[server, np.arange(len(server)) - (np.cumsum(count) - count)[server]] = -seconds
+    table.sort(axis=1)
+    return np.negative(table, out=table)
+
+
+def _makespan(items: FloatArray, workers: int) -> FloatArray:
+    """When the last is done, per row, if each item goes to the worker that is free first.
+
+    Half as many items as workers at a time: the longest of them to the least loaded worker, and so on. A worker that
+    would take two of them instead is what the bound by list scheduling is for: an item starts before the mean load.
+    """
+    loads = np.zeros((len(items), workers))
+    first = items[:, :workers]
+    loads[:, :first.shape[1]] = first
+    done, total = loads.max(axis=1), loads.sum(axis=1)
+    half = max(1, workers // 2)
+    for at in range(workers, items.shape[1], half):
+        part = items[:, at:at + half]
+        loads.sort(axis=1)
+        loads[:, :part.shape[1]] += part
+        total += part.sum(axis=1)
+        done = np.maximum(done, np.minimum(loads.max(axis=1), total / workers + part[:, 0]))
+    return done

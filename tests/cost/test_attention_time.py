@@ -1,0 +1,275 @@
+"""Attention's seconds: bounds by arithmetic, tails against items dealt one by one, heads that fit or are refused."""
+
+import functools
+import heapq
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.cost import shipped
+from distca.cost.attention_time import AttentionTime
+from distca.cost.latency_table import LatencyTable, analytic_table
+from distca.cost.shipped import shipped_names, shipped_table
+from distca.cost.work_list import WorkList, _makespan
+from distca.spec import ModelShape, model_named
+
+MODEL = model_named("llama3-8b")
+FACTS = {"num_workers": 132, "query_rows": 128, "key_tokens": 128, "launch_seconds": [8e-6, 24e-6],
+         "idle_speedup": [1.0, 1.0]}
+HEADS = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128}
+
+
+def flat_table(rate=1e11, **metadata):
+    """Every shard at the same rate: seconds are pairs / rate, backward twice as many."""
+    grid = 128 * 2 ** np.arange(13)
+    q = grid[:, None].astype(float)
+    seconds = np.where(q <= grid, q * (grid - (q - 1) / 2) / rate, np.nan)
+    return LatencyTable("flat", grid, grid, seconds, 2 * seconds, rate, metadata)
+
+
+@functools.cache
+def rough_time(seed, work_list, scale=1.0):
+    rng = np.random.default_rng(seed)
+    table = flat_table()
+    noise = rng.uniform(0.5, 2.0, (2, *table.forward_seconds.shape))
+    table = replace(table, forward_seconds=table.forward_seconds * noise[0],
+                    backward_seconds=table.backward_seconds * noise[1],
+                    metadata={**HEADS, **({"work_list": FACTS} if work_list else {})})
+    return AttentionTime.of(table, MODEL, tp=8, scale=scale)
+
+
+WITH_LIST = AttentionTime.of(flat_table(**HEADS, work_list=FACTS), MODEL, tp=8)
+WITHOUT = AttentionTime.of(flat_table(**HEADS), MODEL, tp=8)
+
+
+@st.composite
+def batches(draw, most_servers=4):
+    """q_len, kv_len, server, aligned, document, kv_start of some tasks, and the number of servers."""
+    num_servers = draw(st.integers(1, most_servers))
+    rows = draw(st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 60_000), st.integers(0, num_servers - 1),
+                                   st.booleans(), st.integers(0, 2), st.integers(0, 5_000)), max_size=20))
+    q, more, server, aligned, document, start = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    aligned = aligned.astype(bool)
+    return q, np.where(aligned, q + more, more), server, aligned, document, start, num_servers
+
+
+def pairs_of(q, kv, aligned):
+    return np.where(aligned, q * (kv - (q - 1) / 2), q * kv)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(0, 5), st.booleans(), st.booleans(), st.booleans())
+def test_no_batch_beats_the_least(batch, seed, work_list, backward, shared):
+    q, kv, server, aligned, document, start, num_servers = batch
+    time = rough_time(seed, work_list, 1.5)
+    where = {"document": document, "kv_start": start} if shared else {}
+    found = time.servers(q, kv, server, num_servers, backward, aligned=aligned, **where)
+    assert found.shape == (num_servers,)
+    pairs = np.bincount(server, weights=pairs_of(q, kv, aligned), minlength=num_servers)
+    for seconds, number in zip(found, pairs, strict=True):
+        assert seconds >= time.least(number, backward) * (1 - 1e-12)
+        assert (seconds == 0) == (number == 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 20), st.integers(1, 600_000), st.integers(0, 600_000), st.booleans())
+def test_the_least_is_below_every_shard_also_between_points_and_beyond(seed, q, more, backward):
+    time = rough_time(seed, False)
+    kv = q + more
+    assert time.shard(q, kv, backward) >= time.least(q * (kv - (q - 1) / 2), backward) * (1 - 1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 5), st.integers(1, 50_000), st.integers(0, 50_000), st.integers(0, 3_000), st.booleans())
+def test_shards_never_fall_and_agree_with_their_arrays(seed, q, more, extra, backward):
+    time, kv = rough_time(seed, True), q + more
+    here = time.shard(q, kv, backward)
+    assert time.shard(q, kv + extra, backward) >= here * (1 - 1e-12)
+    assert time.shard(min(q + extra, kv), kv, backward) >= here * (1 - 1e-12)
+    np.testing.assert_allclose(time.shards(np.array([q]), np.array([kv]), backward), [here], rtol=1e-12)
+    assert time.shard(0, kv, backward) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.booleans())
+def test_without_a_work_list_seconds_add_up(batch, backward):
+    q, kv, server, aligned, _, _, num_servers = batch
+    found = WITHOUT.servers(q, kv, server, num_servers, backward, aligned=aligned)
+    expected = np.bincount(server, weights=pairs_of(q, kv, aligned) * (2 if backward else 1) / 1e11,
+                           minlength=num_servers)
+    long = kv >= np.where(aligned, 128, q)                       # shorter ones pay for a whole tile
+    if (long & (q >= 128)).all():
+        np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+def test_a_rectangle_is_a_shard_of_as_many_pairs():
+    for q, kv in ((512, 4_096), (4_096, 512)):
+        (found,) = WITHOUT.servers([q], [kv], [0], 1, aligned=[False])
+        assert found == pytest.approx(q * kv / 1e11, rel=2e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(most_servers=6), st.booleans(), st.randoms(use_true_random=False))
+def test_servers_do_not_disturb_each_other_nor_does_the_order_of_tasks(batch, backward, random):
+    q, kv, server, aligned, document, start, num_servers = batch
+    order = np.array(random.sample(range(len(q)), len(q)), dtype=np.int64)
+    both = [WITH_LIST.servers(q[at], kv[at], server[at], num_servers, backward, aligned=aligned[at],
+                              document=document[at], kv_start=start[at]) for at in (np.arange(len(q)), order)]
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-9)
+    for one in range(num_servers):
+        mine = server == one
+        alone = WITH_LIST.servers(q[mine], kv[mine], np.zeros(int(mine.sum()), dtype=int), 1, backward,
+                                  aligned=aligned[mine], document=document[mine], kv_start=start[mine])
+        np.testing.assert_allclose(alone[0], both[0][one], rtol=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------- work lists
+
+
+@pytest.mark.parametrize(("num_items", "waves"), [(4, 1), (132, 1), (133, 2), (264, 2), (265, 3), (1_056, 8)])
+def test_equal_items_take_whole_waves(num_items, waves):
+    """Forward, one KV head, 4 query heads: an item is 32 queries; backward it is 128 keys."""
+    one = 32 * 65_536 / 1e11 * 132
+    (found,) = WITH_LIST.servers([32 * num_items], [65_536], [0], 1, aligned=[False])
+    assert found == pytest.approx(waves * one + 8e-6, rel=0.01)
+    (found,) = WITH_LIST.servers([256], [128 * num_items], [0], 1, True, aligned=[False])
+    assert found == pytest.approx(waves * 2 * 256 * 128 / 1e11 * 132 + 24e-6, rel=0.01)
+
+
+def test_the_longest_item_bounds_a_document_in_backward():
+    """16K tokens are 128 items on 132 workers: as long as the first, which all queries see, twice the mean."""
+    n = 16_384
+    (found,) = WITH_LIST.servers([n], [n], [0], 1, True)
+    assert found == pytest.approx(2 * n * 128 / 1e11 * 132 + 24e-6, rel=0.02)
+
+
+def test_tasks_that_share_keys_share_items():
+    """Four shards of one document's 8K keys: 64 items that walk all queries, or 256 that walk a quarter."""
+    q, kv, server = np.full(4, 512), np.full(4, 8_192), np.zeros(4, dtype=int)
+    (apart,) = WITH_LIST.servers(q, kv, server, 1, True, aligned=np.zeros(4, bool))
+    (together,) = WITH_LIST.servers(q, kv, server, 1, True, aligned=np.zeros(4, bool), document=server)
+    (behind,) = WITH_LIST.servers(q, kv, server, 1, True, aligned=np.zeros(4, bool), document=server,
+                                  kv_start=8_192 * np.arange(4))
+    item = 2 * 512 * 128 / 1e11 * 132
+    assert apart == pytest.approx(2 * item + 24e-6, rel=0.01) == behind
+    assert together == pytest.approx(4 * item + 24e-6, rel=0.01)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=400), st.integers(1, 30))
+def test_makespan_is_near_that_of_items_dealt_one_by_one(seconds, workers):
+    items = -np.sort(-np.array(seconds))
+    (found,) = _makespan(items[None], workers)
+    free = [0.0] * workers
+    for one in items:
+        heapq.heapreplace(free, free[0] + one)
+    even = items.sum() / workers
+    assert found >= items[0] - 1e-12
+    assert max(even, found) <= (even + items[0]) * (1 + 1e-9)
+    assert max(even, found) == pytest.approx(max(free), rel=0.35)
+    if len(items) <= workers:
+        assert found == items[0]
+
+
+@given(st.integers(2, 12))
+def test_merging_items_hardly_changes_the_tail(copies):
+    """A batch on each of so many servers that their items are merged, and on one alone."""
+    rng = np.random.default_rng(copies)
+    q = rng.integers(128, 6_000, 12)
+    kv = q + rng.integers(0, 40_000, 12)
+    server = np.repeat(np.arange(8 * copies), 12)
+    for backward in (False, True):
+        many = WITH_LIST.servers(np.tile(q, 8 * copies), np.tile(kv, 8 * copies), server, 8 * copies, backward)
+        (alone,) = WITH_LIST.servers(q, kv, np.zeros(12, dtype=int), 1, backward)
+        np.testing.assert_allclose(many, alone, rtol=0.05)
+
+
+@pytest.mark.parametrize(("changes", "fragment"), [
+    ({"num_workers": 0}, "at least 1"), ({"launch_seconds": [0.1]}, "profile again"), ({"idle_speedup": [0.5, 1]}, "1"),
+])
+def test_a_broken_work_list_is_refused(changes, fragment):
+    with pytest.raises(ValueError, match=fragment):
+        WorkList.of({**FACTS, **changes}, 4, 1)
+    with pytest.raises(ValueError, match="work_list has no key_tokens"):
+        WorkList.of({name: value for name, value in FACTS.items() if name != "key_tokens"}, 4, 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- heads
+
+
+def test_another_head_dim_is_refused():
+    narrow = ModelShape("narrow", 2, 2_048, 32, 8, 64, 8_192, 32_000)
+    with pytest.raises(ValueError) as refusal:
+        AttentionTime.of(flat_table(**HEADS), narrow)
+    for fragment in ("'flat'", "head_dim 128", "64", "distca profile --model narrow"):
+        assert fragment in str(refusal.value)
+
+
+def test_other_heads_are_scaled_and_said():
+    time = AttentionTime.of(flat_table(**HEADS), MODEL, tp=1, scale=2.0)
+    assert time.shard(1_024, 4_096) == pytest.approx(16 * WITHOUT.shard(1_024, 4_096))
+    assert time.note is not None and "32 query and 8 KV heads" in time.note and "4 and 1" in time.note
+    assert WITHOUT.note is None
+
+
+def test_a_table_that_says_nothing_of_its_heads_is_taken_as_it_is():
+    time = AttentionTime.of(flat_table(), MODEL, tp=4)
+    assert time.note is None and time.shard(128, 128) == flat_table().seconds(128, 128)
+
+
+def test_an_analytic_table_needs_no_measurement():
+    time = AttentionTime.of(analytic_table(MODEL, 550e12, tp=8), MODEL, tp=8)
+    assert time.work_list is None and time.least(1e9) == pytest.approx(1e9 * 4 * 4 * 128 / 550e12, rel=0.01)
+
+
+def test_a_table_without_backward_says_so():
+    time = AttentionTime.of(replace(flat_table(**HEADS), backward_seconds=None), MODEL, tp=8)
+    for ask in (lambda: time.shard(128, 128, True), lambda: time.least(1.0, True),
+                lambda: time.servers([128], [128], [0], 1, True)):
+        with pytest.raises(ValueError, match="no backward_seconds"):
+            ask()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_scales_are_checked(scale):
+    with pytest.raises(ValueError, match="scale"):
+        AttentionTime.of(flat_table(**HEADS), MODEL, tp=8, scale=scale)
+
+
+def test_it_travels_to_other_processes():
+    again = pickle.loads(pickle.dumps(WITH_LIST))
+    assert again == WITH_LIST and hash(again) == hash(WITH_LIST) and again != WITHOUT
+    q, kv = np.array([512, 9_000]), np.array([4_096, 9_000])
+    np.testing.assert_array_equal(again.servers(q, kv, np.array([0, 1]), 2), WITH_LIST.servers(q, kv, [0, 1], 2))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_tables_serve_every_tensor_parallel_size(name, tp):
+    time = AttentionTime.of(shipped_table(name), MODEL, tp)
+    flops = 4 * MODEL.heads_per_rank(tp) * MODEL.head_dim
+    assert 300e12 < flops * 1e9 / time.least(1e9) < 800e12       # an H200's rates
+    assert 300e12 < 2.5 * flops * 1e9 / time.least(1e9, True) < 800e12
+
+
+def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch):
+    def table(heads, kv_heads, dim=128):
+        return flat_table(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, shipped="x")
+
+    monkeypatch.setattr(shipped, "other_heads", lambda name: [table(8, 2), table(4, 1), table(8, 1), table(32, 8, 64)])
+    main = table(32, 8)
+
+    def found(*wanted):
+        about = shipped.nearest_heads(main, *wanted).metadata
+        return about["num_heads"], about["num_kv_heads"], about["head_dim"]
+
+    assert found(32, 8, 128) == (32, 8, 128) and found(4, 1, 128) == (4, 1, 128) and found(8, 2, 128) == (8, 2, 128)
+    assert found(16, 2, 128) in {(8, 2, 128), (8, 1, 128)} and found(2, 1, 128) == (4, 1, 128)
+    assert found(32, 8, 64) == (32, 8, 64) == found(4, 1, 64)
+    assert found(8, 2, 32) == (32, 8, 128)                       # which is then refused
+    own = flat_table(num_heads=32, num_kv_heads=8, head_dim=128)
+    assert shipped.nearest_heads(own, 4, 1, 128) is own
