@@ -58,7 +58,9 @@ def simulate_command(
     seed: Annotated[int, typer.Option(help="Of the sampled batches.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; as many as there are cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Also write the first batch's timeline for Perfetto.")] = None,
+    trace: Annotated[Path | None, typer.Option(
+        help="Also write the first batch's timeline, for `distca report --predicted`, and beside it trace_FILE for "
+             "Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
     """Predict a training step under every strategy, on the same documents."""
@@ -82,8 +84,9 @@ def simulate_command(
         comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
     shown = _traced(comparison)
     step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
-    if trace is not None and step_shown is not None:
-        write_chrome_trace(step_shown.traces or (), trace)
+    if trace is not None and step_shown is not None and step_shown.traces is not None:
+        trace.write_text(json.dumps([one.to_json() for one in step_shown.traces]), encoding="utf-8")
+        write_chrome_trace(step_shown.traces, trace.with_name(f"trace_{trace.name}"))
     if write_page:
         write_page(comparison_page(comparison.as_json(), "simulate", *_first_batch(shown, step_shown)))
     if as_json:
@@ -91,7 +94,7 @@ def simulate_command(
     else:
         print_comparison(comparison, Console())
         if trace is not None and shown is not None:
-            print(f"Timeline of {shown.name} in {trace}.")
+            print(f"Timeline of {shown.name} in {trace}, for Perfetto in trace_{trace.name}.")
         if html is not None:
             print(f"Written to {html}.")
 

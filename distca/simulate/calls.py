@@ -47,6 +47,7 @@ class PlanCosts:
         self._plans = step.plans()                               # what ids below belong to
         self._seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._chunks: dict[int, ChunkTasks] = {}
+        self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._messages: dict[tuple[int, bool], Messages] = {}
 
     def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
@@ -58,9 +59,12 @@ class PlanCosts:
 
     def chunk_seconds(self, plan: Plan, backward: bool) -> np.ndarray:
         """[ranks, chunks] of attention that takes a rank's own keys first, then the chunks of its ring."""
+        key = id(plan), backward
         if id(plan) not in self._chunks:
             self._chunks[id(plan)] = ChunkTasks.of(plan.layout, self.gather_ranks)
-        return self._chunks[id(plan)].seconds(self.attention, backward)
+        if key not in self._chunk_seconds:
+            self._chunk_seconds[key] = self._chunks[id(plan)].seconds(self.attention, backward)
+        return self._chunk_seconds[key]
 
     def messages(self, plan: Plan, backward: bool) -> Messages:
         key = id(plan), backward
@@ -131,6 +135,7 @@ class Calls:
     def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
         self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
         self._made: dict[tuple[tuple[int, int, bool], ...], PoolCall | RingCall] = {}
+        self._rings: dict[tuple[int, bool], np.ndarray] = {}
 
     def of(self, placed: Placed) -> PoolCall | RingCall:
         key = tuple((first, id(plan), backward) for first, plan, backward in placed)
@@ -159,10 +164,12 @@ class Calls:
         for first, plan, backward in placed:
             ranks = slice(first, first + plan.num_servers)
             runs[ranks], backwards[ranks] = True, backward
-            columns[:, ranks] = self._turns_of_groups(plan, backward)
+            if (key := (id(plan), backward)) not in self._rings:
+                self._rings[key] = self._rings_of(plan, backward)
+            columns[:, ranks] = self._rings[key]
         return RingCall(Ring(self.plan_costs.gather_ranks, runs, backwards, *columns))
 
-    def _turns_of_groups(self, plan: Plan, backward: bool) -> np.ndarray:
+    def _rings_of(self, plan: Plan, backward: bool) -> np.ndarray:
         """[seconds, lead, tail and travel; data ranks] of a ring, by waiting or by chunks."""
         size = self.plan_costs.gather_ranks
         tokens = plan.layout.tokens_per_rank().reshape(-1, size).sum(axis=1).tolist()  # [groups]

@@ -26,12 +26,13 @@ NVLINK, NIC = 0, 1
 class _Edges:
     """Messages over one kind of link, grouped by receiver."""
 
-    source: np.ndarray       # [messages] ordered by destination
+    senders: np.ndarray      # [senders] ranks that send anything
     receivers: np.ndarray    # [receivers] ranks that get anything
+    source: np.ndarray       # [messages] index of the sender, in the order of the receivers
     first: np.ndarray        # [receivers] first message of each
-    sends: np.ndarray        # [ranks] bool
-    out_seconds: np.ndarray  # [ranks]
+    out_seconds: np.ndarray  # [senders]
     in_seconds: np.ndarray   # [receivers]
+    busy_seconds: np.ndarray  # [ranks] of the busier direction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +59,12 @@ class Exchange:
                 (NIC, ~same_node, network.inter_node_latency_seconds, network.inter_node_bandwidth)):
             if not mask.any():
                 continue
+            senders, at = np.unique(origin[mask], return_inverse=True)
             receivers, first = np.unique(to[mask], return_index=True)
-            out = np.bincount(origin[mask], weights=size[mask], minlength=num_ranks)
-            taken = np.bincount(to[mask], weights=size[mask], minlength=num_ranks)[receivers]
-            links.append((link, _Edges(origin[mask], receivers, first, out > 0, latency + out / bandwidth,
-                                       latency + taken / bandwidth)))
+            out, taken = (np.bincount(ranks[mask], weights=size[mask], minlength=num_ranks) for ranks in (origin, to))
+            seconds = np.where(np.maximum(out, taken) > 0, latency + np.maximum(out, taken) / bandwidth, 0.0)
+            links.append((link, _Edges(senders, receivers, at, first, latency + out[senders] / bandwidth,
+                                       latency + taken[receivers] / bandwidth, seconds)))
         return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
 
 
@@ -125,22 +127,19 @@ class Clock:
         arrival = ready.copy()
         self.sent_bytes += exchange.sent_bytes
         for link, edges in exchange.links:
-            start = np.maximum(ready, self.send_free[link])
-            stop = start + edges.out_seconds
-            self.send_free[link] = np.where(edges.sends, stop, self.send_free[link])
-            to = edges.receivers
+            sends, to, free, taken = edges.senders, edges.receivers, self.send_free[link], self.receive_free[link]
+            start = np.maximum(ready[sends], free[sends])
+            free[sends] = stop = start + edges.out_seconds
             opens = np.minimum.reduceat(start[edges.source], edges.first)
             closes = np.maximum.reduceat(stop[edges.source], edges.first)
-            begin = np.maximum(self.receive_free[link][to], opens)
-            end = np.maximum(begin + edges.in_seconds, closes)
-            self.receive_free[link][to] = end
-            if link == NIC:
-                taken = np.where(edges.sends, edges.out_seconds, 0.0)
-                taken[to] = np.maximum(taken[to], edges.in_seconds)
-                self.nic_busy += taken
+            taken[to] = end = np.maximum(np.maximum(taken[to], opens) + edges.in_seconds, closes)
             arrival[to] = np.maximum(arrival[to], end)
+            if link == NIC:
+                self.nic_busy += edges.busy_seconds
             if self._spans is not None:
-                self._keep(name, "network", start, np.where(edges.sends, stop, 0), exchange.sent_bytes)
+                begin, until = np.zeros((2, self.num_ranks))
+                begin[sends], until[sends] = start, stop
+                self._keep(name, "network", begin, until, exchange.sent_bytes)
         return arrival
 
     def ring(self, ready: np.ndarray, ring: Ring) -> np.ndarray:
@@ -185,7 +184,9 @@ class Clock:
         start = np.max([ready[source], posted[target], self.send_free[NIC][source], self.receive_free[NIC][target]],
                        axis=0)
         stop = start + seconds[source]
-        self.send_free[NIC][source] = self.receive_free[NIC][target] = stop
+        self.send_free[NIC][source] = np.maximum(self.send_free[NIC][source], ready[source]) + seconds[source]
+        self.receive_free[NIC][target] += seconds[source]        # a message that waits for its receiver holds no link
+        self.nic_busy[source] += seconds[source]
         arrival[target] = sent[source] = stop
         if self._spans is not None:
             begin = np.zeros(self.num_ranks)
