@@ -36,9 +36,10 @@ def adaptive_layout(layout: Layout, cp: int, *, cost: AttentionTime) -> Layout:
     by_document, by_sequence = (_longest(one, cp, cost) for one in cut)
     better = by_document <= by_sequence                          # [groups]
     taken = [chosen[one.rank // cp] for one, chosen in zip(cut, (better, ~better), strict=True)]
-    return layout_from_slices(layout.lengths, *(
+    document, start, stop, rank = (
         np.concatenate([getattr(one, name)[mask] for one, mask in zip(cut, taken, strict=True)])
-        for name in ("document", "start", "stop", "rank")), layout.num_ranks * cp)
+        for name in ("document", "start", "stop", "rank"))
+    return layout_from_slices(layout.lengths, document, start, stop, rank, layout.num_ranks * cp)
 
 
 def _longest(layout: Layout, cp: int, cost: AttentionTime) -> np.ndarray:

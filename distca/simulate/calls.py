@@ -152,11 +152,12 @@ class Calls:
             phase[first:first + plan.num_servers] = self.plan_costs.seconds(plan, backward)
             found = self.plan_costs.messages(plan, backward)
             parts.append((found.home + first, found.server + first, found.going_bytes, found.coming_bytes))
-        home, server, going, coming = map(np.concatenate, zip(*parts, strict=True)) if parts else (np.zeros(0, int),) * 4
-        named = tuple(("attention backward" if phase else "attention forward", found) for phase, found in seconds.items())
-        return PoolCall(named, *(
+        home, server, going, coming = map(np.concatenate, zip(*parts, strict=True))
+        named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
+        there, back = (
             Exchange.of(source, target, size, self.num_ranks, self.costs.attention_links, self.costs.ranks_per_node)
-            for source, target, size in ((home, server, going), (server, home, coming))))
+            for source, target, size in ((home, server, going), (server, home, coming)))
+        return PoolCall(named, there, back)
 
     def _ring_call(self, placed: Placed) -> RingCall:
         runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)

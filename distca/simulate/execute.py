@@ -80,8 +80,9 @@ class _Execution:
         self.at_end = self.is_own & (self.stage == step.num_stages - 1)
         self.clock = Clock(self.num_ranks, record)
         self.calls = Calls(plan_costs, costs, self.num_ranks)
-        self.tokens = np.array([[layout.tokens_per_rank() for layout in micro_batch.layouts]
-                                for micro_batch in step.micro_batches], dtype=np.float64)  # [micro-batches, nanos, data]
+        self.tokens = np.array(                                  # [micro-batches, nano-batches, data ranks]
+            [[layout.tokens_per_rank() for layout in micro_batch.layouts] for micro_batch in step.micro_batches],
+            dtype=np.float64)
         self.seconds, self.head = _linear_tables(costs, self.tokens)
         self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in
                                          costs.stage_parameters(step.layers) / self.layers])
@@ -127,8 +128,8 @@ class _Execution:
             inside = active & (at_layer >= 0) & (at_layer < self.layers)
             calls = [self.calls.of(placed) for placed in self._placed(tick, turn, at_layer, inside)]
             there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
-            for name, seconds in beside:
-                clock.background(name, ready[-1], np.where(inside[self.stage], seconds, 0.0))
+            for name, of_layer in beside:
+                clock.background(name, ready[-1], np.where(inside[self.stage], of_layer, 0.0))
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
         self._note(number, back, begin)
         clock.hold(self.leaving)

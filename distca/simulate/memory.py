@@ -51,8 +51,8 @@ def memory(
     gathered = np.zeros_like(live)
     if gather_ranks > 1:
         gathered = depth * peak_live(ticks, group_tokens(tokens, gather_ranks)) * costs.model.kv_token_bytes(costs.tp)
-    return Memory(*(np.append(part.ravel(), np.zeros(len(held) - part.size)) for part in (states, live, gathered)),
-                  held)
+    of_ranks = [np.append(part.ravel(), np.zeros(len(held) - part.size)) for part in (states, live, gathered)]
+    return Memory(of_ranks[0], of_ranks[1], of_ranks[2], held)
 
 
 def state_bytes(costs: Costs, layers: Sequence[int], num_data: int, num_micro_batches: int) -> np.ndarray:

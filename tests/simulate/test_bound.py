@@ -53,8 +53,9 @@ def test_nothing_beats_the_bound(seed, number, ranks, pp, context, tolerance, da
 def test_how_tokens_are_dealt_does_not_change_the_sum_of_linear_seconds(tokens, tp, backward):
     costs = Costs.of(MODEL, CLUSTER, tp, shipped_table("h200"))
     rows, total = np.array(tokens), np.array([sum(tokens)])
-    for parts, whole in zip((*costs.segment_seconds(rows, backward), costs.head_seconds(rows, backward)),
-                            (*costs.segment_seconds(total, backward), costs.head_seconds(total, backward)), strict=True):
+    of_rows, of_all = ((*costs.segment_seconds(one, backward), costs.head_seconds(one, backward))
+                       for one in (rows, total))
+    for parts, whole in zip(of_rows, of_all, strict=True):
         np.testing.assert_allclose(parts.sum(), whole[0])
 
 

@@ -123,7 +123,8 @@ def test_lanes_mean_what_they_mean_in_the_runtime(step):
         stream = sorted((span.start_seconds, span.stop_seconds) for lane in ("linear", "attention", "wait", "optimizer")
                         for span in lanes[lane])
         assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(stream))
-        ticks = sorted((span.start_seconds, span.stop_seconds) for lane in ("pipeline", "bubble") for span in lanes[lane])
+        ticks = sorted((span.start_seconds, span.stop_seconds) for lane in ("pipeline", "bubble")
+                       for span in lanes[lane])
         assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(ticks))
         busy = sum(span.seconds for lane in ("linear", "attention") for span in lanes[lane])
         assert busy <= sum(stop - start for start, stop in ticks) + 1e-9

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
 
 from distca.baselines.at_home import at_home_step
 from distca.cost.latency_table import analytic_table
@@ -226,7 +227,8 @@ class Timed:
             nth, backward = counts[what], what.endswith("backward")
             key = what, nth, rank
             if what.startswith("serve"):
-                seconds = float(server_work(about.tasks, about.num_servers, self.costs.attention, backward)[rank - first])
+                work = server_work(about.tasks, about.num_servers, self.costs.attention, backward)
+                seconds = float(work[rank - first])
             if what in WAITS:
                 needs = [(WAITS[what], nth, first + other) for other in self._senders(about, rank - first, what)]
         if any(need not in self.done for need in needs):
@@ -270,7 +272,8 @@ def test_spans_are_those_of_the_runtimes_own_order(step):
     timed = Timed(step, COSTS, noted(step)).run()
     found = execute(step, COSTS, record=True)
     for trace, spans in zip(found.traces, timed.spans, strict=True):
-        computed = [(span.start_seconds, span.stop_seconds) for span in trace.spans if span.lane in ("linear", "attention")]
+        computed = [(span.start_seconds, span.stop_seconds) for span in trace.spans
+                    if span.lane in ("linear", "attention")]
         np.testing.assert_allclose(sorted(computed), sorted(spans), rtol=1e-9, atol=1e-12)
     optimizer = COSTS.optimizer_seconds(step.layers, step.num_data).max()
     assert found.seconds == pytest.approx(max(ends[-1] for ends in timed.ends) + optimizer)
