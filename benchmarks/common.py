@@ -26,7 +26,7 @@ def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:
     document = micro_batch.nano_batches[nano].document[columns.document]
     at = (np.cumsum(lengths) - lengths)[document] + columns.position  # [tokens of the rank]
     return Row(*(torch.from_numpy(x) for x in (text[at], labels[at], columns.position)),
-               micro_batch.key_runs(nano, rank))
+               reads=micro_batch.key_runs(nano, rank))
 
 
 class GivenBatches:

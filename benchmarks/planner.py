@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distca
-from distca.planning.plan import Plan, max_over_mean, task_work
+from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import TILE, tasks_at_home
 from distca.spec import ModelShape, model_named
 from distca.workload.documents import Workload, parse_json, read_source, read_text, sample_lengths
@@ -156,9 +156,7 @@ def _is_valid(plan: Plan) -> bool:
 def _work_before(case: Case) -> float:
     """max/mean with documents in order and every query computed at home."""
     in_order = pack(case.lengths, ranks=case.ranks, tokens_per_rank=case.tokens_per_rank)
-    home = tasks_at_home(in_order)
-    work = np.bincount(home.server, weights=task_work(home, None), minlength=case.ranks)
-    return max_over_mean(work, np.ones(case.ranks))
+    return max_over_mean(server_work(tasks_at_home(in_order), case.ranks, None), np.ones(case.ranks))
 
 
 def _shards_under_tile(plan: Plan) -> int:

@@ -233,12 +233,13 @@ def batch_of(plan: StepPlan, rank: int, vocab: int) -> Batch:
     """A data rank's rows of a step whose micro-batch m is `document_columns(…, seed=m)`."""
     from distca.train.data import Batch, Row
 
-    columns = [document_columns(micro_batch.lengths.tolist(), vocab, number)
-               for number, micro_batch in enumerate(plan.micro_batches)]
-    rows = tuple(tuple(Row(*(column[nano_index(micro_batch, nano, rank)] for column in of_micro_batch),
-                           micro_batch.key_runs(nano, rank)) for nano in range(plan.num_nano_batches))
-                 for micro_batch, of_micro_batch in zip(plan.micro_batches, columns, strict=True))
-    return Batch(rows, plan, plan.summary(), 0.0, 0.0)
+    rows = []
+    for number, micro_batch in enumerate(plan.micro_batches):
+        tokens, labels, positions = document_columns(micro_batch.lengths.tolist(), vocab, number)
+        at = [nano_index(micro_batch, nano, rank) for nano in range(plan.num_nano_batches)]
+        rows.append(tuple(Row(tokens[index], labels[index], positions[index], micro_batch.key_runs(nano, rank))
+                          for nano, index in enumerate(at)))
+    return Batch(tuple(rows), plan, plan.summary(), 0.0, 0.0)
 
 
 def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:

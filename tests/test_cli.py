@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ JSON_KEYS = {
     "ranks", "servers", "tasks", "valid", "tolerance", "work_max_over_mean_before", "work_max_over_mean", "bytes_total",
     "bytes_sent_max", "bytes_received_max", "bytes_all_gather", "bytes_backward_total", "smallest_shard",
     "plan_seconds", "model", "tp", "placement", "tokens_per_rank", "documents", "limit",
-}
+             "attention_seconds", "attention_seconds_backward", "work_max_over_mean_backward", "exchange_seconds"}
 
 
 @pytest.fixture
@@ -66,6 +67,30 @@ def test_json_says_what_the_library_says(run_json):
     assert said["bytes_all_gather"] == summary.bytes_all_gather
     assert said["tasks"] == summary.num_tasks
     assert 0 < said["plan_seconds"] < 5
+    assert said["attention_seconds"] is said["attention_seconds_backward"] is said["exchange_seconds"] is None
+    assert said["work_max_over_mean_backward"] == said["work_max_over_mean"]
+
+
+def test_with_a_table_seconds_are_told_both_ways_and_over_its_network(run_json, tmp_path):
+    table = analytic_table(model_named("llama3-8b"), 550e12)
+    network = {"backend": "gloo", "num_ranks": 2, "latency_seconds": 1e-3, "bandwidth": 1e10}
+    replace(table, metadata={**table.metadata, "network": network}).save(tmp_path / "table.json")
+    said = run_json("plan", "prolong", "--ranks", 4, "--tokens-per-rank", 32768, "--cost", tmp_path / "table.json")
+    assert said["attention_seconds_backward"] == pytest.approx(2.5 * said["attention_seconds"], rel=0.1)
+    assert max(said["work_max_over_mean"], said["work_max_over_mean_backward"]) <= 1.05
+    busiest = max(said["bytes_sent_max"], said["bytes_received_max"])
+    assert said["exchange_seconds"] == pytest.approx(1e-3 + busiest / 1e10)
+
+
+def test_heads_are_not_scaled_in_silence_and_head_dims_not_at_all(run, tmp_path):
+    analytic_table(model_named("llama3-8b"), 550e12).save(tmp_path / "table.json")
+    options = ("prolong", "--ranks", 2, "--tokens-per-rank", 4096, "--cost", tmp_path / "table.json")
+    code, _, error = run("plan", *options, "--model", "llama-34b")
+    assert code == 0 and "64 query and 8 KV heads is scaled from" in error
+    code, _, error = run("plan", *options)
+    assert (code, error) == (0, "")
+    code, _, error = run("plan", *options, "--model", "tiny")
+    assert code == 2 and "head_dim 128 but model 'tiny' has 32; run distca profile --model tiny" in error
 
 
 def test_defaults_of_a_sampler(run_json):

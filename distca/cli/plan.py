@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ from distca.cli.batches import (
 from distca.cli.figures import page_writer, plan_page
 from distca.cli.progress import progress
 from distca.cost.attention_time import AttentionTime
+from distca.cost.network import MeasuredNetwork
 from distca.cost.shipped import find_table
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan, PlanSummary
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
-from distca.report import PlanFigures, Side
+from distca.report import PlanFigures, SecondsFigures, Side
 from distca.report.render import print_plan
 from distca.spec import ModelShape, model_named
 from distca.workload.documents import SAMPLERS
@@ -52,6 +54,10 @@ class Pool:
     def speed(self, ranks: int) -> np.ndarray:
         return np.ones(ranks + self.dedicated)
 
+    def balanced(self, layout: Layout, backward: bool = False) -> Plan:
+        return balance(layout, self.model, tolerance=self.tolerance, speed=self.speed(layout.num_ranks), tp=self.tp,
+                       cost=self.cost, backward=backward)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
@@ -61,6 +67,7 @@ class Planned:
     placement: str
     before: Plan
     after: Plan
+    backward: Plan       # forward's where work is causal pairs
     plan_seconds: float
     invalid: str | None  # why the plan failed its proof
 
@@ -99,6 +106,8 @@ def plan_command(
     write_page = page_writer(html, "html") if html else None
     shape = model_named(model)
     pool = Pool(shape, tp, tolerance, dedicated, AttentionTime.of(find_table(cost), shape, tp) if cost else None)
+    if pool.cost is not None and pool.cost.note:
+        print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)
     with progress() as step:
         step("reading documents")
@@ -132,14 +141,15 @@ def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], N
     begin = perf_counter()
     layout = _layout(batch, pool, placement)
     step("balancing attention")
-    plan = balance(layout, pool.model, tolerance=pool.tolerance, speed=pool.speed(batch.ranks), tp=pool.tp, cost=cost)
+    plan = pool.balanced(layout)
+    backward = plan if cost is None else pool.balanced(layout, backward=True)
     plan_seconds = perf_counter() - begin
     step("proving the plan")
-    invalid = _failed_proof(plan)
+    invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
     in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
     unplanned = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost)
-    return Planned(batch, placement, unplanned, plan, plan_seconds, invalid)
+    return Planned(batch, placement, unplanned, plan, backward, plan_seconds, invalid)
 
 
 def figures_of(planned: Planned) -> PlanFigures:
@@ -162,7 +172,20 @@ def figures_of(planned: Planned) -> PlanFigures:
         plan_seconds=planned.plan_seconds,
         invalid=planned.invalid,
         limit=plan.limit,
+        seconds=_seconds(plan, planned.backward),
     )
+
+
+def _seconds(forward: Plan, backward: Plan) -> SecondsFigures | None:
+    """The network is as flat as it was measured: every rank's bytes over one link, both ways at once."""
+    if forward.cost is None:
+        return None
+    there, back = forward.summary(), backward.summary()
+    network = MeasuredNetwork.of(forward.cost.table)
+    busiest = float(max(there.bytes_sent.max(), there.bytes_received.max()))
+    assert there.seconds is not None and back.seconds is not None
+    return SecondsFigures(there.seconds, back.seconds, back.work_max_over_mean,
+                          None if network is None else network.seconds(busiest))
 
 
 def _layout(batch: Batch, pool: Pool, placement: str) -> Layout:
@@ -198,8 +221,7 @@ def _side(summary: PlanSummary) -> Side:
 def _warm_up(pool: Pool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
     batch = Batch("warm-up", np.array([3072, 512, 512]), 2, 2048)
-    layout = _layout(batch, pool, placement)
-    balance(layout, pool.model, tolerance=pool.tolerance, speed=pool.speed(2), tp=pool.tp, cost=pool.cost).summary()
+    pool.balanced(_layout(batch, pool, placement)).summary()
 
 
 def _plotter(path: Path) -> Callable[[PlanFigures], None]:

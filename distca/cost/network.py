@@ -4,14 +4,46 @@ Two kinds of link are enough to tell plans apart: NVLink inside a node and the G
 at once, and both directions of a link run at once, so a rank is as slow as its busiest direction of its busiest link.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from distca.cost.latency_table import LatencyTable
 from distca.spec import ClusterShape
 
 FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNetwork:
+    """Exchanges between the ranks that `distca profile` ran on, all of which sent at once."""
+
+    num_ranks: int
+    latency_seconds: float
+    bandwidth: float  # bytes per second that one rank sends
+
+    @classmethod
+    def of(cls, table: LatencyTable) -> MeasuredNetwork | None:
+        """What the table's profile measured; None where it measured no network."""
+        about = table.metadata.get("network")
+        if about is None:
+            return None
+        found = [about.get(name) if isinstance(about, Mapping) else None
+                 for name in ("num_ranks", "latency_seconds", "bandwidth")]
+        ranks, latency, bandwidth = (value if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+                                     for value in found)
+        if not (ranks >= 2 and 0 <= latency < float("inf") and 0 < bandwidth < float("inf")):
+            raise ValueError(f"latency table {table.name!r} has network {about!r}; give num_ranks of at least 2, "
+                             "latency_seconds and bandwidth, or profile again with --ranks")
+        return cls(int(ranks), float(latency), float(bandwidth))
+
+    def seconds(self, num_bytes: float) -> float:
+        """An exchange in which a rank sends so many bytes."""
+        return 0.0 if num_bytes == 0 else self.latency_seconds + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +66,7 @@ class Network:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give seconds of at least 0")
 
     @classmethod
-    def of(cls, cluster: ClusterShape) -> "Network":
+    def of(cls, cluster: ClusterShape) -> Network:
         return cls(
             gpus_per_node=cluster.gpus_per_node,
             intra_node_bandwidth=cluster.intra_node_bandwidth,
@@ -42,6 +74,20 @@ class Network:
             intra_node_latency_seconds=cluster.intra_node_latency_seconds,
             inter_node_latency_seconds=cluster.inter_node_latency_seconds,
         )
+
+    @classmethod
+    def measured(cls, table: LatencyTable, cluster: ClusterShape) -> Network:
+        """The cluster's links, of which those that the table's profile exchanged over are as it found them.
+
+        A profile on no more ranks than a node has saw the links inside one, and one on more those between nodes.
+        """
+        network, found = cls.of(cluster), MeasuredNetwork.of(table)
+        if found is None:
+            return network
+        if found.num_ranks <= cluster.gpus_per_node:
+            return replace(network, intra_node_bandwidth=found.bandwidth,
+                           intra_node_latency_seconds=found.latency_seconds)
+        return replace(network, inter_node_bandwidth=found.bandwidth, inter_node_latency_seconds=found.latency_seconds)
 
     def seconds(self, num_bytes: float, same_node: bool) -> float:
         """One message from one GPU to another; nothing is sent, and nothing waited for, when it is empty."""

@@ -32,6 +32,16 @@ class Side:
         return int(self.bytes_received.max())
 
 
+@dataclass(frozen=True, slots=True)
+class SecondsFigures:
+    """What one layer's attention takes, where a latency table knows; backward has a plan of its own."""
+
+    forward: float              # the slowest server's
+    backward: float
+    backward_work_max_over_mean: float
+    exchange: float | None      # of the busiest rank, forward, over the network that the table's profile measured
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanFigures:
     """A batch before, with documents in order and every query computed at home, and after planning."""
@@ -51,6 +61,7 @@ class PlanFigures:
     plan_seconds: float
     invalid: str | None         # why the plan failed its proof
     limit: str | None           # the piece that keeps max/mean above 1 + tolerance
+    seconds: SecondsFigures | None = None
 
     @property
     def servers(self) -> int:
@@ -78,4 +89,9 @@ class PlanFigures:
             "bytes_backward_total": self.backward_bytes_total,
             "smallest_shard": self.smallest_shard,
             "plan_seconds": self.plan_seconds,
+            "attention_seconds": None if self.seconds is None else self.seconds.forward,
+            "attention_seconds_backward": None if self.seconds is None else self.seconds.backward,
+            "work_max_over_mean_backward": (
+                self.after.work_max_over_mean if self.seconds is None else self.seconds.backward_work_max_over_mean),
+            "exchange_seconds": None if self.seconds is None else self.seconds.exchange,
         }

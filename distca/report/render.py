@@ -67,6 +67,11 @@ def comparison(figures: PlanFigures) -> Table:
         table.add_row(label, byte_text(value(before)), byte_text(value(after)))
     table.add_row("tasks, of which moved", *(f"{side.num_tasks:,}, {side.num_moved:,}" for side in (before, after)))
     table.add_row("smallest shard", "", f"{figures.smallest_shard:,} tokens")
+    if (seconds := figures.seconds) is not None:
+        table.add_row("attention of a layer, forward", seconds_text(before.work.max()), seconds_text(seconds.forward))
+        table.add_row("backward, by its own plan", "", seconds_text(seconds.backward))
+        if seconds.exchange is not None:
+            table.add_row("exchange of the busiest rank", "", seconds_text(seconds.exchange))
     table.add_row("planning", "", seconds_text(figures.plan_seconds))
     return table
 

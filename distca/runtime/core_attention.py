@@ -73,14 +73,16 @@ class CoreAttention:
         v: torch.Tensor,
         plan: Plan,
         *,
+        backward: Plan | None = None,
         scale: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q.
 
-        Where the layout has key-only slices on this rank, their keys and values stand behind its own.
+        Where the layout has key-only slices on this rank, their keys and values stand behind its own. Gradients go by
+        the same plan, or by `backward`.
         """
-        pending = self.start(q, k, v, plan, scale=scale, window=window)
+        pending = self.start(q, k, v, plan, backward=backward, scale=scale, window=window)
         self.serve(pending)
         return self.finish(pending)
 

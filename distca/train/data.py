@@ -195,8 +195,8 @@ class Loader:
         self._position = draft.position
         self._ahead = _in_background(self._draft, self._position)
         micro_batches = tuple(
-            tuple(Row(*map(torch.from_numpy, columns), micro_batch.key_runs(nano, self._rank))
-                  for nano, columns in enumerate(rows))
+            tuple(Row(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
+                      micro_batch.key_runs(nano, self._rank)) for nano, (tokens, labels, positions) in enumerate(rows))
             for micro_batch, rows in zip(draft.plan.micro_batches, draft.columns, strict=True))
         return Batch(micro_batches, draft.plan, draft.summary, draft.plan_seconds, wait_seconds)
 

@@ -1,12 +1,15 @@
 """The alpha-beta network against a message-by-message count."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.cost.network import Network
-from distca.spec import cluster_named
+from distca.cost.latency_table import analytic_table
+from distca.cost.network import MeasuredNetwork, Network
+from distca.spec import cluster_named, model_named
 
 NETWORK = Network.of(cluster_named("dgx-h200"))
 
@@ -66,3 +69,37 @@ def test_rings():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def table_with(network):
+    table = analytic_table(model_named("llama3-8b"), 550e12)
+    return replace(table, metadata={**table.metadata, "network": network})
+
+
+def test_a_profile_replaces_the_links_it_measured():
+    cluster = cluster_named("dgx-h200")
+    plain = Network.of(cluster)
+    assert Network.measured(analytic_table(model_named("llama3-8b"), 550e12), cluster) == plain
+    assert Network.measured(table_with(None), cluster) == plain
+    about = {"backend": "nccl", "num_ranks": 8, "latency_seconds": 3e-5, "bandwidth": 3e11}
+    inside = Network.measured(table_with(about), cluster)
+    assert (inside.intra_node_bandwidth, inside.intra_node_latency_seconds) == (3e11, 3e-5)
+    assert (inside.inter_node_bandwidth, inside.inter_node_latency_seconds) == (50e9, 6e-6)
+    between = Network.measured(table_with(about | {"num_ranks": 16, "bandwidth": 4e10}), cluster)
+    assert (between.inter_node_bandwidth, between.inter_node_latency_seconds) == (4e10, 3e-5)
+    assert between.intra_node_bandwidth == plain.intra_node_bandwidth
+
+
+@pytest.mark.parametrize("about", [
+    [], {}, {"num_ranks": 1, "latency_seconds": 0.0, "bandwidth": 1.0},
+    {"num_ranks": 2, "latency_seconds": -1.0, "bandwidth": 1.0},
+    {"num_ranks": 2, "latency_seconds": 0.0, "bandwidth": 0},
+    {"num_ranks": True, "latency_seconds": 0.0, "bandwidth": 1.0}])
+def test_a_network_that_is_none_is_refused(about):
+    with pytest.raises(ValueError, match=r"latency table .* has network .*; give num_ranks .* or profile again"):
+        Network.measured(table_with(about), cluster_named("dgx-h200"))
+
+
+def test_an_exchange_takes_its_latency_and_its_bytes():
+    measured = MeasuredNetwork.of(table_with({"num_ranks": 2, "latency_seconds": 1e-3, "bandwidth": 1e9}))
+    assert measured.seconds(0) == 0.0 and measured.seconds(1e6) == pytest.approx(2e-3)
