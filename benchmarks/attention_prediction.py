@@ -274,7 +274,7 @@ def predict(content: dict[str, Any]) -> tuple[list[Replay], dict[str, Any]]:
             replays.append(Replay(
                 one["gpus"], one["context"], one["batch"], one["half"], one["rank"], call.backward, one["pairs"],
                 len(q), median(one[name]), {
-                    "shipped": float(costs.attention_seconds(q, keys, backward=call.backward).sum()),
+                    "shipped": float(costs.attention.shards(q, np.maximum(keys, q), call.backward).sum()),
                     "sum": float(measured.seconds(q, keys, backward=call.backward).sum()),
                     "fill": device.seconds(call)}))
     found = {

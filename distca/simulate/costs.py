@@ -1,7 +1,8 @@
 """Seconds of everything a layer does on one pool rank, from a latency table, a cluster and a model.
 
 Attention is `AttentionTime`'s, the same that plans balance. Linear layers run at the table's measured rate. On another
-cluster than the table's, both scale with the cluster's own rates.
+cluster than the table's, both scale with the cluster's own rates. Links are the cluster's, or as the table's profile
+measured them.
 
 Tensor-parallel traffic (sequence parallelism: an all-gather before and a reduce-scatter behind each half of a layer)
 runs chunk by chunk beside the products that make or use it, as the common trainers do: what is longer counts, and one
@@ -54,7 +55,7 @@ class Costs:
         rates = ((gemm * linear["forward_flops_per_second"], gemm * linear["backward_flops_per_second"]) if linear
                  else (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second))
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
-        network = _network(table, cluster)
+        network = Network.measured(table, cluster)
         return cls(model, tp, AttentionTime.of(table, model, tp, scale), network, network, network,
                    max(cluster.gpus_per_node // tp, 1), rates, cluster.memory_bandwidth)
 
@@ -117,11 +118,6 @@ class Costs:
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
         """[stages] of one GPU, which updates its share of the stage's weights."""
         return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
-
-
-def _network(table: LatencyTable, cluster: ClusterShape) -> Network:
-    """The cluster's links; a network that was measured with the table belongs here."""
-    return Network.of(cluster)
 
 
 def _beside(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:
