@@ -7,6 +7,7 @@ for a run. A choice that does not fit the memory in some batch is out.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -212,6 +213,7 @@ def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
     found: dict[Key, Figures | None] = {}
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
+        done: dict[bytes, Figures | None] = {}                   # baselines often choose the same
         for name in question.strategies:
             if name == BOUND:
                 floor = bound(setting, costs, batch.lengths())
@@ -220,9 +222,26 @@ def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
             strategy = STRATEGIES[name]
             for choice in strategy.choices(setting):
                 plan = strategy.step_plan(choice, setting, costs, batch, question.tolerance)
-                found[at, name, choice] = None if plan is None else _figures(plan, setting, costs,
-                                                                             free=not strategy.is_baseline)
+                if plan is None:
+                    found[at, name, choice] = None
+                elif not strategy.is_baseline:
+                    found[at, name, choice] = _figures(plan, setting, costs, free=True)
+                else:
+                    key = _rows(plan)
+                    if key not in done:
+                        done[key] = _figures(plan, setting, costs, free=False)
+                    found[at, name, choice] = done[key]
     return found
+
+
+def _rows(plan: StepPlan) -> bytes:
+    """A digest of where every token of a baseline's step is, which says everything that differs between them."""
+    digest = hashlib.blake2b(plan.gather_ranks.to_bytes(4, "little"), digest_size=16)
+    for micro_batch in plan.micro_batches:
+        for layout in micro_batch.layouts:
+            for column in (layout.lengths, layout.document, layout.start, layout.stop, layout.rank):
+                digest.update(column.tobytes() + b"|")
+    return digest.digest()
 
 
 def _figures(plan: StepPlan, setting: Setting, costs: Costs, *, free: bool) -> Figures | None:
