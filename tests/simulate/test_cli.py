@@ -104,7 +104,7 @@ def test_every_command_of_the_guide_runs(run, monkeypatch):
     for line in commands.splitlines():
         command, *arguments = shlex.split(line, comments=True)
         if command == "distca":
-            exit_code, _, err = run(*arguments, "--workers", "1")
+            exit_code, _, err = run(*arguments, *(("--workers", "1") if arguments[0] == "simulate" else ()))
             assert (exit_code, err) == (0, ""), line
             ran += 1
         else:
