@@ -14,27 +14,26 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from distca.cost.attention_time import AttentionTime
+from distca.cost.shipped import shipped_table
 from distca.cost.work import causal_pairs
 from distca.kernels import Kernel, TaskRows, choose
-from distca.planning.greedy import balance
-from distca.planning.plan import task_work
-from distca.planning.tasks import TaskTable, tasks_at_home
+from distca.planning.step import plan_step
+from distca.planning.tasks import TaskTable
 from distca.profiling import versions
 from distca.profiling.timing import Run, in_turns
-from distca.simulate.nano import Nano, ping_pong
 from distca.simulate.setting import setting
 from distca.spec import ModelShape, cluster_named, model_named
 from distca.workload.contexts import Source, batch_sequences
-from distca.workload.layout import Layout, layout_from_slices
 
-CLUSTER, TOLERANCE = "dgx-h200", 0.05
+CLUSTER, TOLERANCE, TABLE = "dgx-h200", 0.05, "h200"
 WARM_SECONDS = 2.0
 SECONDS_EACH = 0.08     # of samples of a batch
 
@@ -91,22 +90,12 @@ def _places(document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[
     return offset[at] + begin - low[at], int((high - low).sum())
 
 
-def pool_tasks(nano: Nano, num_pool: int, model: ModelShape, tp: int) -> TaskTable:
-    """The simulator's plan of one nano-batch; keys of the half before are on virtual ranks that stand for real ones."""
-    rank = nano.rank + num_pool * nano.earlier
-    if not nano.earlier.any():
-        layout = Layout(nano.lengths, nano.document, nano.start, nano.stop, rank, num_pool)
-        return balance(layout, model, tolerance=TOLERANCE, tp=tp).tasks
-    layout = layout_from_slices(nano.lengths, nano.document, nano.start, nano.stop, rank, 2 * num_pool)
-    home = tasks_at_home(layout)
-    load = np.bincount(home.server, weights=task_work(home, None), minlength=2 * num_pool)
-    little = load[num_pool:] * (1.0 + 1e-9)
-    share = (1.0 + TOLERANCE) * load[:num_pool].sum()
-    total = share + little.sum()
-    speed = np.concatenate([np.full(num_pool, share / num_pool), little]) / total
-    plan = balance(layout, model, tolerance=min(total / load.sum() - 1.0, 1.0), speed=speed, tp=tp)
-    tasks = plan.tasks.take(plan.tasks.home < num_pool)
-    return replace(tasks, server=tasks.server % num_pool)
+def pool_tasks(lengths: np.ndarray, num_pool: int, model: ModelShape, tp: int) -> list[TaskTable]:
+    """The forward tasks of each nano-batch, as the simulator's step plan has them."""
+    cost = AttentionTime.of(shipped_table(TABLE), model, tp)
+    step = plan_step([lengths], model, num_data=num_pool, layers=(1,), tp=tp, placement="balanced",
+                     tolerance=TOLERANCE, cost=cost)
+    return [plans[0].tasks for plans in step.by_stage[0][0]]
 
 
 def planned_calls(scale: Scale, model: ModelShape, tp: int) -> Iterator[tuple[dict[str, Any], TaskTable, int]]:
@@ -115,9 +104,9 @@ def planned_calls(scale: Scale, model: ModelShape, tp: int) -> Iterator[tuple[di
         sequences = None if scale.tokens_per_rank is None else gpus // tp * scale.tokens_per_rank // context
         chosen = setting(model, cluster_named(CLUSTER), gpus=gpus, context=context, tp=tp, sequences=sequences)
         lengths = np.concatenate(batch_sequences(Source("prolong"), context, chosen.num_sequences, (0, number)))
-        for half, nano in enumerate(ping_pong(lengths, chosen.num_data, "balanced", TOLERANCE)):
+        for half, tasks in enumerate(pool_tasks(lengths, chosen.num_pool, model, tp)):
             about = {"gpus": gpus, "context": context, "batch": number, "half": half}
-            yield about, pool_tasks(nano, chosen.num_pool, model, tp), chosen.num_pool
+            yield about, tasks, chosen.num_pool
 
 
 def pool_batches(scale: Scale, model: ModelShape, tp: int) -> list[tuple[dict[str, Any], Batch]]:

@@ -1,7 +1,7 @@
 """Does the simulator tell what really happens? On CPU ranks whole training steps, on a GPU each rank's attention.
 
-`--cpu` (the default) trains a small decoder in several ways on 1, 2 and 4 ranks, simulates the very same steps with
-costs measured on this machine, and compares ratios of step times; see training_steps.py.
+`--cpu` (the default) trains a small decoder in several ways on 1, 2 and 4 ranks, simulates the very same step plans
+with costs measured once on this machine, and compares ratios of step times; see training_steps.py.
 
 `--gpu` replays the attention batches of simulated pools of 64 and 512 GPUs on one GPU and puts predictions beside; see
 attention_replay.py. `--predict FILE` makes the predictions again from its measurements and the shipped tables; see
@@ -38,12 +38,12 @@ RESULTS = Path(__file__).parent / "results"
 
 def cpu_table(results: Sequence[Result]) -> Table:
     table = Table(title="a step, measured and simulated", title_justify="left")
-    for title in ("ranks", "variant", "measured s", "simulated s", "no tokens s", "over home", "simulated", "error"):
+    for title in ("ranks", "variant", "measured s", "simulated s", "host s", "over home", "simulated", "error"):
         table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=True)
     for row in results:
         ratio = row.over(next(one for one in results if one.ranks == row.ranks))
         table.add_row(str(row.ranks), row.variant, f"{row.step_seconds:.2f}", f"{row.simulated_seconds:.2f}",
-                      f"{row.fixed_seconds:.2f}", f"{ratio.measured:.2f}", f"{ratio.simulated:.2f}",
+                      f"{row.host_seconds:.2f}", f"{ratio.measured:.2f}", f"{ratio.simulated:.2f}",
                       f"{100 * ratio.error:.0f} %")
     return table
 
@@ -51,7 +51,7 @@ def cpu_table(results: Sequence[Result]) -> Table:
 def on_cpu(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     from training_steps import MODEL, ratios, run_on_cpu  # needs what training needs; --gpu does not
 
-    machine, results = run_on_cpu(arguments)
+    machine, launches, results = run_on_cpu(arguments)
     console.print(cpu_table(results))
     pairs = ratios(results)
     errors = [pair.error for pair in pairs]
@@ -64,6 +64,7 @@ def on_cpu(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                                 "python": platform.python_version(), **profiling.versions()},
         "options": options, "model": asdict(MODEL),
         "machine": {name: value for name, value in asdict(machine).items() if name != "table"},
+        "launches": {ranks: asdict(one) for ranks, one in launches.items()},
         "rows": [asdict(one) for one in results],
         "ratios": [asdict(pair) | {"error": pair.error} for pair in pairs],
         "median_error": median(errors), "worst_error": max(errors), "largest_loss_difference": difference}

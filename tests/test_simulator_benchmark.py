@@ -17,19 +17,16 @@ pytest.importorskip("torch")
 import torch
 
 from distca.cost.attention_time import AttentionTime
+from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped import shipped_table
 from distca.cost.work import causal_pairs
 from distca.planning.tasks import TaskTable
-from distca.simulate import nano as simulated
-from distca.simulate.costs import Costs
-from distca.simulate.nano import ping_pong
-from distca.spec import MODELS, cluster_named, model_named
-from distca.train.step_plan import plan_step
+from distca.spec import MODELS, model_named
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-replay, prediction, steps, benchmark = (
+replay, prediction, steps, host, benchmark = (
     importlib.import_module(name) for name in ("attention_replay", "attention_prediction", "training_steps",
-                                               "simulator"))
+                                               "host_costs", "simulator"))
 MODEL = model_named("llama3-8b")
 
 
@@ -43,22 +40,17 @@ def named_models_stay(monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [[4_096] * 4, [16_384], [9_000, 300, 4_000, 3_084]])
-def test_replays_the_tasks_that_the_simulator_charges(lengths, monkeypatch):
+def test_replays_every_pair_of_the_step_once(lengths):
     """The last two cut a document, so pong reads keys of ping."""
-    seen: list[Any] = []
-    served = simulated.served
-    monkeypatch.setattr(simulated, "served", lambda layout, tasks, *rest: seen.append(tasks) or served(
-        layout, tasks, *rest))
-    costs = Costs.of(MODEL, cluster_named("dgx-h200"), 8, shipped_table("h200"))
-    for nano in ping_pong(np.array(lengths), 4, "balanced", replay.TOLERANCE):
-        simulated.plan_pool([(0, nano)], 4, 4, replay.TOLERANCE, costs)
-        ours = replay.pool_tasks(nano, 4, MODEL, 8)
-        for column in ("document", "q_start", "q_stop", "kv_start", "kv_stop", "server"):
-            np.testing.assert_array_equal(getattr(ours, column), getattr(seen[-1], column))
-        pairs = causal_pairs(ours.q_start, ours.q_stop, ours.kv_start, ours.kv_stop)
+    halves = replay.pool_tasks(np.array(lengths), 4, MODEL, 8)
+    total = 0
+    for tasks in halves:
+        pairs = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
         for server in range(4):
-            mine = ours.take(ours.server == server)
-            assert replay.server_batch(mine).pairs == pairs[ours.server == server].sum()
+            mine = tasks.take((tasks.server == server) & (tasks.kv_stop > tasks.kv_start))
+            assert replay.server_batch(mine).pairs == pairs[tasks.server == server].sum()
+        total += int(pairs.sum())
+    assert len(halves) == 2 and total == sum(length * (length + 1) // 2 for length in lengths)
 
 
 ranges = st.tuples(st.integers(0, 2), st.integers(0, 50), st.integers(1, 30), st.integers(0, 40), st.integers(1, 40))
@@ -132,36 +124,46 @@ def test_predictions_are_what_the_shipped_table_charges():
 
 def test_ranks_share_cores_and_are_alone_when_others_are_done():
     none = np.zeros(4)
-    np.testing.assert_allclose(steps.shared(none, np.array([10.0, 1, 1, 1]), (1.0, 2.0)), [11, 2, 2, 2])
-    np.testing.assert_allclose(steps.shared(none[:2], np.array([3.0, 1]), (1.0, 1.0)), [4, 2])   # one core's worth
-    np.testing.assert_allclose(steps.shared(np.array([0.0, 5.0]), np.array([2.0, 2.0]), (1.0,)), [2, 7])
+    np.testing.assert_allclose(host.shared(none, np.array([10.0, 1, 1, 1]), (1.0, 2.0)), [11, 2, 2, 2])
+    np.testing.assert_allclose(host.shared(none[:2], np.array([3.0, 1]), (1.0, 1.0)), [4, 2])   # one core's worth
+    np.testing.assert_allclose(host.shared(np.array([0.0, 5.0]), np.array([2.0, 2.0]), (1.0,)), [2, 7])
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=6), st.integers(1, 4))
 def test_sharing_loses_no_work(ranks, cores):
     start, seconds = np.array(ranks).T
-    stop = steps.shared(start, seconds, tuple(range(1, cores + 1)))
+    stop = host.shared(start, seconds, tuple(range(1, cores + 1)))
     assert (stop >= start + seconds - 1e-9).all()
     assert stop.max() <= start.max() + seconds.sum() + 1e-9
     if len(ranks) <= cores:
         np.testing.assert_allclose(stop, start + seconds, atol=1e-9)
 
 
+def made_up_machine(folder, per_pair=0.0, per_token=0.0, per_byte=0.0):
+    """Two cores; seconds of attention are proportional to pairs, of everything else to tokens and bytes."""
+    grid = np.array([1, 128, 256, 512, 1_024, 4_096])
+    q = grid[:, None].astype(np.float64)
+    pairs = np.where(q <= grid, q * (grid - (q - 1) / 2), np.nan)
+    table = LatencyTable("made up", grid, grid, max(per_pair, 1e-30) * pairs, 2 * max(per_pair, 1e-30) * pairs,
+                         1 / max(per_pair, 1e-30), {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32})
+    table.save(folder / "table.json")
+    ways = (per_token, 2 * per_token)
+    return host.Machine(str(folder / "table.json"), ways, ways, ways, (1.0, 2.0), per_byte, 0.0)
+
+
+def variant_plan(folder, variant, ranks=2):
+    chosen = steps.base_settings(str(folder), ranks).with_values(steps.VARIANTS[variant])
+    documents = steps.step_documents(ranks, 1_024, 128, 4)
+    return documents, steps.plan_of(documents, chosen, ranks)
+
+
 @pytest.mark.parametrize("variant", list(steps.VARIANTS))
 def test_a_simulated_step_is_the_trainers_own(variant, tmp_path):
     """Two cores and two ranks: attention's seconds per pair, nothing else costs anything."""
     per_pair = 1e-6
-    table = shipped_table("h200")
-    grid = np.array([1, 128, 256, 512, 1_024, 4_096])
-    q = grid[:, None].astype(np.float64)
-    pairs = np.where(q <= grid, q * (grid - (q - 1) / 2), np.nan)
-    type(table)("made up", grid, grid, per_pair * pairs, 2 * per_pair * pairs, 1 / per_pair,
-                table.metadata).save(tmp_path / "table.json")
-    machine = steps.Machine(str(tmp_path / "table.json"), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 2.0), 0.0, 0.0)
-    chosen = steps.base_settings(str(tmp_path), 2).with_values(steps.VARIANTS[variant])
-    documents = steps.step_documents(2, 1_024, 128, 4)
-    plan = plan_step(documents, chosen, steps.MODEL, 2 // chosen.parallel.pipeline)
-    found = steps.simulated_seconds(plan, chosen, 2, machine, 0.25) - 0.25
+    documents, plan = variant_plan(tmp_path, variant)
+    machine = made_up_machine(tmp_path, per_pair)
+    found = host.on_cores(host.simulated(plan, machine, host.Launches(step=0.25)), machine) - 0.25
     total = 3 * per_pair * sum(length * (length + 1) / 2 for lengths in documents for length in lengths.tolist())
     alone = total * steps.MODEL.num_layers
     if variant == "home":
@@ -171,6 +173,29 @@ def test_a_simulated_step_is_the_trainers_own(variant, tmp_path):
         assert alone / 2 < found < alone
     else:
         assert alone / 2 * 0.99 < found < alone / 2 * 1.08      # balanced within the tolerance
+
+
+@pytest.mark.parametrize("variant", ["home", "disaggregated", "disaggregated, ping-pong"])
+def test_launches_are_counted_by_the_plans_own_calls(variant, tmp_path):
+    _, plan = variant_plan(tmp_path, variant)
+    machine = made_up_machine(tmp_path)
+    found = host.simulated(plan, machine, host.Launches((1.0, 2.0), (10.0, 20.0), 0.5))
+    rows, layers = plan.num_nano_batches, steps.MODEL.num_layers
+    exchanges = layers * sum(unit * host.travelling_calls(plan, way) for unit, way in ((10.0, False), (20.0, True)))
+    launched = 4 * rows * (2 * layers + 1) * 3.0
+    assert found.seconds == pytest.approx(launched + exchanges + 0.5, rel=1e-6)
+    assert (exchanges > 0) == (variant != "home")
+
+
+def test_launches_are_what_probes_take_beyond_their_tokens(tmp_path):
+    """Probes that are themselves simulated give back the launches they were made with."""
+    machine = made_up_machine(tmp_path, 1e-9, 1e-6, 1e-9)
+    plans = tuple(variant_plan(tmp_path, name)[1] for name in steps.PROBES)
+    wanted = host.Launches((0.01, 0.03), (0.02, 0.05), 0.4)
+    probes = [host.Probe(*host._phases(host.simulated(plan, machine, wanted)), 0.4) for plan in plans]
+    found = host.launches_of(*probes, plans, machine)
+    assert found.step == 0.4
+    assert found.segment == pytest.approx(wanted.segment) and found.exchange == pytest.approx(wanted.exchange)
 
 
 def test_ratios_are_compared_alike_both_ways():

@@ -1,7 +1,7 @@
-"""Fixed packing: sequences of equal tokens in the loader's order, attention where its queries live.
+"""Fixed packing: rows of equal tokens in the loader's order, attention where its queries live.
 
-Over a context-parallel group the packed sequence is cut into 2 * cp chunks without regard to documents, chunk i and
-chunk 2 * cp - 1 - i on rank i: equal tokens on every rank, balanced work if the sequence were one document, and cheap
+Over a context-parallel group the packed row is cut into 2 * cp chunks without regard to documents, chunk i and
+chunk 2 * cp - 1 - i on rank i: equal tokens on every rank, balanced work if the row were one document, and cheap
 in shards, as a short document stays in one piece. The work of the groups is what their documents make it.
 """
 
@@ -11,29 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca.baselines.at_home import at_home
-from distca.cost.latency_table import LatencyTable
-from distca.planning.plan import Plan
+from distca.baselines.groups import fixed_rows, step_of_groups
+from distca.planning.step import StepPlan
 from distca.spec import ModelShape
-from distca.workload.layout import Layout, layout_from_rows, layout_from_slices
+from distca.workload.layout import Layout, layout_from_slices
 
 
-def fixed_rows(sequences: Sequence[np.ndarray], num_rows: int) -> list[np.ndarray]:
-    """Whole sequences in order, as many in every row: the rows of one micro-batch after the other."""
-    if num_rows < 1 or len(sequences) % num_rows:
-        raise ValueError(f"num_rows is {num_rows} but there are {len(sequences)} sequences; choose a number that "
-                         "divides them")
-    each = len(sequences) // num_rows
-    return [np.concatenate(sequences[row * each:(row + 1) * each]) for row in range(num_rows)]
-
-
-def fixed_packing(
-    sequences: Sequence[np.ndarray], model: ModelShape, *, dp: int, cp: int = 1, tp: int = 1,
-    cost: LatencyTable | None = None,
-) -> Plan:
-    """dp groups of cp ranks with the same number of sequences each."""
-    rows = fixed_rows(sequences, dp)
-    return at_home(per_sequence_layout(layout_from_rows([row.tolist() for row in rows]), cp), model, tp=tp, cost=cost)
+def fixed_packing_step(
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    cp: int = 1,
+) -> StepPlan:
+    """num_data / cp groups of cp data ranks with as many tokens each."""
+    return step_of_groups(fixed_rows(micro_batches, num_data // cp), per_sequence_layout, model, cp=cp, layers=layers,
+                          tp=tp)
 
 
 def per_sequence_layout(layout: Layout, cp: int) -> Layout:

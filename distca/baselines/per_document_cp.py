@@ -21,12 +21,12 @@ from dataclasses import replace
 import numpy as np
 
 from distca.baselines.at_home import at_home
+from distca.baselines.groups import fixed_rows, step_of_groups
 from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan
-from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
+from distca.planning.step import StepPlan
 from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices
-from distca.workload.packing import NanoBatch, pack
 
 
 def per_document_cp(
@@ -38,15 +38,13 @@ def per_document_cp(
 
 
 def per_document_cp_step(
-    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    cp: int | None = None,
 ) -> StepPlan:
-    """A step in which all data ranks of a stage are one context-parallel group; stages run 1F1B."""
-    packed = []
-    for lengths in micro_batches:
-        layout = head_tail_layout(pack(lengths, ranks=1), num_data)
-        packed.append(MicroBatch(layout.lengths, (NanoBatch(layout, np.arange(layout.num_documents)),)))
-    return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp,
-                                 gather_ranks=num_data)
+    """A step whose documents are cut over groups of cp data ranks, or over all of a stage; stages run 1F1B."""
+    cp = num_data if cp is None else cp
+    return step_of_groups(fixed_rows(micro_batches, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
+                          tp=tp)
 
 
 def head_tail_layout(layout: Layout, cp: int) -> Layout:

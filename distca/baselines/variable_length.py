@@ -2,7 +2,8 @@
 
 The work of a document is quadratic in its length plus linear: its attention and its linear layers. Chunks with long
 documents get fewer tokens, chunks without get more, as many as memory allows. A document is never cut, so a chunk's
-work is at least that of its longest document, and the tokens of the others grow until they fill the memory.
+work is at least that of its longest document, and the tokens of the others grow until they fill the memory. Inside a
+chunk's group every document is cut over all ranks.
 
 Documents go heaviest first to the chunk with the least work that has the tokens to spare; then single documents move
 off the heaviest chunk, or change places with a lighter one elsewhere, for as long as that lowers the heaviest.
@@ -10,12 +11,38 @@ off the heaviest chunk, or change places with a lighter one elsewhere, for as lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from distca.baselines.groups import step_of_groups
+from distca.baselines.per_document_cp import head_tail_layout
+from distca.planning.step import StepPlan
+from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices
 
 _ROUNDS = 200
 _LEVEL = 1e-3  # a heaviest chunk so little above the mean is left alone
+
+
+def variable_length_step(
+    lengths: np.ndarray, chunk: np.ndarray, model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    cp: int = 1,
+) -> StepPlan:
+    """A step whose `chunk`s, as `variable_length` deals them, are rows of one micro-batch after the other."""
+    return step_of_groups(variable_rows(lengths, chunk, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
+                          tp=tp)
+
+
+def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list[Layout]:
+    """Chunk c is replica c % replicas' row in micro-batch c // replicas; a micro-batch without documents is none."""
+    rows = []
+    for micro_batch in np.unique(chunk // replicas).tolist():
+        mine = np.flatnonzero(chunk // replicas == micro_batch)
+        own = lengths[mine]
+        rows.append(layout_from_slices(own, np.arange(len(own)), np.zeros_like(own), own, chunk[mine] % replicas,
+                                       replicas))
+    return rows
 
 
 def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, max_tokens: int) -> np.ndarray | None:
@@ -36,11 +63,6 @@ def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, m
         free[target] -= lengths[document]
     _improve(chunk, lengths, work, load, free)
     return chunk
-
-
-def variable_length_layout(lengths: np.ndarray, chunk: np.ndarray, num_chunks: int) -> Layout:
-    """Every chunk as one rank's row, documents in their order."""
-    return layout_from_slices(lengths, np.arange(len(lengths)), np.zeros_like(lengths), lengths, chunk, num_chunks)
 
 
 def _improve(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.ndarray, free: np.ndarray) -> None:

@@ -22,9 +22,9 @@ from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped import shipped_names, shipped_table
 from distca.report.page import MemoryFigures, Timeline
 from distca.simulate.compare import Comparison, Outcome, Question, compare, replay
+from distca.simulate.execute import Step
 from distca.simulate.setting import settings
-from distca.simulate.step import Step
-from distca.simulate.strategies import STRATEGIES
+from distca.simulate.strategies import NAMES, STRATEGIES
 from distca.spec import CLUSTERS, model_named
 from distca.trace import write_chrome_trace
 from distca.workload.contexts import Source
@@ -46,7 +46,7 @@ def simulate_command(
         f"A sampler ({', '.join(SAMPLERS)}), {STANDARD_LIBRARY} for the files of Python's own library, or a file of "
         "lengths or a workload."))] = "prolong",
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
-    strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(STRATEGIES)}.")] = "all",
+    strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
     tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
     cost: Annotated[str, typer.Option(
@@ -58,7 +58,9 @@ def simulate_command(
     seed: Annotated[int, typer.Option(help="Of the sampled batches.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; as many as there are cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Also write the first batch's timeline for Perfetto.")] = None,
+    trace: Annotated[Path | None, typer.Option(
+        help="Also write the first batch's timeline, for `distca report --predicted`, and beside it trace_FILE for "
+             "Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
     """Predict a training step under every strategy, on the same documents."""
@@ -75,15 +77,16 @@ def simulate_command(
     shape, machines = model_named(model), find_cluster(cluster)
     grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=_numbers("pp", pp), sequences=sequences,
                     micro_batches=None if micro_batches is None else _numbers("micro_batches", micro_batches))
-    names = STRATEGIES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
+    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
     question = Question(grid, names, source, _table(cost), tolerance, batches, seed)
     with progress(batches + 1) as step:
         step("simulating")
         comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
     shown = _traced(comparison)
     step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
-    if trace is not None and step_shown is not None:
-        write_chrome_trace(step_shown.traces or (), trace)
+    if trace is not None and step_shown is not None and step_shown.traces is not None:
+        trace.write_text(json.dumps([one.to_json() for one in step_shown.traces]), encoding="utf-8")
+        write_chrome_trace(step_shown.traces, trace.with_name(f"trace_{trace.name}"))
     if write_page:
         write_page(comparison_page(comparison.as_json(), "simulate", *_first_batch(shown, step_shown)))
     if as_json:
@@ -91,7 +94,7 @@ def simulate_command(
     else:
         print_comparison(comparison, Console())
         if trace is not None and shown is not None:
-            print(f"Timeline of {shown.name} in {trace}.")
+            print(f"Timeline of {shown.name} in {trace}, for Perfetto in trace_{trace.name}.")
         if html is not None:
             print(f"Written to {html}.")
 
@@ -132,9 +135,8 @@ def _numbers(field: str, text: str) -> list[int]:
 
 
 def _traced(comparison: Comparison) -> Outcome | None:
-    """Ours where it ran, else the last strategy that has a timeline."""
-    there = [outcome for outcome in comparison.outcomes if outcome.name != "bound"]
-    return next((outcome for outcome in there if outcome.name == "distca"), there[-1] if there else None)
+    """Ours where it ran, else the last strategy."""
+    return comparison.outcomes[-1] if comparison.outcomes else None
 
 
 def _first_batch(outcome: Outcome | None, step: Step | None) -> tuple[tuple[Timeline, ...], MemoryFigures | None]:
@@ -159,16 +161,15 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("", "tokens/s", "step", "idle", "exposed", "memory", "work"):
         table.add_column(title, justify="right" if title else "left")
-    for outcome in comparison.outcomes:
-        row = outcome.as_json(comparison.outcomes)
+    for outcome in comparison.rows:
+        row = outcome.as_json(comparison.rows)
         table.add_row(outcome.name, f"{row['tokens_per_second']:,.0f}", f"{row['step_seconds']:.3g} s",
                       f"{row['idle_share']:.1%}", f"{row['exposed_communication_share']:.1%}",
                       f"{row['peak_memory_gb']:.0f} GB", f"{row['work_max_over_mean']:.2f}")
     console.print(table)
     console.print(_ratios(comparison))
     for outcome in comparison.outcomes:
-        if outcome.name != "bound":
-            console.print(Text(f"{outcome.name}: {outcome.choice.describe(outcome.setting)}", style="dim"))
+        console.print(Text(f"{outcome.name}: {outcome.describe()}", style="dim"))
     if comparison.too_large:
         console.print(Text(f"Too large for the memory: {', '.join(comparison.too_large)}.", style="bold"))
 
@@ -177,10 +178,8 @@ def _ratios(comparison: Comparison) -> Table:
     """How much faster the row is than the column, over all batches and in the worst and best of them."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title="times as fast as (range over batches)", title_justify="left")
     table.add_column("")
-    others = [outcome for outcome in comparison.outcomes if outcome.name not in ("disaggregated", "distca", "bound")]
-    rows = [outcome for outcome in comparison.outcomes if outcome.name in ("disaggregated", "distca", "bound")]
-    if not rows:
-        others = rows = list(comparison.outcomes)
+    others = [outcome for outcome in comparison.outcomes if STRATEGIES[outcome.name].is_baseline]
+    rows = [outcome for outcome in comparison.rows if outcome not in others] or others
     for other in others:
         table.add_column(other.name, justify="right")
     for outcome in rows:

@@ -7,6 +7,7 @@ for a run. A choice that does not fit the memory in some batch is out.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,17 +17,20 @@ from typing import Any
 import numpy as np
 
 from distca.cost.latency_table import LatencyTable
+from distca.planning.step import StepPlan
+from distca.simulate.bound import bound
+from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
+from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
-from distca.simulate.step import Step
-from distca.simulate.strategies import Batch, Choice, check_strategies, choices, run
+from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, check_names
 from distca.workload.contexts import Source, batch_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One strategy, one choice, one batch."""
+    """One strategy, one choice, one batch; or the bound."""
 
     seconds: float
     free_seconds: float        # with links between ranks that take no time
@@ -50,11 +54,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A strategy over all batches, with its best choice."""
+    """A strategy over all batches, with its best choice; or the bound, which has none."""
 
     name: str
     setting: Setting
-    choice: Choice
+    choice: Choice | None
     figures: tuple[Figures, ...]  # [batches]
 
     def column(self, field: str) -> np.ndarray:
@@ -90,23 +94,31 @@ class Outcome:
             "speedup_over": {name: value[0] for name, value in speedups.items()},
             "speedup_range_over": {name: list(value[1:]) for name, value in speedups.items()},
             "pp": self.setting.pp,
-            "choice": self.choice.describe(self.setting),
+            "choice": self.describe(),
         }
+
+    def describe(self) -> str:
+        return "what no strategy can beat" if self.choice is None else self.choice.describe(self.setting)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Strategies that fit, in display order, and the names of those that do not."""
+    """Strategies that fit, in display order, the bound where it was asked for, and the names of what does not fit."""
 
     source: str
     setting: Setting
     num_batches: int
     tolerance: float
     outcomes: tuple[Outcome, ...]
+    bound: Outcome | None
     too_large: tuple[str, ...]
 
+    @property
+    def rows(self) -> tuple[Outcome, ...]:
+        return self.outcomes if self.bound is None else (*self.outcomes, self.bound)
+
     def outcome(self, name: str) -> Outcome:
-        return next(outcome for outcome in self.outcomes if outcome.name == name)
+        return next(outcome for outcome in self.rows if outcome.name == name)
 
     def as_json(self) -> dict[str, Any]:
         setting = self.setting
@@ -115,7 +127,7 @@ class Comparison:
             "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
             "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
             "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
-            "strategies": {outcome.name: outcome.as_json(self.outcomes) for outcome in self.outcomes},
+            "strategies": {outcome.name: outcome.as_json(self.rows) for outcome in self.rows},
             "too_large": list(self.too_large),
         }
 
@@ -133,7 +145,7 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategies", check_strategies(self.strategies))
+        object.__setattr__(self, "strategies", check_names(self.strategies))
         if self.num_batches < 1:
             raise ValueError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
@@ -149,7 +161,7 @@ class Question:
         return Batch(tuple(batch_sequences(self.source, setting.context, setting.num_sequences, (self.seed, number))))
 
 
-Key = tuple[int, str, Choice]  # setting, strategy, choice
+Key = tuple[int, str, Choice | None]  # setting, strategy, choice
 
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
@@ -160,26 +172,29 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
         step(f"batch {len(rows)} of {question.num_batches}")
     ordered = [rows[number] for number in sorted(rows)]
     best = {name: _best(question, name, ordered) for name in question.strategies}
+    floor = best.pop(BOUND, None)
     too_large = [name for name, outcome in best.items() if outcome is None]
     outcomes = [_with_free_links(question, outcome) for outcome in best.values() if outcome is not None]
-    if all(outcome.name == "bound" for outcome in outcomes):
+    if not outcomes and too_large:
         setting = question.settings[0]
         raise ValueError(
             f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
             f"{setting.cluster.memory_bytes / 1e9:.0f} GB with any of: {', '.join(too_large)}; give fewer --sequences, "
             "more --gpus, or a larger --tp or --pp")
     return Comparison(question.source.name, question.settings[0], question.num_batches, question.tolerance,
-                      tuple(outcomes), tuple(too_large))
+                      tuple(outcomes), floor, tuple(too_large))
 
 
 def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     """One batch once more under an outcome's choice, with its timeline: one trace per pool rank."""
     setting = outcome.setting
-    done = run(outcome.name, outcome.choice, setting, question.costs(setting), question.batch(setting, number),
-               question.tolerance, record=True)
-    if done is None or done[0].traces is None:
-        raise ValueError(f"strategy {outcome.name!r} has no timeline; choose another than bound")
-    return done[0]
+    if outcome.choice is None:
+        raise ValueError(f"{outcome.name!r} has no timeline; choose a strategy")
+    costs = question.costs(setting)
+    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number),
+                                              question.tolerance)
+    assert plan is not None, "it fitted in the sweep"
+    return execute(plan, costs, record=True)
 
 
 def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, dict[Key, Figures | None]]]:
@@ -198,25 +213,58 @@ def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
     found: dict[Key, Figures | None] = {}
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
+        done: dict[bytes, Figures | None] = {}                   # baselines often choose the same
         for name in question.strategies:
-            for choice in choices(name, setting):
-                done = run(name, choice, setting, costs, batch, question.tolerance, exposed=choice.sharding == "pool")
-                fits = done is not None and done[0].memory.peak <= setting.cluster.memory_bytes
-                found[at, name, choice] = Figures.of(*done) if done is not None and fits else None
+            if name == BOUND:
+                floor = bound(setting, costs, batch.lengths())
+                found[at, name, None] = Figures.of(floor, floor.seconds)
+                continue
+            strategy = STRATEGIES[name]
+            for choice in strategy.choices(setting):
+                plan = strategy.step_plan(choice, setting, costs, batch, question.tolerance)
+                if plan is None:
+                    found[at, name, choice] = None
+                elif not strategy.is_baseline:
+                    found[at, name, choice] = _figures(plan, setting, costs, free=True)
+                else:
+                    key = _rows(plan)
+                    if key not in done:
+                        done[key] = _figures(plan, setting, costs, free=False)
+                    found[at, name, choice] = done[key]
     return found
 
 
+def _rows(plan: StepPlan) -> bytes:
+    """A digest of where every token of a baseline's step is, which says everything that differs between them."""
+    digest = hashlib.blake2b(plan.gather_ranks.to_bytes(4, "little"), digest_size=16)
+    for micro_batch in plan.micro_batches:
+        for layout in micro_batch.layouts:
+            for column in (layout.lengths, layout.document, layout.start, layout.stop, layout.rank):
+                digest.update(column.tobytes() + b"|")
+    return digest.digest()
+
+
+def _figures(plan: StepPlan, setting: Setting, costs: Costs, *, free: bool) -> Figures | None:
+    known = PlanCosts(plan, costs.attention)
+    step = execute(plan, costs, plan_costs=known)
+    if step.memory.peak > setting.cluster.memory_bytes:
+        return None
+    seconds = execute(plan, costs.without_network(), plan_costs=known).seconds if free else step.seconds
+    return Figures.of(step, seconds)
+
+
 def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
-    """A baseline's step with free links, which the sweep leaves out."""
-    if outcome.choice.sharding == "pool":
+    """A baseline's steps with free links, which the sweep leaves out: its plans are many and soon made again."""
+    strategy, setting = STRATEGIES[outcome.name], outcome.setting
+    if not strategy.is_baseline:
         return outcome
-    setting = outcome.setting
+    costs = question.costs(setting).without_network()
     figures = []
     for number, found in enumerate(outcome.figures):
-        done = run(outcome.name, outcome.choice, setting, question.costs(setting), question.batch(setting, number),
-                   question.tolerance, exposed=True)
-        assert done is not None, "it fitted in the sweep"
-        figures.append(replace(found, free_seconds=done[1]))
+        plan = strategy.step_plan(outcome.choice, setting, question.costs(setting), question.batch(setting, number),
+                                  question.tolerance)
+        assert plan is not None, "it fitted in the sweep"
+        figures.append(replace(found, free_seconds=execute(plan, costs).seconds))
     return replace(outcome, figures=tuple(figures))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
@@ -17,22 +18,22 @@ import numpy as np
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped import shipped_table
 from distca.cost.work import attention_backward_flops, attention_flops, hidden_shards_bound, pairs_of_shard
-from distca.simulate.compare import Outcome, Question, compare
+from distca.planning.step import StepPlan
+from distca.simulate.calls import PlanCosts
+from distca.simulate.compare import Figures, Outcome, Question, compare
 from distca.simulate.costs import Costs
+from distca.simulate.execute import execute
 from distca.simulate.memory import check_holds_step
-from distca.simulate.nano import Nano, Served, ping_pong
 from distca.simulate.paper_cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 from distca.simulate.setting import Setting
-from distca.simulate.step import plan_step, served_step
-from distca.simulate.strategies import Batch, Choice, choices, run, single_stream
-from distca.simulate.timeline import Exchange
+from distca.simulate.strategies import STRATEGIES, Batch, GroupChoice, PoolChoice
 from distca.spec import cluster_named, model_named
 from distca.workload.contexts import Source
 
 TABLE = "h200"
 TOLERANCE = 0.05
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-PILOT_BATCHES = 2          # choose the pipeline before all batches are run
+PILOT_BATCHES = 2          # choose the pipeline, and ours its tolerance, before all batches are run
 SHARD_KV_LEN = 65_536      # keys of the shards whose throughput is looked up
 
 Row = dict[str, Any]
@@ -92,21 +93,39 @@ def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[Batch]]
     return where, question.costs(where), [question.batch(where, number) for number in range(num_batches)]
 
 
+def _planned(name: str, choice: GroupChoice | PoolChoice, where: Setting, costs: Costs, batch: Batch,
+             tolerance: float = TOLERANCE) -> StepPlan | None:
+    return STRATEGIES[name].step_plan(choice, where, costs, batch, tolerance)
+
+
+def _ours(placement: str, where: Setting, costs: Costs, batch: Batch, tolerance: float = TOLERANCE,
+          ping_pong: bool = True) -> StepPlan:
+    plan = _planned("distca", PoolChoice(placement, ping_pong=ping_pong), where, costs, batch, tolerance)
+    assert plan is not None, "ours plans whatever it needs; whether it fits is not asked here"
+    return plan
+
+
 def _gathered_keys(case: Case, num_batches: int) -> list[Row]:
-    """Per-document context parallelism over all nodes: what gathering keys takes of the step and of the memory."""
+    """Per-document context parallelism over all nodes: what gathering keys takes of the step and of the memory.
+
+    The shares are of a step that waits for its keys; beside them what is still waited for where chunks hide the rest.
+    """
     where, costs, batches = _batches(case, num_batches)
     shares = []
     for batch in batches:
-        done = run("per_document_cp", Choice("fixed", "document", where.num_data), where, costs, batch, TOLERANCE,
-                   record=True)
-        assert done is not None and done[0].traces is not None, "64K tokens a rank fit"
-        held, spans = done[0].memory, done[0].traces[-1].spans
-        shares.append([
-            sum(span.stop_seconds - span.start_seconds for span in spans if span.name == name) / done[0].seconds
-            for name in ("gather keys", "scatter key gradients")] + [held.gathered_kv[-1] / held.total[-1]])
-    gather, scatter, memory = np.mean(shares, axis=0).tolist()
+        plan = _planned("per_document_cp", GroupChoice(where.num_data, "fixed", "document"), where, costs, batch)
+        assert plan is not None, "64K tokens a rank are no dust"
+        known = PlanCosts(plan, costs.attention)
+        waits = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False), record=True)
+        hides, free = (execute(plan, links, plan_costs=known).seconds for links in (costs, costs.without_network()))
+        assert waits.traces is not None
+        spans, held = waits.traces[-1].spans, waits.memory
+        shares.append([sum(span.seconds for span in spans if span.name == name) / waits.seconds
+                       for name in ("gather keys", "scatter key gradients")]
+                      + [held.gathered_kv[-1] / held.total[-1], 1 - free / hides])
+    gather, scatter, memory, exposed = np.mean(shares, axis=0).tolist()
     return [{**case.facts, "gather_share": gather, "gather_and_scatter_share": gather + scatter,
-             "kv_memory_share": memory}]
+             "kv_memory_share": memory, "exposed_share_of_chunks": exposed}]
 
 
 def _variable_chunks(case: Case, num_batches: int) -> list[Row]:
@@ -114,10 +133,11 @@ def _variable_chunks(case: Case, num_batches: int) -> list[Row]:
     where, costs, batches = _batches(case, num_batches)
     found = []
     for batch in batches:
-        done = run("variable_length", Choice("variable", "document", REPLICA_RANKS), where, costs, batch, TOLERANCE)
-        if done is not None:
-            held = done[0].memory.activations
-            found.append((1 - 1 / done[0].work_max_over_mean, float(held.max() / held.mean())))
+        plan = _planned("variable_length", GroupChoice(REPLICA_RANKS, "variable", "document"), where, costs, batch)
+        if plan is not None:
+            done = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False))
+            held = done.memory.activations
+            found.append((1 - 1 / done.work_max_over_mean, float(held.max() / held.mean())))
     idle, memory = np.mean(found, axis=0).tolist() if found else (None, None)
     return [{**case.facts, "dp": case.nodes // REPLICA_RANKS, "attention_idle_share": idle,
              "activations_max_over_mean": memory, "batches_that_fit": len(found), "batches": num_batches}]
@@ -140,11 +160,10 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
     """Ours over WLB-ideal and over the bound, each with the pipeline, grid and micro-batches that suit it best."""
     names = ("wlb_ideal", "disaggregated", "distca", "bound")
     question = _question(case, num_batches, names)
-    by_name = _best_pipelines(question)
+    by_name, one_byte = _best_pipelines(question)
     row: Row = {**case.facts, "too_large": [name for name in names if name not in by_name]}
     for outcome in by_name.values():
-        row |= {f"{outcome.name}_seconds": outcome.step_seconds,
-                f"{outcome.name}_choice": outcome.choice.describe(outcome.setting)}
+        row |= {f"{outcome.name}_seconds": outcome.step_seconds, f"{outcome.name}_choice": outcome.describe()}
     for name in ("disaggregated", "distca"):
         row[name] = row[f"{name}_range"] = None
         if name in by_name and "wlb_ideal" in by_name:
@@ -155,66 +174,49 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
         row["wlb_ideal_exposed_share"] = 1 - float(baseline.column("free_seconds").mean()) / baseline.step_seconds
     row["distca_of_bound"] = row["one_byte_of_bound"] = row["free_links_of_bound"] = None
     if "distca" in by_name:
-        ours, bound = by_name["distca"], by_name["bound"].step_seconds
-        row["distca_of_bound"] = bound / ours.step_seconds
-        row["one_byte_of_bound"] = bound / _one_byte_seconds(question, ours)
-        row["free_links_of_bound"] = bound / float(ours.column("free_seconds").mean())
+        ours, floor = by_name["distca"], by_name["bound"].step_seconds
+        row["distca_of_bound"] = floor / ours.step_seconds
+        row["one_byte_of_bound"] = floor / one_byte
+        row["free_links_of_bound"] = floor / float(ours.column("free_seconds").mean())
     return [row]
 
 
-def _best_pipelines(question: Question) -> dict[str, Outcome]:
-    """Each strategy over all batches with the pipeline that the first few batches choose for it."""
-    if len(question.settings) == 1 or question.num_batches <= PILOT_BATCHES:
-        return {outcome.name: outcome for outcome in compare(question).outcomes}
-    pilot = compare(replace(question, num_batches=PILOT_BATCHES)).outcomes
-    best: dict[str, Outcome] = {}
-    for where in dict.fromkeys(outcome.setting for outcome in pilot if outcome.name != "bound"):
-        chose = {outcome.name for outcome in pilot if outcome.setting == where} | {"disaggregated", "bound"}
-        for outcome in compare(replace(question, settings=(where,), strategies=tuple(chose))).outcomes:
-            if outcome.name not in best or outcome.step_seconds < best[outcome.name].step_seconds:
-                best[outcome.name] = outcome
-    return best
+def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
+    """Each strategy over all batches with what the first few batches choose, and distca's step with one-byte messages.
+
+    A baseline's grid is chosen once more over all of them.
+    """
+    pilot = compare(replace(question, num_batches=min(PILOT_BATCHES, question.num_batches)))
+    found = {outcome.name: outcome for outcome in pilot.rows}
+    if question.num_batches > PILOT_BATCHES:
+        found["bound"] = compare(replace(question, strategies=("bound",))).outcome("bound")
+        for outcome in pilot.outcomes:
+            if STRATEGIES[outcome.name].is_baseline:
+                del found[outcome.name]                          # may have fitted the first few batches only
+                with suppress(ValueError):
+                    again = replace(question, settings=(outcome.setting,), strategies=(outcome.name,))
+                    found[outcome.name] = compare(again).outcome(outcome.name)
+    one_byte = 0.0
+    for name in ("disaggregated", "distca"):
+        if name in found and (name == "distca" or question.num_batches > PILOT_BATCHES):
+            found[name], one_byte = _all_batches(question, found[name])
+    return found, one_byte
 
 
-def _one_byte_seconds(question: Question, ours: Outcome) -> float:
-    """A step were attention's own transfers free: weights and gradients still travel."""
-    where = ours.setting
-    costs = question.costs(where)
-    total = 0.0
+def _all_batches(question: Question, chosen: Outcome) -> tuple[Outcome, float]:
+    """An outcome's choice on every batch; and its mean step were attention's own transfers one byte long."""
+    where, costs = chosen.setting, question.costs(chosen.setting)
+    figures, one_byte = [], 0.0
     for number in range(question.num_batches):
-        nanos, plans = _planned(where, costs, question.batch(where, number), ours.choice.packing, TOLERANCE,
-                                ours.choice.loosened)
-        total += served_step(where, costs, nanos, _with_one_byte(plans, costs)).seconds
-    return total / question.num_batches
-
-
-Plans = list[tuple[Served, ...]]
-
-
-def _planned(
-    where: Setting, costs: Costs, batch: Batch, placement: str, tolerance: float, loosened: float = 1.0
-) -> tuple[list[tuple[Nano, ...]], Plans]:
-    """Ping and pong of every micro-batch, placed and planned as the strategies of ours do it."""
-    each = where.sequences_per_micro_batch
-    nanos: list[tuple[Nano, ...]] = [
-        ping_pong(np.concatenate(batch.sequences[at:at + each]), where.num_data, placement, tolerance)
-        for at in range(0, where.num_sequences, each)]
-    return nanos, plan_step(where, costs, nanos, min(loosened * tolerance, 1.0))
-
-
-def _with_one_byte(plans: Plans, costs: Costs) -> Plans:
-    """The same messages with a byte in each: only their latency remains."""
-    latency = (costs.network.intra_node_latency_seconds, costs.network.inter_node_latency_seconds)
-
-    def emptied(exchange: Exchange) -> Exchange:
-        return replace(exchange, links=tuple(
-            (link, replace(edges, out_seconds=np.full_like(edges.out_seconds, latency[link]),
-                           in_seconds=np.full_like(edges.in_seconds, latency[link])))
-            for link, edges in exchange.links))
-
-    return [tuple(replace(call, going=(emptied(call.going[0]), emptied(call.going[1])),
-                          coming=(emptied(call.coming[0]), emptied(call.coming[1]))) for call in served)
-            for served in plans]
+        plan = STRATEGIES[chosen.name].step_plan(chosen.choice, where, costs, question.batch(where, number),
+                                                 question.tolerance)
+        assert plan is not None, "ours plans whatever it needs"
+        known = PlanCosts(plan, costs.attention)
+        step, bare, free = (execute(plan, links, plan_costs=known) for links in (
+            costs, costs.with_one_byte(), costs.without_network()))
+        figures.append(Figures.of(step, free.seconds))
+        one_byte += bare.seconds / question.num_batches
+    return replace(chosen, figures=tuple(figures)), one_byte
 
 
 def _overlap(case: Case, num_batches: int) -> list[Row]:
@@ -224,13 +226,14 @@ def _overlap(case: Case, num_batches: int) -> list[Row]:
     for placement in ("given", "balanced"):
         seconds = []
         for batch in batches:
-            nanos, plans = _planned(where, costs, batch, placement, TOLERANCE)
-            seconds.append((served_step(where, costs, nanos, plans).seconds,
-                            single_stream(where, costs, batch, TOLERANCE, placement).seconds,
-                            served_step(where, costs, nanos, _with_one_byte(plans, costs)).seconds))
-        overlapped, alone, one_byte = np.mean(seconds, axis=0).tolist()
+            plan = _ours(placement, where, costs, batch)
+            known = PlanCosts(plan, costs.attention)
+            alone = _ours(placement, where, costs, batch, ping_pong=False)
+            seconds.append([execute(plan, costs, plan_costs=known).seconds, execute(alone, costs).seconds,
+                            execute(plan, costs.with_one_byte(), plan_costs=known).seconds])
+        overlapped, alone_seconds, one_byte = np.mean(seconds, axis=0).tolist()
         rows.append({**case.facts, "placement": placement, "ping_pong_seconds": overlapped,
-                     "single_stream_over": alone / overlapped, "one_byte_over": one_byte / overlapped})
+                     "single_stream_over": alone_seconds / overlapped, "one_byte_over": one_byte / overlapped})
     return rows
 
 
@@ -241,13 +244,8 @@ def _tolerances(case: Case, num_batches: int) -> list[Row]:
     for placement in ("given", "balanced"):
         found = []
         for tolerance in TOLERANCES:
-            both = np.zeros(2)
-            for batch in batches:
-                nanos, plans = _planned(where, costs, batch, placement, tolerance)
-                sent = sum(float(way.sent_bytes.sum()) for served in plans for call in served
-                           for way in (*call.going, *call.coming))
-                both += sent * where.layers_per_stage * TP, served_step(where, costs, nanos, plans).seconds
-            found.append(both / num_batches)
+            steps = [execute(_ours(placement, where, costs, batch, tolerance), costs) for batch in batches]
+            found.append(np.mean([(TP * step.sent_bytes, step.seconds) for step in steps], axis=0))
         rows += [{**case.facts, "placement": placement, "tolerance": tolerance, "gigabytes": float(one[0]) / 1e9,
                   "bytes_over": float(one[0] / found[0][0]), "seconds_over": float(one[1] / found[0][1])}
                  for tolerance, one in zip(TOLERANCES, found, strict=True)]
@@ -264,10 +262,8 @@ def _held(case: Case, num_batches: int) -> list[Row]:
     """What ours holds on every rank: activations, and the buffers of its exchanges beside them."""
     where, costs, (batch,) = _batches(case, 1)
     rows = []
-    for name in ("disaggregated", "distca"):
-        done = run(name, choices(name, where)[0], where, costs, batch, TOLERANCE)
-        assert done is not None, "ours runs whatever it needs; whether it fits is not asked here"
-        held = done[0].memory
+    for name, placement in (("disaggregated", "given"), ("distca", "balanced")):
+        held = execute(_ours(placement, where, costs, batch), costs).memory
         stages = held.activations.reshape(where.pp, -1)
         rows.append({**case.facts, "pp": where.pp, "strategy": name,
                      "activations_max_over_min": float((stages.max(axis=1) / stages.min(axis=1)).max()),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ClusterShape, ModelShape
 
 TOKENS_PER_RANK = 65_536  # of a micro-batch, where the context and the data ranks allow it
@@ -40,9 +41,9 @@ class Setting:
             nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
             raise ValueError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
                              f"{nearest}, or another --tp or --pp")
-        if self.model.num_layers % self.pp:
+        if self.pp > self.model.num_layers:
             raise ValueError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
-                             "choose a pp that divides them")
+                             "give each stage at least one")
         tokens = self.context * self.sequences_per_micro_batch
         if tokens % (NANO_BATCHES * self.num_data):
             raise ValueError(f"a micro-batch of {self.sequences_per_micro_batch} sequences of {self.context} tokens "
@@ -60,8 +61,9 @@ class Setting:
         return self.num_data * self.pp
 
     @property
-    def layers_per_stage(self) -> int:
-        return self.model.num_layers // self.pp
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return layers_of_stages(self.model.num_layers, self.pp)
 
     @property
     def num_sequences(self) -> int:
@@ -75,10 +77,6 @@ class Setting:
     def tokens_per_rank(self) -> int:
         """Tokens of one micro-batch on one data rank."""
         return self.context * self.sequences_per_micro_batch // self.num_data
-
-    @property
-    def pool_ranks_per_node(self) -> int:
-        return max(self.cluster.gpus_per_node // self.tp, 1)
 
 
 def setting(

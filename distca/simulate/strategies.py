@@ -1,61 +1,35 @@
-"""The ways to train on one batch, each at its best, all on the same documents.
+"""The ways to train on one batch, all on the same documents: each makes step plans, and nothing else decides.
 
-Baselines choose among groups: dp replicas of cp data ranks. `choices` lists what a strategy may choose from and `run`
-runs one of them; whoever compares keeps the best. Ours are a pool without groups: `disaggregated` is the published
-method, documents where the loader puts them, at the tolerance that was asked for; `distca` places documents too, and
-may choose another tolerance for the run: a tighter one where the network has time, a looser one where it has not.
+Baselines choose among groups: dp replicas of cp data ranks. Ours are a pool without groups: `disaggregated` is the
+published method, documents where the loader puts them, at the tolerance that was asked for; `distca` places documents
+too, and may choose another tolerance for the run: a tighter one where the network has time, a looser one where it has
+not. Ours are planned by `plan_step` with the arguments that a training run has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from distca.baselines.fixed_packing import fixed_rows
-from distca.baselines.variable_length import variable_length, variable_length_layout
-from distca.baselines.wlb import group_attention
+from distca.baselines.fixed_packing import fixed_packing_step
+from distca.baselines.groups import fixed_rows
+from distca.baselines.per_document_cp import per_document_cp_step
+from distca.baselines.variable_length import variable_length, variable_length_step, variable_rows
+from distca.baselines.wlb_ideal import wlb_ideal_step
 from distca.planning.pipeline_ticks import one_forward_one_backward
+from distca.planning.step import StepPlan, plan_step
 from distca.simulate.costs import Costs
-from distca.simulate.memory import max_live_tokens, memory, peak_live
-from distca.simulate.nano import ping_pong, whole
+from distca.simulate.memory import max_live_tokens, memory
 from distca.simulate.setting import Setting
-from distca.simulate.step import Groups, Step, grouped_step, plan_step, served_step
 from distca.spec import unknown_name
-from distca.workload.layout import Layout
 
+BOUND = "bound"           # no strategy: what none can beat
 _MOST_SHARDS = 4_000_000  # of one candidate: beyond, context parallelism cuts documents into dust
 _CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # tokens over a chunk's mean, widest first
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One way to run a strategy."""
-
-    packing: str = "given"        # fixed or variable for groups; given or balanced for ours
-    sharding: str = "pool"        # document, sequence or adaptive for groups
-    cp: int = 1
-    loosened: float = 1.0         # ours: times the tolerance that was asked for; below 1 is tighter
-
-    def describe(self, setting: Setting) -> str:
-        grid = f"pp {setting.pp}, {setting.num_micro_batches} micro-batches" if setting.pp > 1 else "no pipeline"
-        if self.sharding == "pool":
-            loosened = f", tolerance × {self.loosened:g}" if self.loosened != 1.0 else ""
-            return f"{self.packing} placement{loosened}, {grid}"
-        return f"{self.packing} rows, dp {setting.num_data // self.cp} x cp {self.cp} by {self.sharding}, {grid}"
-
-
-STRATEGIES = ("fixed_packing", "variable_length", "per_document_cp", "wlb_ideal", "disaggregated", "distca", "bound")
-BASELINES = STRATEGIES[:4]
-_GROUPED = {  # packings and shardings of each baseline
-    "fixed_packing": (("fixed", "sequence"),),
-    "variable_length": (("variable", "document"),),
-    "per_document_cp": (("fixed", "document"),),
-    "wlb_ideal": (("variable", "adaptive"), ("fixed", "adaptive")),
-}
 _LOOSENED = (0.2, 1.0, 4.0)  # times the tolerance: what distca chooses from
-_PLACEMENT = {"disaggregated": "given", "distca": "balanced"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,142 +41,187 @@ class Batch:
     def lengths(self) -> np.ndarray:
         return np.concatenate(self.sequences)
 
-
-def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
-    """The names in display order, or a ValueError for one that is unknown."""
-    for name in names:
-        if name not in STRATEGIES:
-            raise unknown_name("strategy", name, STRATEGIES)
-    if not names:
-        raise ValueError(f"strategies is empty; give one or more of: {', '.join(STRATEGIES)}")
-    return tuple(name for name in STRATEGIES if name in names)
+    def micro_batches(self, setting: Setting) -> list[np.ndarray]:
+        each = setting.sequences_per_micro_batch
+        return [np.concatenate(self.sequences[at:at + each]) for at in range(0, len(self.sequences), each)]
 
 
-def choices(name: str, setting: Setting) -> list[Choice]:
-    """What the strategy may choose from in this setting."""
-    if name not in _GROUPED:
-        loosened = _LOOSENED if name == "distca" else (1.0,)
-        return [Choice(_PLACEMENT.get(name, "given"), loosened=times) for times in loosened]
-    found = []
-    for cp in _divisors(setting.num_data):
-        dp = setting.num_data // cp
-        for packing, sharding in _GROUPED[name]:
-            if packing == "variable" or setting.sequences_per_micro_batch % dp == 0:
-                found.append(Choice(packing, sharding, cp))
-    return found
+class Choice(Protocol):
+    """One way to run a strategy; hashable."""
+
+    def describe(self, setting: Setting) -> str: ...
 
 
-def _divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
+Chosen = TypeVar("Chosen", contravariant=True)
 
 
-def run(
-    name: str, choice: Choice, setting: Setting, costs: Costs, batch: Batch, tolerance: float, *, record: bool = False,
-    exposed: bool = False,
-) -> tuple[Step, float] | None:
-    """The step, and its seconds with free links where `exposed` asks for them; None where the choice does not fit."""
-    if name == "bound":
-        step = bound_step(setting, costs, batch)
-        return step, step.seconds
-    if choice.sharding == "pool":
-        return _run_served(choice, setting, costs, batch, tolerance, record, exposed)
-    groups = _groups(choice, setting, costs, batch)
-    if groups is None:
-        return None
-    step = grouped_step(setting, costs, groups, record=record)
-    free = grouped_step(setting, costs.without_network(), groups).seconds if exposed else step.seconds
-    return step, free
+class Strategy(Protocol[Chosen]):
+    """What a name on the command line stands for."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_baseline(self) -> bool: ...
+
+    def choices(self, setting: Setting) -> Sequence[Choice]:
+        """What it may choose from in this setting; whoever compares keeps the best."""
+        ...
+
+    def step_plan(
+        self, choice: Chosen, setting: Setting, costs: Costs, batch: Batch, tolerance: float
+    ) -> StepPlan | None:
+        """The step under one choice; None where it cannot be made to fit the memory."""
+        ...
 
 
-def _run_served(
-    choice: Choice, setting: Setting, costs: Costs, batch: Batch, tolerance: float, record: bool, exposed: bool
-) -> tuple[Step, float]:
-    each = setting.sequences_per_micro_batch
-    nanos = [ping_pong(np.concatenate(batch.sequences[at:at + each]), setting.num_data, choice.packing, tolerance)
-             for at in range(0, setting.num_sequences, each)]
-    plans = plan_step(setting, costs, list(nanos), min(choice.loosened * tolerance, 1.0))
-    step = served_step(setting, costs, list(nanos), plans, record=record)
-    free = served_step(setting, costs.without_network(), list(nanos), plans).seconds if exposed else step.seconds
-    return step, free
+@dataclass(frozen=True, slots=True)
+class PoolChoice:
+    """Attention shared by all ranks."""
+
+    placement: str
+    loosened: float = 1.0  # times the tolerance that was asked for; below 1 is tighter
+    ping_pong: bool = True
+
+    def describe(self, setting: Setting) -> str:
+        loosened = f", tolerance × {self.loosened:g}" if self.loosened != 1.0 else ""
+        return f"{self.placement} placement{loosened}, {_pipeline(setting)}"
 
 
-def single_stream(setting: Setting, costs: Costs, batch: Batch, tolerance: float, placement: str = "balanced") -> Step:
-    """Ours without ping-pong: every exchange is waited for."""
-    each = setting.sequences_per_micro_batch
-    rows = [(whole(np.concatenate(batch.sequences[at:at + each]), setting.num_data, placement, tolerance),)
-            for at in range(0, setting.num_sequences, each)]
-    return served_step(setting, costs, list(rows), plan_step(setting, costs, list(rows), tolerance))
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Ours."""
+
+    name: str
+    placement: str
+    loosened: tuple[float, ...] = (1.0,)
+    is_baseline: bool = False
+
+    def choices(self, setting: Setting) -> list[PoolChoice]:
+        return [PoolChoice(self.placement, times) for times in self.loosened]
+
+    def step_plan(
+        self, choice: PoolChoice, setting: Setting, costs: Costs, batch: Batch, tolerance: float
+    ) -> StepPlan:
+        return plan_step(
+            batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=setting.layers,
+            tp=setting.tp, ping_pong=choice.ping_pong, placement=choice.placement,
+            tolerance=min(choice.loosened * tolerance, 1.0), cost=costs.attention)
 
 
-def _groups(choice: Choice, setting: Setting, costs: Costs, batch: Batch) -> Groups | None:
-    """The batch laid over groups; None where it does not fit the memory."""
-    cp, count = choice.cp, setting.num_micro_batches
-    num_chunks = setting.num_data // cp * count
-    lengths = batch.lengths()
-    if cp > 1 and 2 * cp * len(lengths) > _MOST_SHARDS:
-        return None
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """dp replicas of cp data ranks."""
+
+    cp: int
+    packing: str   # fixed or variable
+    sharding: str  # how a group cuts its row: by sequence, by document, or adaptive
+
+    def describe(self, setting: Setting) -> str:
+        return (f"{self.packing} rows, dp {setting.num_data // self.cp} x cp {self.cp} by {self.sharding}, "
+                f"{_pipeline(setting)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A baseline: its rows, and how it cuts them over a group."""
+
+    name: str
+    packings: tuple[str, ...]
+    sharding: str
+    make: Callable[[GroupChoice, Setting, Costs, Batch], StepPlan | None]
+    is_baseline: bool = True
+
+    def choices(self, setting: Setting) -> list[GroupChoice]:
+        divisors = [cp for cp in range(1, setting.num_data + 1) if setting.num_data % cp == 0]
+        return [GroupChoice(cp, packing, self.sharding) for cp in divisors for packing in self.packings
+                if packing == "variable" or setting.sequences_per_micro_batch % (setting.num_data // cp) == 0]
+
+    def step_plan(
+        self, choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch, tolerance: float
+    ) -> StepPlan | None:
+        if choice.cp > 1 and 2 * choice.cp * sum(map(len, batch.sequences)) > _MOST_SHARDS:
+            return None
+        return self.make(choice, setting, costs, batch)
+
+
+def _fixed_packing(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan:
+    return fixed_packing_step(batch.micro_batches(setting), setting.model, num_data=setting.num_data,
+                              layers=setting.layers, tp=setting.tp, cp=choice.cp)
+
+
+def _per_document_cp(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan:
+    return per_document_cp_step(batch.micro_batches(setting), setting.model, num_data=setting.num_data,
+                                layers=setting.layers, tp=setting.tp, cp=choice.cp)
+
+
+def _variable_length(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan | None:
+    chunk = _chunks_that_fit(choice.cp, setting, costs, batch.lengths())
+    return None if chunk is None else variable_length_step(
+        batch.lengths(), chunk, setting.model, num_data=setting.num_data, layers=setting.layers, tp=setting.tp,
+        cp=choice.cp)
+
+
+def _wlb_ideal(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan | None:
+    replicas = setting.num_data // choice.cp
     if choice.packing == "fixed":
-        groups = _timed(choice, costs, _rows_layout(fixed_rows(batch.sequences, num_chunks)), count)
-        return groups if _fits(setting, costs, groups) else None
-    work = _work(setting, costs, lengths, cp)
+        rows = fixed_rows(batch.micro_batches(setting), replicas)
+    else:
+        chunk = _chunks_that_fit(choice.cp, setting, costs, batch.lengths())
+        if chunk is None:
+            return None
+        rows = variable_rows(batch.lengths(), chunk, replicas)
+    return wlb_ideal_step(rows, costs.attention, setting.model, layers=setting.layers, tp=setting.tp, cp=choice.cp)
+
+
+def _chunks_that_fit(cp: int, setting: Setting, costs: Costs, lengths: np.ndarray) -> np.ndarray | None:
+    """The chunk of every document, with as unequal tokens as the memory allows; None where none fits."""
+    num_chunks = setting.num_data // cp * setting.num_micro_batches
     mean = setting.num_tokens / num_chunks
-    most = max_live_tokens(setting, costs) * cp
+    most = float(max_live_tokens(setting, costs).min()) * cp
+    work = _work(costs, lengths) / cp
     for cap in _CAPS:
         if cap * mean > 2 * most:
             continue
         chunk = variable_length(lengths, work, num_chunks=num_chunks, max_tokens=int(cap * mean))
         if chunk is None:
             return None
-        groups = _timed(choice, costs, variable_length_layout(lengths, chunk, num_chunks), count)
-        if _fits(setting, costs, groups):
-            return groups
+        tokens = np.bincount(chunk, weights=lengths, minlength=num_chunks).reshape(setting.num_micro_batches, -1)
+        tokens = np.repeat(-(-tokens[tokens.any(axis=1)] // cp), cp, axis=1)  # [micro-batches, data ranks]
+        held = memory(costs, setting.layers, one_forward_one_backward(setting.pp, len(tokens)), tokens,
+                      gather_ranks=cp)
+        if held.peak <= setting.cluster.memory_bytes:
+            return chunk
     return None
 
 
-def _rows_layout(rows: list[np.ndarray]) -> Layout:
-    lengths = np.concatenate(rows)
-    rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    return Layout(lengths, np.arange(len(lengths)), np.zeros_like(lengths), lengths, rank, len(rows))
+def _work(costs: Costs, lengths: np.ndarray) -> np.ndarray:
+    """Seconds of a document: attention and linear layers, forward and backward."""
+    attention = sum(costs.attention.shards(lengths, lengths, backward) for backward in (False, True))
+    linear = sum(sum(costs.segment_seconds(lengths.astype(np.float64), backward)) for backward in (False, True))
+    return np.asarray(attention + linear)
 
 
-def _timed(choice: Choice, costs: Costs, layout: Layout, count: int) -> Groups:
-    found = group_attention(layout, costs.table, cp=choice.cp, sharding=choice.sharding)
-    scale = costs.attention_scale
-    return Groups(choice.cp, scale * found.forward.reshape(count, -1), scale * found.backward.reshape(count, -1),
-                  found.tokens.reshape(count, -1))
+def _pipeline(setting: Setting) -> str:
+    return f"pp {setting.pp}, {setting.num_micro_batches} micro-batches" if setting.pp > 1 else "no pipeline"
 
 
-def _work(setting: Setting, costs: Costs, lengths: np.ndarray, cp: int) -> np.ndarray:
-    """Seconds that a document adds to each rank of its group: attention and linear layers, forward and backward."""
-    attention = sum(costs.attention_seconds(lengths, lengths, backward=way) for way in (False, True))
-    linear = sum(sum(costs.segment_seconds(lengths.astype(np.float64), way)) for way in (False, True))
-    return np.asarray((attention + linear) / cp)
+STRATEGIES: dict[str, Strategy[Any]] = {strategy.name: strategy for strategy in (
+    Grouped("fixed_packing", ("fixed",), "sequence", _fixed_packing),
+    Grouped("variable_length", ("variable",), "document", _variable_length),
+    Grouped("per_document_cp", ("fixed",), "document", _per_document_cp),
+    Grouped("wlb_ideal", ("variable", "fixed"), "adaptive", _wlb_ideal),
+    Pool("disaggregated", "given"),
+    Pool("distca", "balanced", _LOOSENED),
+)}
+NAMES = (*STRATEGIES, BOUND)  # in display order
 
 
-def _fits(setting: Setting, costs: Costs, groups: Groups) -> bool:
-    ticks = one_forward_one_backward(setting.pp, len(groups.tokens))
-    gathered = peak_live(ticks, groups.gathered()) if groups.cp > 1 else None
-    held = memory(setting, costs, peak_live(ticks, groups.tokens), live_gathered=gathered)
-    return held.peak <= setting.cluster.memory_bytes
-
-
-def bound_step(setting: Setting, costs: Costs, batch: Batch) -> Step:
-    """No plan can be faster: attention perfectly divided over the pool, what it sends free, no gradient to wait for.
-
-    Linear layers, TP traffic and the pipeline's fill and drain remain, as no plan of attention changes them.
-    """
-    lengths = batch.lengths()
-    own = np.full(1, float(setting.tokens_per_rank))
-    total = 0.0
-    attention = 0.0
-    for way in (False, True):
-        linear = sum(float(part[0]) for part in costs.segment_seconds(own, way)) * setting.layers_per_stage
-        head = float(costs.head_seconds(own, way)[0])
-        total += linear * (setting.num_micro_batches + setting.pp - 1) + head * setting.num_micro_batches
-        attention += float(costs.attention_seconds(lengths, lengths, backward=way).sum()) * setting.model.num_layers
-    attention /= setting.num_pool
-    parameters = max(costs.stage_parameters(stage, setting.pp) for stage in range(setting.pp))
-    seconds = total + attention + costs.optimizer_seconds(parameters, setting.num_data)
-    live = np.full((setting.pp, setting.num_data), float(setting.tokens_per_rank))
-    busy = (total * setting.num_micro_batches / (setting.num_micro_batches + setting.pp - 1) + attention) / seconds
-    return Step(seconds, min(busy, 1.0), np.full(setting.num_pool, attention), memory(setting, costs, live))
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names in display order, or a ValueError for one that is unknown."""
+    for name in names:
+        if name not in NAMES:
+            raise unknown_name("strategy", name, NAMES)
+    if not names:
+        raise ValueError(f"strategies is empty; give one or more of: {', '.join(NAMES)}")
+    return tuple(name for name in NAMES if name in names)

@@ -9,16 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.fixed_packing import fixed_packing, fixed_rows, per_sequence_layout
-from distca.baselines.variable_length import variable_length, variable_length_layout
-from distca.baselines.wlb import group_attention
+from distca.baselines.fixed_packing import fixed_packing_step, per_sequence_layout
+from distca.baselines.groups import fixed_rows, step_of_groups
+from distca.baselines.per_document_cp import head_tail_layout, per_document_cp_step
+from distca.baselines.variable_length import variable_length, variable_length_step, variable_rows
+from distca.baselines.wlb_ideal import adaptive_layout, wlb_ideal_step
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs
+from distca.planning.plan import server_work
+from distca.planning.tasks import tasks_at_home
 from distca.spec import model_named
 from distca.workload.layout import layout_from_rows
 
 MODEL = model_named("llama3-8b")
-TABLE = analytic_table(MODEL, 550e12)
+COST = AttentionTime.of(analytic_table(MODEL, 550e12), MODEL, 8)
 lengths_of = st.lists(st.integers(1, 900), min_size=1, max_size=12)
 
 
@@ -32,30 +37,55 @@ def test_per_sequence_shards_are_equal_tokens_of_the_same_documents(rows, cp):
     assert tokens.sum(axis=1).tolist() == [sum(row) for row in rows]
 
 
+def _longest(layout, cp):
+    """[groups] seconds of the slowest rank, forward and backward."""
+    return sum(server_work(tasks_at_home(layout), layout.num_ranks, COST, backward).reshape(-1, cp).max(axis=1)
+               for backward in (False, True))
+
+
 def test_fixed_packing_is_equal_tokens_and_exact():
-    sequences = [np.array([1024, 3072]), np.array([4096]), np.array([2048, 2048]), np.array([1, 4095])]
-    plan = fixed_packing(sequences, MODEL, dp=2, cp=2)
-    plan.validate()
-    assert plan.layout.tokens_per_rank().tolist() == [4096] * 4
-    assert (plan.tasks.home == plan.tasks.server).all()
-    with pytest.raises(ValueError, match="num_rows is 3 but there are 4"):
-        fixed_rows(sequences, 3)
+    micro_batches = [np.array([1024, 3072, 4096]), np.array([2048, 2048, 1, 4095])]
+    for make in (fixed_packing_step, per_document_cp_step):
+        for cp in (1, 2, 4):
+            step = make(micro_batches, MODEL, num_data=4, layers=(3, 2), cp=cp) if cp > 1 else make(
+                [np.concatenate(micro_batches)], MODEL, num_data=4, layers=(3, 2), cp=1)
+            step.validate()
+            assert (step.gather_ranks, step.is_shared, step.num_data) == (cp, False, 4)
+            for plan in step.plans():
+                assert len(set(plan.layout.tokens_per_rank().tolist())) == 1
+                assert (plan.tasks.home == plan.tasks.server).all()
+    with pytest.raises(ValueError, match="document 0 has 5000 tokens but a rank holds 4096"):
+        fixed_rows([np.array([5000, 3192])], 2)
+    with pytest.raises(ValueError, match="cp is 0; give the number of ranks"):
+        step_of_groups(fixed_rows(micro_batches, 1), head_tail_layout, MODEL, cp=0, layers=(1,))
 
 
 def test_one_long_document_is_level_over_a_group():
-    for sharding in ("document", "sequence", "adaptive"):
-        found = group_attention(layout_from_rows([[65536]]), TABLE, cp=4, sharding=sharding)
-        assert found.forward.max() <= 1.01 * found.forward.mean()
+    row = layout_from_rows([[65536]])
+    for layout in (head_tail_layout(row, 4), per_sequence_layout(row, 4), adaptive_layout(row, 4, cost=COST)):
+        seconds = server_work(tasks_at_home(layout), 4, COST)
+        assert seconds.max() <= 1.01 * seconds.mean()
 
 
 def test_adaptive_is_never_slower_than_either_sharding():
     rng = np.random.default_rng(0)
-    layout = layout_from_rows([rng.integers(16, 3000, 20).tolist(), [20000, 300, 300], [40000]])
-    longest = {sharding: (found.forward.max(axis=1) + found.backward.max(axis=1))
-               for sharding in ("document", "sequence", "adaptive")
-               for found in [group_attention(layout, TABLE, cp=8, sharding=sharding)]}
-    assert (longest["adaptive"] <= np.minimum(longest["document"], longest["sequence"])).all()
-    assert (longest["document"] != longest["sequence"]).any()
+    rows = layout_from_rows([rng.integers(16, 3000, 20).tolist(), [20000, 300, 300], [40000]])
+    adaptive = adaptive_layout(rows, 8, cost=COST)
+    adaptive.validate()
+    by_document, by_sequence = (_longest(cut(rows, 8), 8) for cut in (head_tail_layout, per_sequence_layout))
+    np.testing.assert_array_equal(_longest(adaptive, 8), np.minimum(by_document, by_sequence))
+    assert (by_document != by_sequence).any()
+    wlb_ideal_step([rows], COST, MODEL, layers=(2,), cp=8).validate()
+
+
+def test_chunks_are_rows_of_micro_batches_and_empty_ones_are_none():
+    lengths = np.array([4000, 3000, 100, 200, 300])
+    chunk = np.array([0, 1, 1, 5, 4])                            # two replicas: nothing is left for micro-batch 1
+    rows = variable_rows(lengths, chunk, 2)
+    assert [row.tokens_per_rank().tolist() for row in rows] == [[4000, 3100], [300, 200]]
+    step = variable_length_step(lengths, chunk, MODEL, num_data=4, layers=(1, 1), cp=2)
+    step.validate()
+    assert len(step.micro_batches) == 2 and step.num_tokens == lengths.sum()
 
 
 def _work(lengths):
@@ -82,8 +112,8 @@ def test_variable_length_keeps_the_memory_cap(lengths, chunks, slack):
     if chunk is None:
         return
     assert np.bincount(chunk, weights=lengths, minlength=chunks).max() <= cap
-    layout = variable_length_layout(lengths, chunk, chunks)
-    layout.validate()
+    for row in variable_rows(lengths, chunk, chunks):
+        row.validate()
 
 
 def test_many_documents_are_balanced_within_a_percent_and_tokens_pay():

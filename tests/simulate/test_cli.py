@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import distca
+from distca.cli.logs import read_traces
 
 KEYS = {"tokens_per_second", "step_seconds", "idle_share", "exposed_communication_share", "peak_memory_gb",
         "work_max_over_mean", "speedup_over"}
@@ -34,8 +35,23 @@ def test_the_table_names_strategies_and_what_they_chose(run):
     assert code == 0
     assert "wlb_ideal" in out and "fixed_packing" not in out
     assert "dp " in out and "balanced placement" in out
-    with open("step.json", encoding="utf-8") as file:
+    assert "Timeline of distca in step.json, for Perfetto in trace_step.json." in out
+    with open("trace_step.json", encoding="utf-8") as file:
         assert len(json.load(file)["traceEvents"]) > 100
+
+
+def test_a_report_shows_the_timeline_that_was_written(run):
+    """What is predicted lies beside what is measured, in the same form."""
+    code, _, _ = run(*QUICK, "--strategies", "distca", "--pp", "2", "--trace", "x.json")
+    assert code == 0
+    traces = read_traces(Path("x.json"))
+    assert [trace.rank for trace in traces] == [0, 1, 2, 3]
+    assert {"forward 0", "backward 0"} <= {span.name for span in traces[0].spans if span.lane == "pipeline"}
+    code, out, err = run("report", "--predicted", "x.json", "--out", "page.html")
+    assert (code, err) == (0, "") and "Written to page.html" in out
+    assert "predicted" in Path("page.html").read_text(encoding="utf-8")
+    code, _, err = run("report", "--predicted", "trace_x.json")
+    assert code == 2 and "step traces" in err
 
 
 def test_own_lengths_and_several_pipelines(run):
@@ -52,7 +68,7 @@ def test_own_lengths_and_several_pipelines(run):
     (("--gpus", "60"), "gpus is 60, not a multiple of tp 8 times pp 1; give --gpus 56"),
     (("--pp", "3"), "not a multiple of tp 8 times pp 3"),
     (("--pp", "x"), "pp is 'x'"),
-    (("--gpus", "40", "--pp", "5", "--context", "65536"), "pp is 5 but model 'llama3-8b' has 32 layers"),
+    (("--gpus", "264", "--pp", "33", "--context", "65536"), "pp is 33 but model 'llama3-8b' has 32 layers"),
     (("--strategies", "distco"), "strategy 'distco' is unknown; did you mean 'distca'?"),
     (("--data", "short.txt", "--context", "65536"), "context is 65536 but the longest document"),
     (("--data", "nonsense.txt"), "line 1 is 'abc'"),
@@ -88,7 +104,7 @@ def test_every_command_of_the_guide_runs(run, monkeypatch):
     for line in commands.splitlines():
         command, *arguments = shlex.split(line, comments=True)
         if command == "distca":
-            exit_code, _, err = run(*arguments, "--workers", "1")
+            exit_code, _, err = run(*arguments, *(("--workers", "1") if arguments[0] == "simulate" else ()))
             assert (exit_code, err) == (0, ""), line
             ran += 1
         else:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
 from distca.cost.cluster_file import find_cluster, read_cluster
 from distca.cost.latency_table import analytic_table
-from distca.cost.work import activation_bytes
-from distca.planning.pipeline_ticks import one_forward_one_backward, same_phase_ticks
 from distca.simulate.compare import Question, compare, replay
 from distca.simulate.costs import Costs
-from distca.simulate.memory import peak_live
+from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.step import Groups, grouped_step
-from distca.simulate.strategies import STRATEGIES, Batch, run, single_stream
-from distca.simulate.strategies import choices as choices_of
+from distca.simulate.strategies import NAMES, STRATEGIES, Batch
 from distca.spec import cluster_named, model_named
-from distca.trace import LANES
 from distca.workload.contexts import Source, batch_sequences
 
 MODEL = model_named("llama3-8b")
@@ -27,18 +20,18 @@ CLUSTER = cluster_named("dgx-h200")
 TABLE = analytic_table(MODEL, 550e12)
 
 
-def _question(pp=1, gpus=32, context=65536, batches=2, data="pretrain", strategies=STRATEGIES, **options):
+def _question(pp=1, gpus=32, context=65536, batches=2, data="pretrain", strategies=NAMES, **options):
     return Question((setting(MODEL, CLUSTER, gpus=gpus, context=context, pp=pp, **options),), strategies, Source(data),
                     TABLE, 0.05, batches)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 2, 3])
 def compared(request):
-    return compare(_question(pp=request.param))
+    return compare(_question(pp=request.param, gpus=24 if request.param == 3 else 32))  # 3: stages of 10, 11, 11 layers
 
 
 def test_nothing_beats_the_bound_and_every_step_has_the_same_tokens(compared):
-    bound = compared.outcome("bound").column("seconds")
+    bound = compared.bound.column("seconds")
     for outcome in compared.outcomes:
         assert (outcome.column("seconds") >= bound * (1 - 1e-9)).all(), outcome.name
         assert outcome.tokens_per_second * outcome.step_seconds == pytest.approx(compared.setting.num_tokens)
@@ -62,7 +55,7 @@ def test_ours_is_balanced_equal_in_memory_and_thrifty_with_buffers(compared):
 
 def test_speedups_are_ratios_of_the_steps(compared):
     rows = compared.as_json()["strategies"]
-    assert set(rows) == set(STRATEGIES)
+    assert tuple(rows) == NAMES
     for name, row in rows.items():
         assert name not in row["speedup_over"]
         for other, ratio in row["speedup_over"].items():
@@ -77,68 +70,23 @@ def test_two_processes_give_the_same_figures():
     assert compare(question, workers=2).as_json() == compare(question).as_json()
 
 
-def test_ping_pong_is_no_slower_than_a_single_stream():
-    question = _question(context=131072)
-    where = question.settings[0]
-    costs, batch = question.costs(where), question.batch(where, 0)
-    choice = choices_of("distca", where)[0]                      # the tolerance that is asked for
-    done = run("distca", choice, where, costs, batch, 0.05)
-    assert done is not None and done[0].seconds < single_stream(where, costs, batch, 0.05).seconds
-
-
-def test_traces_end_with_the_step_and_use_known_lanes():
-    question = _question(pp=2, gpus=32, batches=1, strategies=("distca", "wlb_ideal"))
+def test_a_replayed_batch_is_the_one_that_was_compared():
+    question = _question(pp=2, gpus=32, batches=1, strategies=("distca", "wlb_ideal", "bound"))
     compared = compare(question)
     for name in ("distca", "wlb_ideal"):
         outcome = compared.outcome(name)
-        found = replay(question, outcome).traces
-        assert len(found) == outcome.setting.num_pool
-        assert {span.lane for trace in found for span in trace.spans} <= set(LANES)
-        assert max(span.stop_seconds for trace in found for span in trace.spans) == pytest.approx(outcome.step_seconds)
-        for trace in found:
-            stream = sorted((span.start_seconds, span.stop_seconds) for span in trace.spans
-                            if span.lane in ("linear", "attention", "optimizer"))
-            assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in pairwise(stream))
+        done = replay(question, outcome)
+        assert done.seconds == outcome.step_seconds and len(done.traces) == outcome.setting.num_pool
+        assert max(span.stop_seconds for trace in done.traces for span in trace.spans) == pytest.approx(done.seconds)
+    with pytest.raises(ValueError, match="'bound' has no timeline; choose a strategy"):
+        replay(question, compared.bound)
 
 
-def _groups(where, cp, attention):
-    shape = (where.num_micro_batches, where.num_data)
-    tokens = np.full(shape, where.tokens_per_rank)
-    return Groups(cp, np.full(shape, attention), np.full(shape, 2.5 * attention), tokens)
-
-
-def test_a_pipeline_of_equal_micro_batches_takes_as_long_as_1f1b_says():
-    where = setting(MODEL, CLUSTER, gpus=32, context=65536, pp=4, micro_batches=8)
-    costs = Costs.of(MODEL, CLUSTER, 8, TABLE).without_network()
-    step = grouped_step(where, costs, _groups(where, 1, 0.01))
-    tokens = np.array([float(where.tokens_per_rank)])
-    linear = sum(float(part[0]) for way in (False, True) for part in costs.segment_seconds(tokens, way))
-    slot = where.layers_per_stage * (linear + 0.035)
-    head = sum(float(costs.head_seconds(tokens, way)[0]) for way in (False, True))
-    assert step.seconds == pytest.approx((8 + 3) * slot + 8 * head, rel=0.01)
-
-
-def test_gathering_keys_takes_the_time_of_the_ring():
-    where = setting(MODEL, CLUSTER, gpus=64, context=65536)
-    costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
-    with_keys, without = (grouped_step(where, costs, _groups(where, cp, 0.05)).seconds for cp in (8, 1))
-    gathered = 8 * where.tokens_per_rank * MODEL.kv_token_bytes(8)
-    assert with_keys - without == pytest.approx(2 * MODEL.num_layers * 7 / 8 * gathered / 50e9, rel=0.05)
-
-
-def test_live_micro_batches_are_those_of_the_schedule():
-    tokens = np.full((8, 1), 100)
-    assert peak_live(one_forward_one_backward(4, 8), tokens).ravel().tolist() == [400, 300, 200, 100]
-    assert peak_live(same_phase_ticks(4, 8), tokens).ravel().tolist() == [700, 500, 300, 100]
-
-
-def test_memory_of_the_step_is_counted():
-    question = _question(batches=1, strategies=("distca",))
-    outcome = compare(question).outcome("distca")
-    where = outcome.setting
-    assert outcome.figures[0].activations_gb == pytest.approx(
-        MODEL.num_layers * activation_bytes(where.tokens_per_rank, MODEL, 8) / 1e9)
-    assert outcome.figures[0].memory_max_over_mean < 1.05
+def test_stages_may_be_as_many_as_layers_and_no_more():
+    where = setting(MODEL, CLUSTER, gpus=40, context=65536, pp=5)
+    assert where.layers == (6, 6, 7, 7, 6) and sum(where.layers) == MODEL.num_layers
+    with pytest.raises(ValueError, match="pp is 33 but model 'llama3-8b' has 32 layers; give each stage"):
+        setting(MODEL, CLUSTER, gpus=33 * 8, context=65536, pp=33)
 
 
 def test_contexts_are_whole_and_follow_their_rules():
@@ -169,7 +117,22 @@ def test_a_faster_network_helps_those_who_wait_for_it():
     where = setting(MODEL, CLUSTER, gpus=64, context=131072)
     batch = Batch(tuple(batch_sequences(Source("pretrain"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
-    for choice in choices_of("per_document_cp", where):
-        done = run("per_document_cp", choice, where, costs, batch, 0.05, exposed=True)
-        if done is not None and choice.cp > 1:
-            assert done[1] < done[0].seconds
+    strategy = STRATEGIES["per_document_cp"]
+    for choice in strategy.choices(where):
+        plan = strategy.step_plan(choice, where, costs, batch, 0.05)
+        if plan is not None and choice.cp > 1:
+            assert execute(plan, costs.without_network()).seconds < execute(plan, costs).seconds
+
+
+def test_every_strategy_makes_steps_of_the_same_documents():
+    where = setting(MODEL, CLUSTER, gpus=48, context=61_440, pp=3, micro_batches=4)
+    batch = Batch(tuple(batch_sequences(Source("prolong"), where.context, where.num_sequences, (0, 0))))
+    costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
+    for strategy in STRATEGIES.values():
+        for choice in strategy.choices(where):
+            plan = strategy.step_plan(choice, where, costs, batch, 0.05)
+            plan.validate()
+            lengths = np.concatenate([micro_batch.lengths for micro_batch in plan.micro_batches])
+            assert sorted(lengths.tolist()) == sorted(batch.lengths().tolist()), (strategy.name, choice)
+            assert plan.layers == where.layers and plan.num_data == where.num_data
+            assert "pp 3, 4 micro-batches" in choice.describe(where)

@@ -1,0 +1,261 @@
+"""What attention calls take of every rank: seconds as a server, messages, keys that go round a group.
+
+Plans repeat over layers and ticks. What a plan's tasks take does not depend on links, and is worked out once for each
+plan and direction (`PlanCosts`); plans that run at the same time are put together once for each such set (`Calls`).
+
+A context-parallel group may wait for all its keys and then attend, or attend chunk by chunk while the next chunk
+travels, as ring attention does. Chunks are shorter shards, which kernels run less well, so each group does what ends
+sooner. Documents whose slices do not fill a tile are not cut again: they wait for the last chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.attention_time import AttentionTime
+from distca.planning.plan import Plan, server_work
+from distca.planning.step import StepPlan
+from distca.planning.tasks import TILE
+from distca.simulate.clock import Clock, Exchange, Ring
+from distca.simulate.costs import Costs
+from distca.spec import ModelShape
+from distca.workload.layout import Layout
+
+MOST_CHUNKS = 8        # of a ring; a group of more ranks passes several ranks' keys in one
+_MOST_PIECES = 50_000  # of one call's chunks: the longest documents are cut first
+
+Placed = tuple[tuple[int, Plan, bool], ...]  # (first rank, plan, whether backward) of plans that run at the same time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Messages:
+    """What homes and servers of one plan send each other."""
+
+    home: np.ndarray          # [messages]
+    server: np.ndarray        # [messages]
+    going_bytes: np.ndarray   # [messages] home to server
+    coming_bytes: np.ndarray  # [messages] server to home
+
+
+class PlanCosts:
+    """Seconds and messages of the plans of a step, whatever the links are; rings may be told not to hide."""
+
+    def __init__(self, step: StepPlan, attention: AttentionTime, *, hides: bool = True) -> None:
+        self.gather_ranks, self.attention, self.hides = step.gather_ranks, attention, hides
+        self._plans = step.plans()                               # what ids below belong to
+        self._seconds: dict[tuple[int, bool], np.ndarray] = {}
+        self._chunks: dict[int, ChunkTasks] = {}
+        self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
+        self._messages: dict[tuple[int, bool], Messages] = {}
+
+    def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
+        """[servers]"""
+        key = id(plan), backward
+        if key not in self._seconds:
+            self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward)
+        return self._seconds[key]
+
+    def chunk_seconds(self, plan: Plan, backward: bool) -> np.ndarray:
+        """[ranks, chunks] of attention that takes a rank's own keys first, then the chunks of its ring."""
+        key = id(plan), backward
+        if id(plan) not in self._chunks:
+            self._chunks[id(plan)] = ChunkTasks.of(plan.layout, self.gather_ranks)
+        if key not in self._chunk_seconds:
+            self._chunk_seconds[key] = self._chunks[id(plan)].seconds(self.attention, backward)
+        return self._chunk_seconds[key]
+
+    def messages(self, plan: Plan, backward: bool) -> Messages:
+        key = id(plan), backward
+        if key not in self._messages:
+            moved = plan.traffic()
+            home, server = (np.concatenate(pair) for pair in ((moved.q_home, moved.kv_home),
+                                                              (moved.q_server, moved.kv_server)))
+            going, coming = (np.concatenate([moved.q_tokens * per_q, moved.kv_tokens * per_kv])
+                             for per_q, per_kv in token_bytes(plan.model, plan.tp, backward))
+            self._messages[key] = Messages(home, server, going, coming)
+        return self._messages[key]
+
+    def buffer_bytes(self, plan: Plan, backward: bool) -> np.ndarray:
+        """[servers] that a call holds for others: what they sent, and what goes back to them."""
+        found = self.messages(plan, backward)
+        return np.bincount(found.server, weights=found.going_bytes + found.coming_bytes, minlength=plan.num_servers)
+
+
+PerToken = tuple[int, int]  # bytes of a moved query, of a moved key
+
+
+def token_bytes(model: ModelShape, tp: int, backward: bool) -> tuple[PerToken, PerToken]:
+    """What goes to servers and what comes back.
+
+    Forward: Q, K, V go, O and log-sum-exp come. Backward, as `resend` does it: Q, K, V, O, dO and log-sum-exp go,
+    gradients come.
+    """
+    q, kv, out, lse = (size(tp) for size in (model.q_token_bytes, model.kv_token_bytes, model.out_token_bytes,
+                                             model.lse_token_bytes))
+    return ((q + 2 * out + lse, kv), (q, kv)) if backward else ((q, kv), (out + lse, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolCall:
+    """One attention call whose homes send to servers; stages that keep to themselves may be in different phases."""
+
+    seconds: tuple[tuple[str, np.ndarray], ...]  # of each phase: what it is called, and [ranks]
+    going: Exchange
+    coming: Exchange
+
+    def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
+        """Homes send; when servers have it."""
+        return clock.exchange("to servers", ready, self.going)
+
+    def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
+        """Servers compute and send back; when homes have it."""
+        for name, seconds in self.seconds:
+            there = clock.compute(name, "attention", there, seconds)
+        return clock.exchange("to homes", there, self.coming)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RingCall:
+    """One attention call of groups that gather each other's keys."""
+
+    ring: Ring
+
+    def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
+        return ready
+
+    def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
+        return clock.ring(there, self.ring)
+
+
+class Calls:
+    """Attention calls of all ranks, over given links."""
+
+    def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
+        self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
+        self._made: dict[tuple[tuple[int, int, bool], ...], PoolCall | RingCall] = {}
+        self._rings: dict[tuple[int, bool], np.ndarray] = {}
+
+    def of(self, placed: Placed) -> PoolCall | RingCall:
+        key = tuple((first, id(plan), backward) for first, plan, backward in placed)
+        if key not in self._made:
+            made = self._pool_call if self.plan_costs.gather_ranks == 1 else self._ring_call
+            self._made[key] = made(placed)
+        return self._made[key]
+
+    def _pool_call(self, placed: Placed) -> PoolCall:
+        seconds: dict[bool, np.ndarray] = {}
+        parts = []
+        for first, plan, backward in placed:
+            phase = seconds.setdefault(backward, np.zeros(self.num_ranks))
+            phase[first:first + plan.num_servers] = self.plan_costs.seconds(plan, backward)
+            found = self.plan_costs.messages(plan, backward)
+            parts.append((found.home + first, found.server + first, found.going_bytes, found.coming_bytes))
+        home, server, going, coming = map(np.concatenate, zip(*parts, strict=True))
+        named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
+        there, back = (
+            Exchange.of(source, target, size, self.num_ranks, self.costs.attention_links, self.costs.ranks_per_node)
+            for source, target, size in ((home, server, going), (server, home, coming)))
+        return PoolCall(named, there, back)
+
+    def _ring_call(self, placed: Placed) -> RingCall:
+        runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)
+        columns = np.zeros((4, self.num_ranks))
+        for first, plan, backward in placed:
+            ranks = slice(first, first + plan.num_servers)
+            runs[ranks], backwards[ranks] = True, backward
+            if (key := (id(plan), backward)) not in self._rings:
+                self._rings[key] = self._rings_of(plan, backward)
+            columns[:, ranks] = self._rings[key]
+        return RingCall(Ring(self.plan_costs.gather_ranks, runs, backwards, *columns))
+
+    def _rings_of(self, plan: Plan, backward: bool) -> np.ndarray:
+        """[seconds, lead, tail and travel; data ranks] of a ring, by waiting or by chunks."""
+        size = self.plan_costs.gather_ranks
+        tokens = plan.layout.tokens_per_rank().reshape(-1, size).sum(axis=1).tolist()  # [groups]
+        per_token = plan.model.kv_token_bytes(plan.tp)
+        known = {count: self.costs.ring_seconds(count * per_token, size) for count in set(tokens)}
+        travel = np.repeat([known[count] for count in tokens], size)
+        seconds = self.plan_costs.seconds(plan, backward)
+        waiting = np.stack([seconds, travel + seconds, travel, travel])
+        if not (travel.any() and self.plan_costs.hides):
+            return waiting
+        chunks = self.plan_costs.chunk_seconds(plan, backward)   # [ranks, chunks]
+        left = np.cumsum(chunks[:, ::-1], axis=1)[:, ::-1]       # from each chunk on
+        lead = (travel[:, None] * _arrives(size, chunks.shape[1]) + left)[:, 1:].max(axis=1)
+        slowest = _group_max(np.maximum(lead, left[:, 0]), size)
+        tail = np.maximum(_group_max(lead, size) - _group_max(left[:, 0], size), 0.0)
+        hides = slowest < _group_max(waiting[1], size)
+        return np.where(hides, np.stack([left[:, 0], lead, tail, travel]), waiting)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTasks:
+    """Attention at home, where a group's keys come chunk by chunk and chunk 0 is a rank's own: one row per shard.
+
+    Backward takes the chunks in reverse, so that the gradients of other ranks' keys travel beside the rest.
+    """
+
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    is_aligned: np.ndarray  # with the end of their keys
+    rank: np.ndarray
+    chunk: np.ndarray
+    num_ranks: int
+    num_chunks: int
+
+    @classmethod
+    def of(cls, layout: Layout, size: int) -> ChunkTasks:
+        num_chunks = min(size, MOST_CHUNKS)
+        order = layout.by_document()
+        document, start, stop, rank = (column[order] for column in (layout.document, layout.start, layout.stop,
+                                                                    layout.rank))
+        count = np.bincount(document, minlength=layout.num_documents)  # slices of each document
+        nth = np.arange(len(order)) - (np.cumsum(count) - count)[document]
+        whole = ~_cut_documents(layout, count)[document]
+        sees = np.where(whole, 0, nth + 1)                       # slices that a slice's queries read, its own included
+        task = np.repeat(np.arange(len(order)), sees)
+        key = (np.arange(len(order)) - nth)[task] + np.arange(len(task)) - np.repeat(np.cumsum(sees) - sees, sees)
+        chunk = _chunk_of_distance(size, num_chunks)[(rank[task] - rank[key]) % size]
+        opens = np.ones(len(task), dtype=bool)                   # slices that follow each other are one shard
+        opens[1:] = (task[1:] != task[:-1]) | (chunk[1:] != chunk[:-1])
+        closes = np.append(np.flatnonzero(opens)[1:], len(task)) - 1 if len(task) else np.zeros(0, dtype=np.int64)
+        task, chunk, kv_start, kv_stop = task[opens], chunk[opens], start[key[opens]], stop[key[closes]]
+        last = np.where(count[document[whole]] > 1, num_chunks - 1, 0)  # a document on one rank waits for nobody
+        return cls(
+            np.concatenate([(stop - start)[task], (stop - start)[whole]]),
+            np.concatenate([kv_stop - kv_start, stop[whole]]),
+            np.concatenate([kv_stop == stop[task], np.ones(len(last), dtype=bool)]),
+            np.concatenate([rank[task], rank[whole]]), np.concatenate([chunk, last]), layout.num_ranks, num_chunks)
+
+    def seconds(self, attention: AttentionTime, backward: bool) -> np.ndarray:
+        """[ranks, chunks]"""
+        found = attention.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk,
+                                  self.num_ranks * self.num_chunks, backward, aligned=self.is_aligned)
+        return found.reshape(self.num_ranks, self.num_chunks)
+
+
+def _cut_documents(layout: Layout, count: np.ndarray) -> np.ndarray:
+    """[documents] whose keys are worth taking by chunks: their slices fill a tile, and the longest come first."""
+    worth = (count > 1) & (layout.lengths >= count * TILE)
+    longest = np.argsort(-layout.lengths, kind="stable")
+    pieces = np.where(worth, count * (count + 1) // 2, 0)[longest]
+    worth[longest[np.cumsum(pieces) > _MOST_PIECES]] = False
+    return worth
+
+
+def _chunk_of_distance(size: int, num_chunks: int) -> np.ndarray:
+    """[distance] chunk in which the keys of the rank so far back in the ring come."""
+    distance = np.arange(size)
+    return np.where(distance == 0, 0, 1 + (distance - 1) * (num_chunks - 1) // max(size - 1, 1))
+
+
+def _arrives(size: int, num_chunks: int) -> np.ndarray:
+    """[chunks] share of the ring's time by which a chunk is there."""
+    ranks = np.bincount(_chunk_of_distance(size, num_chunks), minlength=num_chunks)
+    return (np.cumsum(ranks) - 1) / (size - 1)
+
+
+def _group_max(values: np.ndarray, size: int) -> np.ndarray:
+    return np.repeat(values.reshape(-1, size).max(axis=1), size)

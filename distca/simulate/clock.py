@@ -1,0 +1,243 @@
+"""Time as events on streams: who computes when, who sends when, and who has to wait for whom.
+
+Every pool rank has one computing stream, and links whose two directions run at once: NVLink to the ranks of its own
+node and the NIC to all others. Operations take a link or the stream in the order in which they are issued. A transfer
+starts when its data is ready and its sender's link is free; a receiver has everything once its own link has taken it
+in and the last of its senders is done. Overlap is not assumed anywhere: it comes out where the order allows it.
+
+State is one number per rank, and each operation works on all ranks at once, so a step of thousands of GPUs is a few
+thousand numpy calls. Spans are only kept when a trace is asked for, on the lanes on which the runtime's recorder
+puts them; what travels, which the runtime cannot see, is on a lane of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.network import Network
+from distca.trace import Span, StepTrace
+
+NVLINK, NIC = 0, 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edges:
+    """Messages over one kind of link, grouped by receiver."""
+
+    senders: np.ndarray      # [senders] ranks that send anything
+    receivers: np.ndarray    # [receivers] ranks that get anything
+    source: np.ndarray       # [messages] index of the sender, in the order of the receivers
+    first: np.ndarray        # [receivers] first message of each
+    out_seconds: np.ndarray  # [senders]
+    in_seconds: np.ndarray   # [receivers]
+    busy_seconds: np.ndarray  # [ranks] of the busier direction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """One all-to-all: the messages between ranks, with the seconds that each end's link needs for them."""
+
+    links: tuple[tuple[int, _Edges], ...]  # (NVLINK or NIC, messages)
+    sent_bytes: np.ndarray                 # [ranks]
+
+    @classmethod
+    def of(
+        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, network: Network,
+        ranks_per_node: int,
+    ) -> Exchange:
+        """Messages of the same pair travel as one; what stays on its rank is no message."""
+        away = (source != target) & (num_bytes > 0)
+        pair, at = np.unique(target[away] * num_ranks + source[away], return_inverse=True)
+        size = np.bincount(at, weights=num_bytes[away], minlength=len(pair))
+        to, origin = pair // num_ranks, pair % num_ranks
+        same_node = to // ranks_per_node == origin // ranks_per_node
+        links = []
+        for link, mask, latency, bandwidth in (
+                (NVLINK, same_node, network.intra_node_latency_seconds, network.intra_node_bandwidth),
+                (NIC, ~same_node, network.inter_node_latency_seconds, network.inter_node_bandwidth)):
+            if not mask.any():
+                continue
+            senders, at = np.unique(origin[mask], return_inverse=True)
+            receivers, first = np.unique(to[mask], return_index=True)
+            out, taken = (np.bincount(ranks[mask], weights=size[mask], minlength=num_ranks) for ranks in (origin, to))
+            seconds = np.where(np.maximum(out, taken) > 0, latency + np.maximum(out, taken) / bandwidth, 0.0)
+            links.append((link, _Edges(senders, receivers, at, first, latency + out[senders] / bandwidth,
+                                       latency + taken[receivers] / bandwidth, seconds)))
+        return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ring:
+    """Attention of groups of `size` neighbouring ranks, whose keys go round: gathered forward, scattered backward.
+
+    A group either waits for all its keys, or computes them chunk by chunk as they come; two numbers tell both. Forward
+    attention ends `lead` after the ring began, or after its own `seconds` if that is later. Backward the ring ends
+    `tail` after the group's last attention.
+    """
+
+    size: int
+    runs: np.ndarray      # [ranks] bool
+    backward: np.ndarray  # [ranks] bool
+    seconds: np.ndarray   # [ranks]
+    lead: np.ndarray      # [ranks]
+    tail: np.ndarray      # [ranks]
+    travel: np.ndarray    # [ranks] seconds that the ring takes of the NIC
+
+
+class Clock:
+    """When each rank's stream and links are free, and what they did."""
+
+    def __init__(self, num_ranks: int, record: bool = False) -> None:
+        self.num_ranks = num_ranks
+        self.compute_free = np.zeros(num_ranks)
+        self.send_free = np.zeros((2, num_ranks))     # [link, ranks]
+        self.receive_free = np.zeros((2, num_ranks))
+        self.nic_busy = np.zeros(num_ranks)           # seconds of the NIC's busier direction, not counting background
+        self.busy = np.zeros(num_ranks)
+        self.attention = np.zeros(num_ranks)          # of busy
+        self.sent_bytes = np.zeros(num_ranks)         # by exchanges
+        self._beside: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._spans: list[tuple[str, str, np.ndarray, np.ndarray, np.ndarray | None]] | None = [] if record else None
+
+    def compute(self, name: str, lane: str, ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Run on the stream once the exchange is there; the end per rank. A rank with no seconds runs nothing."""
+        start = np.maximum(ready, self.compute_free)
+        stop = start + seconds
+        runs = seconds > 0
+        if self._spans is not None:
+            self._keep("exchange", "wait", np.where(runs, self.compute_free, start), start)
+            self._keep(name, lane, start, stop)
+        self.compute_free = np.where(runs, stop, self.compute_free)
+        self.busy += seconds
+        if lane == "attention":
+            self.attention += seconds
+        return np.where(runs, stop, ready)
+
+    def hold(self, until: np.ndarray, name: str | None = None) -> None:
+        """The stream waits; for what, if that is to be seen."""
+        held = np.maximum(self.compute_free, until)
+        if name is not None:
+            self._keep(name, "wait", self.compute_free, held)
+        self.compute_free = held
+
+    def exchange(self, name: str, ready: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """When each rank has what others send it, and its own data is ready."""
+        arrival = ready.copy()
+        self.sent_bytes += exchange.sent_bytes
+        for link, edges in exchange.links:
+            sends, to, free, taken = edges.senders, edges.receivers, self.send_free[link], self.receive_free[link]
+            start = np.maximum(ready[sends], free[sends])
+            free[sends] = stop = start + edges.out_seconds
+            opens = np.minimum.reduceat(start[edges.source], edges.first)
+            closes = np.maximum.reduceat(stop[edges.source], edges.first)
+            taken[to] = end = np.maximum(np.maximum(taken[to], opens) + edges.in_seconds, closes)
+            arrival[to] = np.maximum(arrival[to], end)
+            if link == NIC:
+                self.nic_busy += edges.busy_seconds
+            if self._spans is not None:
+                begin, until = np.zeros((2, self.num_ranks))
+                begin[sends], until[sends] = start, stop
+                self._keep(name, "network", begin, until, exchange.sent_bytes)
+        return arrival
+
+    def ring(self, ready: np.ndarray, ring: Ring) -> np.ndarray:
+        """When each rank is done with its attention and its group with its keys."""
+        start = np.maximum(ready, self.compute_free)
+        link_free = np.maximum(self.send_free[NIC], self.receive_free[NIC])
+        begin, last, open_link = (_group_max(column, ring.size) for column in (
+            np.maximum(start, link_free), start + ring.seconds, link_free))
+        stop = np.where(ring.backward, np.maximum(last + ring.tail, open_link + ring.travel),
+                        np.maximum(start + ring.seconds, begin + ring.lead))
+        stop = np.where(ring.runs, stop, start)
+        for link in (self.send_free[NIC], self.receive_free[NIC]):
+            np.copyto(link, np.where(ring.backward, stop, begin + ring.travel), where=ring.runs)
+        self.nic_busy += ring.travel
+        self.busy += ring.seconds
+        self.attention += ring.seconds
+        if self._spans is not None:
+            from_ = np.where(ring.backward, start, stop - ring.seconds)   # chunks are drawn as one
+            self._keep("exchange", "wait", self.compute_free, np.where(ring.runs, from_, 0))
+            self._keep("attention forward", "attention", from_, np.where(ring.backward, 0, stop))
+            self._keep("attention backward", "attention", start, np.where(ring.backward, start + ring.seconds, 0))
+            self._keep("exchange", "wait", start + ring.seconds, np.where(ring.backward, stop, 0))
+            travels = ring.runs & (ring.travel > 0)
+            self._keep("gather keys", "network", begin, np.where(travels & ~ring.backward, begin + ring.travel, 0))
+            self._keep("scatter key gradients", "network", stop - ring.travel,
+                       np.where(travels & ring.backward, stop, 0))
+        self.compute_free = np.where(ring.runs, stop, self.compute_free)
+        return stop
+
+    def shift(
+        self, name: str, ready: np.ndarray, posted: np.ndarray, seconds: np.ndarray, sends: np.ndarray, step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rank r sends to rank r + step where it `sends`, once r + step has posted its receive.
+
+        When each rank has received, and when each has sent; 0 where it has not.
+        """
+        source = np.flatnonzero(sends)
+        arrival, sent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        if len(source) == 0:
+            return arrival, sent
+        target = source + step
+        start = np.max([ready[source], posted[target], self.send_free[NIC][source], self.receive_free[NIC][target]],
+                       axis=0)
+        stop = start + seconds[source]
+        self.send_free[NIC][source] = np.maximum(self.send_free[NIC][source], ready[source]) + seconds[source]
+        self.receive_free[NIC][target] += seconds[source]        # a message that waits for its receiver holds no link
+        self.nic_busy[source] += seconds[source]
+        arrival[target] = sent[source] = stop
+        if self._spans is not None:
+            begin = np.zeros(self.num_ranks)
+            begin[source] = start
+            self._keep(name, "network", begin, sent)
+        return arrival, sent
+
+    def background(self, name: str, ready: np.ndarray, seconds: np.ndarray) -> None:
+        """Traffic beside the step (weights in, gradients out): takes what others leave of the NIC, before the end."""
+        if seconds.any():
+            self._beside.append((ready, seconds, self.nic_busy.copy()))
+            self._keep(name, "network", ready, ready + seconds)
+
+    def _beside_done(self) -> np.ndarray:
+        """When each rank's NIC is done with it: all from some request on, and what went before it in that time."""
+        done, left = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        for ready, seconds, busy in reversed(self._beside):
+            left = left + seconds
+            done = np.maximum(done, np.where(left > 0, ready + left + self.nic_busy - busy, 0.0))
+        return done
+
+    def note(self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, where: np.ndarray) -> None:
+        """A span around what ranks did."""
+        if self._spans is not None:
+            self._keep(name, lane, start, np.where(where, stop, 0))
+
+    def finish(self, seconds: np.ndarray) -> float:
+        """The step's end: everyone's streams and links are done, then the optimizer's seconds on each rank."""
+        done = max(float(self.compute_free.max()), float(self.send_free[NIC].max()),
+                   float(self.receive_free[NIC].max()), float(self._beside_done().max()))
+        self._keep("optimizer", "optimizer", self.compute_free, np.where(seconds > 0, done + seconds, 0))
+        self.busy += seconds
+        return done + float(seconds.max())
+
+    def traces(self, step: int = 0) -> list[StepTrace]:
+        """One trace per pool rank; only of a clock that records."""
+        assert self._spans is not None, "ask for a recording clock"
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        for name, lane, start, stop, num_bytes in self._spans:
+            for rank in np.flatnonzero(stop > start).tolist():
+                size = 0 if num_bytes is None else int(num_bytes[rank])
+                rows[rank].append(Span(name, lane, float(start[rank]), float(stop[rank]), size))
+        return [StepTrace(rank, step, tuple(sorted(spans, key=lambda span: span.start_seconds)))
+                for rank, spans in enumerate(rows)]
+
+    def _keep(
+        self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, num_bytes: np.ndarray | None = None
+    ) -> None:
+        if self._spans is not None:
+            self._spans.append((name, lane, start, stop, num_bytes))
+
+
+def _group_max(values: np.ndarray, group: int) -> np.ndarray:
+    return np.repeat(values.reshape(-1, group).max(axis=1), group)

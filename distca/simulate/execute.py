@@ -1,0 +1,236 @@
+"""Run a step plan on a clock: the same plan that the runtime runs, in the same order.
+
+Every tick a stage waits for its micro-batch's input, runs its layers over all nano-batches in turn, and sends its
+output on. Where stages share attention, one without a micro-batch, or without a layer so deep, serves what the tick's
+plans give it: the last depths of a forward, the first of a backward. Where they do not, stages run their own phases
+side by side. With two nano-batches the stream computes segment, segment, attention, attention, so that every exchange
+has one turn of the other to hide behind; with one, every exchange is waited for.
+
+Beside it weights come in with the first micro-batch, a layer at a time, and gradients go out with the last; both take
+what attention leaves of the NIC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.planning.pipeline_ticks import IDLE
+from distca.planning.plan import Plan
+from distca.planning.step import StepPlan
+from distca.simulate.calls import Calls, Placed, PlanCosts
+from distca.simulate.clock import Clock
+from distca.simulate.costs import Costs
+from distca.simulate.memory import Memory, memory
+from distca.spec import BF16_BYTES, FLOAT32_BYTES
+from distca.trace import StepTrace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one step did."""
+
+    seconds: float
+    busy_share: float              # of the ranks' time
+    attention_seconds: np.ndarray  # [ranks] forward and backward, over the step
+    memory: Memory
+    sent_bytes: float = 0.0        # by attention's exchanges, of one GPU of each rank
+    traces: list[StepTrace] | None = None
+
+    @property
+    def work_max_over_mean(self) -> float:
+        mean = float(self.attention_seconds.mean())
+        return float(self.attention_seconds.max()) / mean if mean > 0 else 1.0
+
+
+def execute(step: StepPlan, costs: Costs, *, plan_costs: PlanCosts | None = None, record: bool = False) -> Step:
+    """Time a step plan; `plan_costs` of the same step and attention save working them out again."""
+    return _Execution(step, costs, plan_costs or PlanCosts(step, costs.attention), record).run()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """What is computed between two attention calls: of each nano-batch in its turn, one kind after the other."""
+
+    computes: tuple[list[np.ndarray], ...]  # [kinds][nano-batches][ranks] seconds
+    leaves: np.ndarray                      # [ranks] bool: own layers are done after this
+
+    @classmethod
+    def of(cls, layer: np.ndarray, layers: np.ndarray, runs: np.ndarray, way: np.ndarray,
+           rows: list[tuple[np.ndarray, np.ndarray]], at_end: np.ndarray) -> _Slot:
+        """Segments, and the head: its gradients before the last segment's, its loss behind it."""
+        enters, leaves = runs & (layer == 0), runs & (layer == layers)
+        kind = np.where(enters, 0, np.where(leaves, 2, 1))       # first, middle, last segment
+        has_one = runs & (layer >= 0) & (layer <= layers)
+        segments = [np.where(has_one, table[kind, np.arange(len(kind))], 0.0) for table, _ in rows]
+        ahead, behind = ([np.where(where, head, 0.0) for _, head in rows] if where.any() else None
+                         for where in (at_end & enters & way, at_end & leaves & ~way))
+        return cls(tuple(part for part in (ahead, segments, behind) if part is not None), leaves)
+
+
+class _Execution:
+    def __init__(self, step: StepPlan, costs: Costs, plan_costs: PlanCosts, record: bool) -> None:
+        self.step, self.costs, self.plan_costs = step, costs, plan_costs
+        self.num_data, self.layers = step.num_data, np.array(step.layers)
+        own = step.num_stages * step.num_data
+        self.num_ranks = max([own, *(plan.num_servers for plan in step.plans())])
+        self.stage = np.minimum(np.arange(self.num_ranks) // self.num_data, step.num_stages - 1)
+        self.is_own = np.arange(self.num_ranks) < own            # dedicated servers follow
+        self.at_end = self.is_own & (self.stage == step.num_stages - 1)
+        self.clock = Clock(self.num_ranks, record)
+        self.calls = Calls(plan_costs, costs, self.num_ranks)
+        self.tokens = np.array(                                  # [micro-batches, nano-batches, data ranks]
+            [[layout.tokens_per_rank() for layout in micro_batch.layouts] for micro_batch in step.micro_batches],
+            dtype=np.float64)
+        self.seconds, self.head = _linear_tables(costs, self.tokens)
+        self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in
+                                         costs.stage_parameters(step.layers) / self.layers])
+                               for size in (BF16_BYTES, FLOAT32_BYTES)]  # of a layer, [stages]
+        self.arrived = np.zeros((2, len(step.micro_batches), self.num_ranks))  # by phase and micro-batch
+        self.leaving = np.zeros(self.num_ranks)                  # when what went out in the tick before has arrived
+        self.record = record
+
+    def run(self) -> Step:
+        for tick in range(self.step.ticks.num_ticks):
+            self._tick(tick)
+        step, clock = self.step, self.clock
+        optimizer = self.costs.optimizer_seconds(step.layers, self.num_data)
+        seconds = clock.finish(np.where(self.is_own, optimizer[self.stage], 0.0))
+        held = memory(self.costs, step.layers, step.ticks, self.tokens.sum(axis=1), gather_ranks=step.gather_ranks,
+                      buffers=self._buffers() if step.gather_ranks == 1 else None)
+        return Step(seconds, float(clock.busy.mean()) / seconds, clock.attention, held, float(clock.sent_bytes.sum()),
+                    clock.traces() if self.record else None)
+
+    def _tick(self, tick: int) -> None:
+        number, back = self.step.ticks.micro_batch[tick], self.step.ticks.backward[tick]
+        active = number != IDLE
+        clock, begin = self.clock, self.clock.compute_free
+        runs, way = self.is_own & active[self.stage], back[self.stage]
+        clock.hold(np.where(runs, self.arrived[way.astype(int), number[self.stage], np.arange(self.num_ranks)], 0.0),
+                   "neighbour")
+        rows = self._rows(number, back)
+        beside = self._beside(number, back)
+        slots: dict[bytes, _Slot] = {}
+        ready = [clock.compute_free] * len(rows)
+        done = clock.compute_free                                # when a rank is through its own micro-batch
+        layer = self._layers(active, back)
+        for turn, at_layer in enumerate(layer):
+            if (key := at_layer.tobytes()) not in slots:
+                slots[key] = _Slot.of(at_layer[self.stage], self.layers[self.stage], runs, way, rows, self.at_end)
+            slot = slots[key]
+            for seconds in slot.computes:
+                ready = [clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
+            if slot.leaves.any():
+                done = np.where(slot.leaves, np.max(ready, axis=0), done)
+            if turn + 1 == len(layer):
+                break
+            inside = active & (at_layer >= 0) & (at_layer < self.layers)
+            calls = [self.calls.of(placed) for placed in self._placed(tick, turn, at_layer, inside)]
+            there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
+            for name, of_layer in beside:
+                clock.background(name, ready[-1], np.where(inside[self.stage], of_layer, 0.0))
+            ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
+        self._note(number, back, begin)
+        clock.hold(self.leaving)
+        self._send(number, back, done)
+
+    def _layers(self, active: np.ndarray, back: np.ndarray) -> np.ndarray:
+        """[turns + 1, stages] how many of its own attention calls a stage has behind it, before each call of the tick.
+
+        Below 0 it has not begun: backward, those with fewer layers serve first where attention is shared.
+        """
+        num_turns = int(self.layers[active].max(initial=0))
+        late = num_turns - self.layers if self.step.is_shared else 0 * self.layers
+        return np.arange(num_turns + 1)[:, None] - np.where(back, late, 0)
+
+    def _rows(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each nano-batch in its turn, backward the last one first: [segments, ranks] seconds, and the head's."""
+        num_rows, phase = self.tokens.shape[1], back.astype(int)
+        rows = []
+        for position in range(num_rows):
+            row = np.where(back, num_rows - 1 - position, position)  # [stages]
+            table, head = np.zeros((3, self.num_ranks)), np.zeros(self.num_ranks)
+            table[:, self.is_own] = np.moveaxis(self.seconds[phase, number, row], 1, 0).reshape(3, -1)
+            head[self.at_end] = self.head[phase[-1], number[-1], row[-1]]
+            rows.append((table, head))
+        return rows
+
+    def _placed(self, tick: int, turn: int, layer: np.ndarray, inside: np.ndarray) -> list[Placed]:
+        """For each nano-batch in its turn the plans of one call, each from its first rank on."""
+        step, num_rows = self.step, self.tokens.shape[1]
+        if step.is_shared:
+            phase, rows = step.ticks.phase(tick), step.by_stage[0][tick]
+            return [((0, depths[-1 - turn if phase else turn], phase),) for depths in (rows[::-1] if phase else rows)]
+        placed: list[list[tuple[int, Plan, bool]]] = [[] for _ in range(num_rows)]
+        for stage in np.flatnonzero(inside).tolist():
+            phase, rows = bool(step.ticks.backward[tick, stage]), step.by_stage[stage][tick]
+            for position, depths in enumerate(rows[::-1] if phase else rows):
+                plan = depths[-1 - layer[stage] if phase else layer[stage]]
+                placed[position].append((stage * self.num_data, plan, phase))
+        return [tuple(one) for one in placed]
+
+    def _beside(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """A layer's weights with the first micro-batch, its gradients with the last: [ranks] seconds."""
+        found = []
+        for name, phase, when in (("gather weights", False, 0),
+                                  ("reduce gradients", True, len(self.step.micro_batches) - 1)):
+            now = (back == phase) & (number == when)
+            if now.any():
+                seconds = np.where(now, self.weight_seconds[phase], 0.0)[self.stage]
+                found.append((name, np.where(self.is_own, seconds, 0.0)))
+        return found
+
+    def _send(self, number: np.ndarray, back: np.ndarray, done: np.ndarray) -> None:
+        """Activations to the next stage and gradients to the one before; receives are posted when a tick is over."""
+        clock, stages = self.clock, np.arange(len(number))
+        tokens = np.zeros(self.num_ranks)
+        tokens[self.is_own] = self.tokens[number].sum(axis=1).ravel()
+        seconds, posted = self.costs.send_seconds(tokens), clock.compute_free
+        self.leaving = np.zeros(self.num_ranks)
+        for phase, name, end, step in ((False, "send activations", len(stages) - 1, 1),
+                                       (True, "send gradients", 0, -1)):
+            moves = (number != IDLE) & (back == phase) & (stages != end)
+            if not moves.any():
+                continue
+            sends = self.is_own & moves[self.stage]
+            arrival, sent = clock.shift(name, done, posted, seconds, sends, step * self.num_data)
+            self.leaving = np.maximum(self.leaving, sent)
+            for stage in np.flatnonzero(moves).tolist():
+                to = self.is_own & (self.stage == stage + step)
+                self.arrived[int(phase), number[stage], to] = arrival[to]
+
+    def _note(self, number: np.ndarray, back: np.ndarray, begin: np.ndarray) -> None:
+        if not self.record:
+            return
+        end = self.clock.compute_free
+        for stage, micro_batch in enumerate(number.tolist()):
+            name, lane = ("bubble", "bubble") if micro_batch == IDLE else (
+                f"{'backward' if back[stage] else 'forward'} {micro_batch}", "pipeline")
+            self.clock.note(name, lane, begin, end, self.is_own & (self.stage == stage))
+
+    def _buffers(self) -> np.ndarray:
+        """[ranks] bytes held for others in the fullest tick, by all its nano-batches."""
+        fullest = np.zeros(self.num_ranks)
+        step = self.step
+        for stage, ticks in enumerate(step.by_stage[:1] if step.is_shared else step.by_stage):
+            for tick, rows in enumerate(ticks):
+                phase = step.ticks.phase(tick) if step.is_shared else bool(step.ticks.backward[tick, stage])
+                held: list[np.ndarray] = [np.max([self.plan_costs.buffer_bytes(plan, phase) for plan in
+                                                  {id(plan): plan for plan in depths}.values()], axis=0)
+                                          for depths in rows if depths]
+                if held:
+                    ranks = slice(stage * self.num_data, stage * self.num_data + len(held[0]))
+                    fullest[ranks] = np.maximum(fullest[ranks], np.sum(held, axis=0))
+        return fullest
+
+
+def _linear_tables(costs: Costs, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[phases, micro-batches, nano-batches, first middle last, data ranks] seconds of segments; and of the head."""
+    tables, heads = [], []
+    for backward in (False, True):
+        before, behind = costs.segment_seconds(tokens, backward)
+        enter, leave = (behind, before) if backward else (before, behind)
+        tables.append(np.stack([enter, before + behind, leave], axis=2))
+        heads.append(costs.head_seconds(tokens, backward))
+    return np.stack(tables), np.stack(heads)

@@ -1,0 +1,279 @@
+"""The simulator computes what the runtime computes, in the runtime's order.
+
+Every rank runs the runtime's own pipeline and ping-pong over operations that only note their names. The notes are then
+timed one by one, each after the one before it on its rank and after what it waits for on others, with links that take
+no time; the simulator has to come to the same spans on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+import torch
+
+from distca.baselines.at_home import at_home_step
+from distca.cost.latency_table import analytic_table
+from distca.planning.plan import server_work
+from distca.planning.step import plan_step
+from distca.runtime import ping_pong
+from distca.runtime.core_attention import Pending, _Finish, _Serve, _Start
+from distca.runtime.pipeline import Pipeline
+from distca.simulate.costs import Costs
+from distca.simulate.execute import execute
+from distca.spec import ClusterShape, ModelShape
+from distca.testing import random_lengths
+
+MODEL = ModelShape("m", 8, 64, 4, 2, 16, 128, 100)
+SLOW = ClusterShape("slow", "g", 4, 1e9, 1e9, 1e9, 1e12, 1e30, 1000.0, 100.0, 0.0, 0.0)
+COSTS = Costs.of(MODEL, SLOW, 1, analytic_table(MODEL, 1e9)).without_network()
+
+
+class Note(NamedTuple):
+    what: str
+    about: Any = None
+
+
+class Steps:
+    """The three steps of one direction of a call, noted."""
+
+    def __init__(self, notes, plan):
+        self.notes, self.plan = notes, plan
+
+    def take(self, step, *tensors):
+        self.notes.append(Note(step, self.plan))
+        if step == "start_forward":
+            self.tensors = tensors
+        one = torch.zeros(1)
+        return {"serve_forward": (one,) * 3, "finish_forward": (one, one), "start_backward": (one,) * 3}.get(step)
+
+    def take_empty(self, step, shapes):
+        self.take(step)
+
+
+class Attention:
+    recorder = None
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def steps(self, plan, shapes):
+        return Steps(self.notes, plan)
+
+    def start(self, q, k, v, plan, *, backward):
+        pending = Pending(Steps(self.notes, plan), Steps(self.notes, backward), False, (q, k, v))
+        pending.token = _Start.apply(pending, q, k, v)
+        return pending
+
+    def serve(self, pending):
+        pending.token = _Serve.apply(pending, pending.token)
+
+    def finish(self, pending):
+        return _Finish.apply(pending, pending.token, *pending.inputs)
+
+
+class Computed(torch.autograd.Function):
+    """Something linear: `about` is (kind, row)."""
+
+    @staticmethod
+    def forward(ctx, notes, about, num_outputs, *inputs):
+        ctx.notes, ctx.about, ctx.num_inputs = notes, about, len(inputs)
+        notes.append(Note("linear", (*about, False)))
+        outputs = tuple(torch.zeros(1) for _ in range(num_outputs))
+        return outputs if num_outputs > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.notes.append(Note("linear", (*ctx.about, True)))
+        return None, None, None, *(torch.zeros(1) for _ in range(ctx.num_inputs))
+
+
+class Stage:
+    shapes = None
+
+    def __init__(self, notes, attention, step, stage):
+        self.notes, self.attention, self.step = notes, attention, step
+        self.first, self.last = stage == 0, stage == step.num_stages - 1
+        self.num_layers = step.layers[stage]
+
+    def activations(self, micro_batch):
+        return [torch.Size((1,))] * self.step.num_nano_batches
+
+    def empty(self):
+        return torch.zeros(1)
+
+    def accumulate(self, last):
+        return nullcontext()
+
+    def forward(self, micro_batch, received, plans, backward_plans):
+        rows = range(self.step.num_nano_batches)
+        inputs = [(row, torch.zeros(1, requires_grad=True) if self.first else received[row]) for row in rows]
+
+        def segment(kind, num_outputs):
+            return lambda x, *rest: Computed.apply(self.notes, (kind, micro_batch, self.row()), num_outputs, x,
+                                                   *(one for one in rest if isinstance(one, torch.Tensor)))
+
+        segments = [segment("first", 4), *[segment("middle", 4)] * (self.num_layers - 1), segment("last", 1)]
+        self.turn = Counter()
+        states = ping_pong.forward([self.numbered(at, one) for at, one in enumerate(segments)],
+                                   [(x,) for _, x in inputs], [None for _ in rows], plans, self.attention,
+                                   backward_plans)
+        if not self.last:
+            return states
+        losses = [Computed.apply(self.notes, ("head", micro_batch, row), 1, x) for row, x in enumerate(states)]
+        return [torch.stack(losses).sum()]
+
+    def numbered(self, at, segment):
+        def run(*arguments):
+            self.row = lambda: self.turn[at]
+            result = segment(*arguments)
+            self.turn[at] += 1
+            return result
+        return run
+
+
+class Handle:
+    def __init__(self, notes, what, about):
+        self.notes, self.note = notes, Note(what, about)
+
+    def wait(self):
+        self.notes.append(self.note)
+        return torch.zeros(1)
+
+
+class Neighbours:
+    def __init__(self, notes, stage, num_stages):
+        self.notes, self.stage, self.num_stages = notes, stage, num_stages
+        self.counts = Counter()
+
+    def send(self, tensor, stage):
+        return self._passed("send", "sent", (self.stage, stage))
+
+    def receive(self, shape, like, stage):
+        return self._passed("post", "received", (stage, self.stage))
+
+    def _passed(self, now, later, way):
+        message = (*way, self.counts[way])
+        self.counts[way] += 1
+        self.notes.append(Note(now, message))
+        return Handle(self.notes, later, message)
+
+
+def noted(step):
+    """[ranks] what the runtime does, in order."""
+    found = []
+    for rank in range(step.num_stages * step.num_data):
+        notes: list[Note] = []
+        stage = rank // step.num_data
+        attention = Attention(notes)
+        Pipeline(Stage(notes, attention, step, stage), attention, Neighbours(notes, stage, step.num_stages)).step(
+            step.ticks, step.by_stage[stage])
+        found.append(notes)
+    return found
+
+
+WAITS = {"serve_forward": "start_forward", "finish_forward": "serve_forward",
+         "serve_backward": "finish_backward", "start_backward": "serve_backward"}
+
+
+class Timed:
+    """The notes of all ranks on clocks of their own."""
+
+    def __init__(self, step, costs, notes):
+        self.step, self.costs, self.notes = step, costs, notes
+        self.linear = {}
+        for number, micro_batch in enumerate(step.micro_batches):
+            for row, layout in enumerate(micro_batch.layouts):
+                tokens = layout.tokens_per_rank().astype(float)
+                for backward in (False, True):
+                    before, behind = costs.segment_seconds(tokens, backward)
+                    for kind, seconds in (("first", before), ("middle", before + behind), ("last", behind),
+                                          ("head", costs.head_seconds(tokens, backward))):
+                        self.linear[kind, number, row, backward] = seconds
+        self.ends = [[] for _ in notes]                          # [ranks][notes]
+        self.spans = [[] for _ in notes]                         # [ranks] (start, stop) of what computes
+        self.done = {}                                           # (what, about, nth or message) -> end
+
+    def run(self):
+        counts = [Counter() for _ in self.notes]
+        moved = True
+        while moved:
+            moved = False
+            for rank, notes in enumerate(self.notes):
+                while len(self.ends[rank]) < len(notes) and self._take(rank, notes[len(self.ends[rank])], counts[rank]):
+                    moved = True
+        assert all(len(ends) == len(notes) for ends, notes in zip(self.ends, self.notes, strict=True)), "stuck"
+        return self
+
+    def _take(self, rank, note, counts):
+        now = self.ends[rank][-1] if self.ends[rank] else 0.0
+        data, first = rank % self.step.num_data, 0 if self.step.is_shared else rank - rank % self.step.num_data
+        what, about = note
+        seconds, needs, key = 0.0, [], None
+        if what == "linear":
+            seconds = float(self.linear[about][data])
+        elif what in ("send", "post"):
+            key = what, about, data
+        elif what in ("sent", "received"):
+            needs = [("send", about, data), ("post", about, data)]
+        else:
+            nth, backward = counts[what], what.endswith("backward")
+            key = what, nth, rank
+            if what.startswith("serve"):
+                work = server_work(about.tasks, about.num_servers, self.costs.attention, backward)
+                seconds = float(work[rank - first])
+            if what in WAITS:
+                needs = [(WAITS[what], nth, first + other) for other in self._senders(about, rank - first, what)]
+        if any(need not in self.done for need in needs):
+            return False
+        start = max([now, *(self.done[need] for need in needs)])
+        self.ends[rank].append(start + seconds)
+        if seconds > 0:
+            self.spans[rank].append((start, start + seconds))
+        if key is not None:
+            counts[what] += 1
+            self.done[key] = start + seconds
+        return True
+
+    def _senders(self, plan, rank, what):
+        moved = plan.traffic()
+        ways = [(moved.q_home, moved.q_server), (moved.kv_home, moved.kv_server)]
+        if what.startswith("serve"):
+            return {int(home) for homes, servers in ways for home, server in zip(homes, servers, strict=True)
+                    if server == rank}
+        back = ways if what == "start_backward" else ways[:1]    # forward only outputs come back
+        return {int(server) for homes, servers in back for home, server in zip(homes, servers, strict=True)
+                if home == rank}
+
+
+@st.composite
+def steps(draw):
+    layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    num_data, tokens = draw(st.integers(1, 3)), draw(st.sampled_from([128, 600]))
+    documents = [random_lengths(draw(st.integers(0, 2**32)), num_data * tokens) for _ in range(draw(st.integers(1, 4)))]
+    if draw(st.integers(0, 3)) == 0:
+        return at_home_step(documents, MODEL, num_data=num_data, layers=layers)
+    return plan_step(documents, MODEL, num_data=num_data, layers=layers, ping_pong=draw(st.booleans()),
+                     placement=draw(st.sampled_from(["given", "balanced"])),
+                     tolerance=draw(st.sampled_from([0.0, 0.05, 0.5])),
+                     cost=draw(st.sampled_from([None, COSTS.attention])))
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps())
+def test_spans_are_those_of_the_runtimes_own_order(step):
+    timed = Timed(step, COSTS, noted(step)).run()
+    found = execute(step, COSTS, record=True)
+    for trace, spans in zip(found.traces, timed.spans, strict=True):
+        computed = [(span.start_seconds, span.stop_seconds) for span in trace.spans
+                    if span.lane in ("linear", "attention")]
+        np.testing.assert_allclose(sorted(computed), sorted(spans), rtol=1e-9, atol=1e-12)
+    optimizer = COSTS.optimizer_seconds(step.layers, step.num_data).max()
+    assert found.seconds == pytest.approx(max(ends[-1] for ends in timed.ends) + optimizer)

@@ -1,0 +1,66 @@
+"""One step plan, made in one place: what a training run would execute is what the simulator times."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from distca.cost.shipped import shipped_table
+from distca.simulate.costs import Costs
+from distca.simulate.setting import setting
+from distca.simulate.strategies import STRATEGIES, Batch, PoolChoice
+from distca.spec import MODELS, cluster_named
+from distca.train.config import load_settings
+from distca.train.step_plan import attention_time, step_plan
+from distca.workload.contexts import Source, batch_sequences
+
+
+def differing(one: object, other: object, path: str = "step") -> list[str]:
+    """Where two values differ: dataclasses field by field, arrays with their types, tuples entry by entry."""
+    if type(one) is not type(other):
+        return [f"{path}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, np.ndarray):
+        same = one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        return [] if same else [path]
+    if is_dataclass(one) and not hasattr(one, "shards"):         # an AttentionTime knows itself what equal is
+        return [line for field in fields(one)
+                for line in differing(getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}")]
+    if isinstance(one, tuple):
+        return [f"{path}: {len(one)} and {len(other)}"] if len(one) != len(other) else [
+            line for at, pair in enumerate(zip(one, other, strict=True)) for line in differing(*pair, f"{path}[{at}]")]
+    return [] if one == other else [f"{path}: {one!r} and {other!r}"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 100), num_data=st.sampled_from((1, 2, 4)), tp=st.sampled_from((1, 2, 8)),
+       pp=st.sampled_from((1, 1, 2, 3)), context=st.sampled_from((8192, 32_768)), ping_pong=st.booleans(),
+       tolerance=st.sampled_from((0.0, 0.05, 0.3)), name=st.sampled_from(("disaggregated", "distca")))
+def test_a_run_and_its_simulation_have_equal_step_plans(seed, num_data, tp, pp, context, ping_pong, tolerance, name):
+    model, cluster = MODELS["llama3-8b"], cluster_named("dgx-h200")
+    where = setting(model, cluster, gpus=num_data * tp * pp, context=context, tp=tp, pp=pp, sequences=4 * pp,
+                    micro_batches=2 * pp)
+    batch = Batch(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
+    strategy = STRATEGIES[name]
+    simulated = strategy.step_plan(PoolChoice(strategy.placement, ping_pong=ping_pong), where,
+                                   Costs.of(model, cluster, tp, shipped_table("h200")), batch, tolerance)
+    run = load_settings(None, {
+        "model.name": model.name, "parallel.tensor": str(tp), "parallel.pipeline": str(pp),
+        "batch.ping_pong": str(ping_pong).lower(), "attention.placement": strategy.placement,
+        "attention.tolerance": str(tolerance), "attention.cost": "h200"})
+    trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model))
+    assert differing(trained, simulated) == []
+    trained.validate()
+
+
+def test_differences_are_found():
+    a, b = (np.arange(3), (1, np.ones(2))), (np.arange(3), (1, np.ones(2)))
+    assert differing(a, b) == []
+    b[1][1][1] = 2.0
+    assert differing(a, b) == ["step[1][1]"]
+    assert differing(np.arange(2), np.arange(2.0)) == ["step"]
