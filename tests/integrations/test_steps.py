@@ -1,8 +1,11 @@
 """Lengths travel once per step, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from distca.cost.latency_table import analytic_table
 from distca.integrations import steps as steps_module
 from distca.integrations.steps import PackedSteps
 from distca.kernels import dense_attention
@@ -89,3 +92,12 @@ def test_no_document_anywhere_is_a_step_without_a_plan():
 def test_a_tolerance_out_of_range_is_named():
     with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
         PackedSteps(TINY, tolerance=3)
+
+
+def test_with_a_table_gradients_have_a_plan_of_their_own():
+    model = replace(model_named("llama3-8b"), num_layers=1)
+    for state, apart in (("resend", True), ("keep", False)):
+        steps = PackedSteps(model, cost=analytic_table(model, 550e12), state=state)
+        step = steps.begin([300, 212])
+        assert (step.backward is not None and step.backward.backward) == apart
+        assert steps.begin([300, 212]).backward is step.backward
