@@ -213,7 +213,3 @@ def _smallest_shard(plan: Plan) -> int:
     q_len = plan.tasks.q_len
     counted = (q_len >= TILE) | (plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)])
     return int((q_len[counted] if counted.any() else q_len).min())
-
-
-def task_work(tasks, cost):  # TEMPORARY
-    return causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop).astype(np.float64)
