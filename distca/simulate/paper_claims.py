@@ -171,8 +171,8 @@ def _speed_verdicts(figure: str, model: str, data: str, rows: list[Row], left_ou
 def _given_why(middle: float, paper: Range, rows: Sequence[Row]) -> str:
     if middle > paper[1]:
         waits = median(row["wlb_ideal_exposed_share"] for row in rows)
-        return f"more to gain: of WLB-ideal's step as simulated, {waits:.0%} (median) are for keys that attention does " \
-               "not hide"
+        return f"more to gain: {waits:.0%} (median) of WLB-ideal's step as simulated are for keys that its attention " \
+               "does not hide"
     return _below_why([row for row in rows if row["disaggregated"] < paper[0]], paper)
 
 
