@@ -204,8 +204,9 @@ def _gap(rows: Sequence[Row]) -> str:
         return ""
     step, one_byte, free = (sum(1 / row[name] - 1 for row in rows) / len(rows) for name in
                             ("distca_of_bound", "one_byte_of_bound", "free_links_of_bound"))
-    return f"distca takes {step:.1%} longer than the bound, {max(step - one_byte, 0):.1%} for attention's transfers, " \
-           f"{max(one_byte - free, 0):.1%} for weights and gradients, {free:.1%} for imbalance and short shards"
+    return (f"distca takes {step:.1%} longer than the bound, {max(step - one_byte, 0):.1%} for attention's transfers, "
+            f"{max(one_byte - free, 0):.1%} for weights and gradients, {free:.1%} for imbalance, short shards and "
+            "bubbles")
 
 
 def _fig11(rows: Sequence[Row]) -> list[Verdict]:
