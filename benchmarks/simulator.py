@@ -4,7 +4,8 @@
 with costs measured once on this machine, and compares ratios of step times; see training_steps.py.
 
 `--gpu` replays the attention batches of simulated pools of 64 and 512 GPUs on one GPU and puts predictions beside; see
-attention_replay.py. `--predict FILE` makes the predictions again from its measurements; see attention_prediction.py.
+attention_replay.py. `--predict FILE` makes the predictions again from its measurements and the shipped tables; see
+attention_prediction.py.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ def gpu_table(rows: Sequence[dict[str, Any]]) -> Table:
 def predicted(console: Console, content: dict[str, Any]) -> dict[str, Any]:
     """Predictions beside the measurements of `content`, which stay as they are."""
     model, tp = model_named(content["options"]["model"]), content["options"]["tp"]
-    replays, found = attention_prediction.predict(content)
+    replays = attention_prediction.predict(content)
     rows = attention_prediction.summary(replays, model, tp)
     console.print(gpu_table(rows))
-    return content | {"mode": "gpu", "fitted": found, "summary": rows, "replays": [asdict(one) for one in replays]}
+    return content | {"mode": "gpu", "table": attention_prediction.TABLE, "summary": rows,
+                      "replays": [asdict(one) for one in replays]}
 
 
 def device_named(name: str) -> torch.device:
@@ -116,12 +118,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=120.0, help="--gpu measures no longer than this")
     parser.add_argument("--measure-only", action="store_true", help="--gpu without predictions, which need no GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernel", help="--gpu: default cudnn, whose waves and launches are modelled; auto on a CPU")
+    parser.add_argument("--kernel", default="auto", help="--gpu")
     parser.add_argument("--tiny", action="store_true", help="--gpu with sizes for a CPU")
     chosen = parser.parse_args()
     if chosen.tokens % (4 * chosen.short) or chosen.tokens < 4 * chosen.short:
         parser.error(f"--tokens is {chosen.tokens}; give a multiple of four times --short, {chosen.short}")
-    chosen.kernel = chosen.kernel or ("cudnn" if chosen.device == "cuda" else "auto")
     return chosen
 
 

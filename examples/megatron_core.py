@@ -60,6 +60,7 @@ def main(steps: int = 10) -> None:
     if dist.get_rank() == 0:
         print(f"attention work max/mean {summary.work_max_over_mean_at_home:.2f} at home, "
               f"{summary.work_max_over_mean:.2f} with distca")
+    dist.barrier()                                               # gloo's threads let go of tensors before Python ends
     dist.destroy_process_group()
 
 

@@ -47,12 +47,12 @@ def main() -> None:
         dist.all_reduce(count := (labels != -100).sum())         # every token weighs the same, whichever rank has it
         loss = F.cross_entropy(head(x), labels, ignore_index=-100, reduction="sum") / count
         (loss * dist.get_world_size()).backward()                # FSDP averages gradients over ranks
-        optimizer.step(), optimizer.zero_grad(), dist.all_reduce(loss)
+        optimizer.step(), optimizer.zero_grad(), dist.all_reduce(loss.detach())
         if rank == 0:
             cost = step.plan.summary()
             print(f"step {number}: loss {loss:.3f}, attention work max/mean {cost.work_max_over_mean_at_home:.2f} at "
                   f"home, {cost.work_max_over_mean:.2f} with distca")
-    dist.destroy_process_group()
+    dist.barrier(), dist.destroy_process_group()                 # gloo's threads let go of tensors before Python ends
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def main(steps: int = 10, seq_len: int = 2048, stages: int = 1) -> None:
         print(f"attention work max/mean {summary.work_max_over_mean_at_home:.2f} at home, "
               f"{summary.work_max_over_mean:.2f} with distca")
     trainer.close()
+    torch.distributed.barrier()                                  # gloo's threads let go of tensors before Python ends
     torch.distributed.destroy_process_group()
 
 

@@ -60,6 +60,7 @@ def main() -> None:
         learning_rate=1e-3, logging_steps=1, eval_strategy="steps", eval_steps=options.eval_steps, save_strategy="no",
         report_to="none", use_cpu=options.cpu, disable_tqdm=True, gradient_checkpointing=options.checkpointing,
         average_tokens_across_devices=True,                      # the default: every token weighs the same
+        ddp_timeout=60,                                          # seconds until a rank that lost the others says so
         fsdp=options.fsdp, fsdp_config={"fsdp_version": 2} if options.fsdp else None)
     model = small_model(options.model)
     if options.attention == "distca":
@@ -71,7 +72,8 @@ def main() -> None:
     trainer.train()
     trainer.save_state()
     if dist.is_initialized():
-        dist.destroy_process_group()                             # gloo's threads end before Python does
+        dist.barrier()                                           # gloo's threads let go of tensors before Python ends
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

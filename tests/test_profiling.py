@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from distca import profiling
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped import shipped_names, shipped_table
+from distca.cost.work_list import WorkList
+from distca.kernels import kernel_named
+from distca.kernels.hopper import HopperKernel
+from distca.profiling import timing
 from distca.runtime import probe
 from distca.runtime.transport import LoopbackWorld
 
@@ -48,20 +52,22 @@ def test_a_grid_point_fills_the_device_within_what_a_server_holds():
         assert count == 1 or (count * q_len <= 65_536 and count * kv_len <= 2**20)
         full = count * chosen.model.num_heads * (q_len // 128) >= profiling.CUDA.num_tiles
         assert full or (count + 1) * kv_len > 2**20
+        assert profiling.num_shards(chosen, q_len, kv_len, own_keys=False) >= count
     assert profiling.num_shards(chosen, 128, 128) > 100 and profiling.num_shards(chosen, 131_072, 131_072) == 1
 
 
 def test_seconds_are_those_of_one_shard(monkeypatch):
     """With a clock that always says one second, a grid point is one over its number of shards."""
     monkeypatch.setattr(profiling, "samples", lambda run, device, **limits: [1.0, 1.0, 9.0])
+    monkeypatch.setattr(profiling, "in_turns", lambda runs, device, **limits: [[1.0, 1.0, 9.0] for _ in runs])
     chosen = profiling.settings("cpu", model="tiny", max_kv_len=512)
     seen = []
     table = profiling.profile(chosen, seen.append)
     assert len(seen) == profiling.num_steps(chosen)
     for q_len, kv_len in chosen.grid:
         at = chosen.q_len.index(q_len), chosen.kv_len.index(kv_len)
-        one = 1 / profiling.num_shards(chosen, q_len, kv_len)
-        assert table.forward_seconds[at] == table.backward_seconds[at] == one
+        assert table.forward_seconds[at] == 1 / profiling.num_shards(chosen, q_len, kv_len, own_keys=False)
+        assert table.backward_seconds[at] == 1 / profiling.num_shards(chosen, q_len, kv_len)
     tokens, model = chosen.limits.linear_tokens, chosen.model
     weights = model.hidden * (2 * 256 + 2 * 64) + 3 * model.hidden * model.ffn    # Q and out, K and V; gate, up, down
     assert table.metadata["linear"]["forward_flops_per_second"] == 2 * tokens * weights
@@ -69,19 +75,53 @@ def test_seconds_are_those_of_one_shard(monkeypatch):
     assert table.metadata["copy_bytes_per_second"] == 2 * chosen.limits.copy_bytes
 
 
+def test_launch_and_tail_are_taken_out(monkeypatch):
+    """Shards of 2 ms of which the last wave is half empty: what is left is what each adds to a full batch."""
+    chosen = replace(profiling.settings("cpu", max_kv_len=65_536), limits=profiling.CUDA, tp=8)
+    work_list = WorkList(132, 128, 128, 4, 1, (1e-5, 1e-5), (1.0, 1.0))
+    monkeypatch.setattr(profiling, "_seconds_of_shards", lambda *_: (1e-5 + 0.396, 1e-5 + 0.8))
+    for count in (66 * 3, 66 * 3 - 16):                          # of 128 queries: 6 waves of items, and 64 items less
+        monkeypatch.setattr(profiling, "num_shards", lambda *_, own_keys=True, count=count: count)
+        forward, backward = profiling.attention_seconds(chosen, None, 128, 65_536, work_list)
+        assert forward == pytest.approx(2e-3, rel=1e-3)
+        assert backward == pytest.approx(0.8 / count, rel=0.01)  # so many items that the last wave hardly shows
+
+
+def test_work_list_facts_are_fitted_to_three_batches(monkeypatch):
+    """A made-up device: 10 µs to launch, 2 µs for every tile that an item walks, 2.5 µs where all are busy."""
+    chosen = replace(profiling.settings("cpu", max_kv_len=65_536), limits=profiling.CUDA, tp=8,
+                     device=torch.device("cuda"), kernel=HopperKernel())
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def call(chosen, tensors, rows, backward):
+        tile, along = (128, 32) if backward else (32, 128)
+        own, other = (rows.k_len, rows.q_len) if backward else (rows.q_len, rows.k_len)
+        return 1e-5 + float(other[0]) / along * (2.5e-6 if own[0] == 132 * tile else 2e-6)
+
+    monkeypatch.setattr(profiling, "_call", call)
+    monkeypatch.setattr(profiling, "queued_samples", lambda run: [run])
+    monkeypatch.setattr(profiling, "in_turns", lambda runs, device, **limits: [[run] for run in runs])
+    found = profiling.work_list_facts(chosen, None)
+    assert found["launch_seconds"] == pytest.approx([1e-5, 1e-5])
+    assert found["idle_speedup"] == pytest.approx([1.25, 1.25])
+    assert (found["num_workers"], found["query_rows"], found["key_tokens"]) == (132, 128, 128)
+    assert profiling.work_list_facts(replace(chosen, kernel=kernel_named("sdpa")), None) is None
+
+
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     chosen = replace(profiling.settings("cpu", model="tiny", max_kv_len=256), limits=profiling.CUDA)
     tried = []
 
-    def measure(chosen, tensors, q_len, kv_len, count):
-        tried.append(count)
-        if count > 100:
+    def measure(chosen, tensors, q_len, kv_len, counts):
+        tried.append(counts)
+        if counts[0] > 100:
             raise torch.OutOfMemoryError("full")
-        return 1.0, 2.0
+        return 128.0, 256.0
 
     monkeypatch.setattr(profiling, "_seconds_of_shards", measure)
-    assert profiling.attention_seconds(chosen, None, 128, 128) == (1.0, 2.0)
-    assert tried == [512, 256, 128, 64]
+    assert profiling.attention_seconds(chosen, None, 128, 128) == (2.0, 4.0)
+    assert tried == [(512, 512), (256, 256), (128, 128), (64, 64)]
     monkeypatch.setattr(profiling, "_seconds_of_shards", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("")))
     with pytest.raises(ValueError, match="128 queries and 256 keys does not fit"):
         profiling.attention_seconds(chosen, None, 128, 256)
@@ -158,9 +198,16 @@ def test_bad_options_get_one_line(run, options, fragments):
         assert fragment in err
 
 
+def test_runs_take_turns():
+    order = []
+    found = timing.in_turns([lambda: order.append("f"), lambda: order.append("b")], torch.device("cpu"),
+                            budget_seconds=1.0, least=3, most=3)
+    assert "".join(order) == "fb" * 6 and [len(one) for one in found] == [3, 3]
+
+
 def test_one_disturbed_run_is_not_the_measurement(monkeypatch):
     clock = iter([5.0, 0.2])                                     # beyond the budget, the first by accident
-    monkeypatch.setattr(profiling, "_on_host", lambda run, count: [next(clock)])
+    monkeypatch.setattr(timing, "_on_host", lambda runs, count: [[next(clock)]])
     assert profiling.samples(lambda: None, torch.device("cpu"), budget_seconds=0.1) == [0.2]
 
 

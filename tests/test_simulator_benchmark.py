@@ -1,4 +1,4 @@
-"""The simulator benchmark replays exactly what was planned, and its predictions recover a device that is made up."""
+"""The simulator benchmark replays exactly what was planned, and predicts it with the shipped tables alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 import torch
 
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
+from distca.cost.shipped import shipped_table
 from distca.cost.work import causal_pairs
-from distca.kernels import TaskRows, kernel_named
 from distca.planning.tasks import TaskTable
 from distca.spec import MODELS, model_named
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 replay, prediction, steps, host, benchmark = (
     importlib.import_module(name) for name in ("attention_replay", "attention_prediction", "training_steps",
                                                "host_costs", "simulator"))
-MODEL, HEADS, KV_HEADS, WORKERS = model_named("llama3-8b"), 4, 1, 132
+MODEL = model_named("llama3-8b")
 
 
 @pytest.fixture(autouse=True)
@@ -74,39 +75,21 @@ def test_a_server_holds_every_token_of_its_tasks_once(rows):
     np.testing.assert_array_equal(batch.rows.q_offset, q_start - kv_start)
 
 
-@given(st.integers(1, 200))
-def test_any_beginning_of_a_spread_order_is_spread(count):
-    order = replay.spread(count)
-    assert sorted(order) == list(range(count))
-    if count >= 16:
-        assert np.bincount(np.array(order[:8]) * 4 // count, minlength=4).max() <= 4
-
-
 def test_measures_what_fits_the_budget_and_keeps_it(tmp_path, monkeypatch):
-    """A kernel that refuses a batch costs that batch only."""
-    scale = replay.Scale((128,), (128, 256), 128, 128, 256, ((64, 2_048, 0),), 1_024, 1)
-    sdpa = kernel_named("sdpa")
-    refused = []
+    scale = replay.Scale(((64, 2_048, 0),), 1_024, 3)
+    turns = []
 
-    class Fussy:
-        name = "sdpa"
+    def in_turns(runs, device, **limits):
+        turns.append(len(runs))
+        return [[(run(), 1.0)[1]] * 3 for run in runs]
 
-        def prepare(self, rows: TaskRows, device: torch.device) -> Any:
-            if len(rows) == 24 and not refused:
-                refused.append(rows)
-                raise RuntimeError("no plan for this")
-            return sdpa.prepare(rows, device)
-
-        forward, backward = sdpa.forward, sdpa.backward
-
-    monkeypatch.setattr(replay, "choose", lambda *_, **__: Fussy())
-    monkeypatch.setattr(replay.Bench, "seconds", lambda self, run: [(run(), 1.0)[1]] * 3)
+    monkeypatch.setattr(replay, "in_turns", in_turns)
     options = {"device": torch.device("cpu"), "kernel_name": "sdpa", "model_name": "llama3-8b", "tp": 8, "scale": scale}
     found = replay.measure(tmp_path / "found.json", budget_seconds=600.0, **options)
     assert found["complete"] and json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(found))
-    assert [one["error"] for one in found["failed"]] == ["RuntimeError: no plan for this"]
-    kinds = [one["kind"] for one in found["measured"]]
-    assert kinds == sorted(kinds, key=["table", "probe", "replay"].index) and kinds.count("replay") == 16
+    assert turns == [6] * 5 + [2] and len(found["measured"]) == 16  # two nano-batches of 8 ranks
+    assert {(one["half"], one["rank"]) for one in found["measured"]} == {(half, rank) for half in (0, 1)
+                                                                          for rank in range(8)}
     late = replay.measure(tmp_path / "late.json", budget_seconds=0.0, **options)
     assert not late["complete"] and not late["measured"]
 
@@ -114,85 +97,26 @@ def test_measures_what_fits_the_budget_and_keeps_it(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- prediction
 
 
-@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=60), st.integers(1, 8))
-def test_makespan_lies_between_its_bounds(seconds, workers):
-    found = prediction.makespan(np.array(seconds), workers)
-    even = sum(seconds) / workers
-    assert max(even, max(seconds)) * (1 - 1e-9) <= found <= (even + max(seconds)) * (1 + 1e-9)
-
-
-def test_makespan_counts_waves_also_of_very_many():
-    for tiles in (131, 132, 133, 5 * 132 + 1, 4_000 * 132 + 1):
-        assert prediction.makespan(np.ones(tiles), 132) == pytest.approx(-(-tiles // 132))
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 2_000), st.integers(0, 5_000), st.booleans(), st.sampled_from([64, 128, 256]))
-def test_tiles_share_the_work_in_proportion_to_their_pairs(q_len, more, backward, width):
-    k_len = q_len if backward else q_len + more
-    launch = prediction.Launch(np.array([q_len]), np.array([k_len]), np.array([True]), 0)
-    share = prediction.tile_shares(launch, 0, backward, width)
-    along = k_len if backward else q_len
-    assert len(share) == -(-along // width) and (share > 0).all()
-    pairs = int(causal_pairs(k_len - q_len, k_len, 0, k_len))
-    assert pairs - along <= share.sum() * width <= pairs + width * (k_len + q_len + width)
-
-
-def test_fitted_costs_are_never_negative_and_exact_where_they_can_be():
-    counts = np.array([[1.0, 0, 5], [2, 3, 0], [1, 1, 1], [4, 0, 2]])
-    cost = np.array([3e-6, 2e-6, 1e-8])
-    np.testing.assert_allclose(prediction.fitted(counts, counts @ cost, np.ones(4)), cost, rtol=1e-6)
-    assert (prediction.fitted(counts, counts @ np.array([1.0, -1.0, 0.5]), np.ones(4)) >= 0).all()
-
-
-def made_up(width: int, scale: Any) -> dict[str, Any]:
-    """Measurements on a device whose tiles of `width` take 2 µs and a known rate, launches 8 µs, copies 4 µs."""
-    rng = np.random.default_rng(0)
-
-    def seconds(batch: Any) -> list[list[float]]:
-        found = []
-        for call in prediction.calls(batch, HEADS, KV_HEADS, 128):
-            total = 4e-6 * call.num_copies + call.copied_bytes / 4e12 + 8e-6 * len(call.launches)
-            for launch in call.launches:
-                tiles = [np.tile(2e-6 + prediction.tile_shares(launch, row, call.backward, width)
-                                 * (width * (10 if call.backward else 4) * 128 * WORKERS / 500e12), HEADS)
-                         for row in range(len(launch.q_len))]
-                total += prediction.makespan(np.concatenate(tiles), WORKERS)
-            found.append((total * (1 + 0.005 * rng.standard_normal(3))).tolist())
-        return found
-
-    measured = [about | {"forward": seconds(there)[0], "backward": seconds(back)[1]}
-                for about, there, back in replay.table_batches(scale)]
-    for batches in (replay.probe_batches(scale), replay.pool_batches(scale, MODEL, 8)):
-        for about, batch in batches:
-            measured.append(about | batch.as_json() | {"pairs": batch.pairs}
-                            | dict(zip(("forward", "backward"), seconds(batch), strict=True)))
-    return {"host": {"device": "made up", "num_multiprocessors": WORKERS}, "copy_bytes_per_second": 4e12,
-            "options": {"model": "llama3-8b", "tp": 8, "kernel": "cudnn", "cluster": "dgx-h200"}, "measured": measured}
-
-
-def test_predictions_find_out_how_tiles_are_dealt_and_meet_the_measurements():
-    scale = replay.Scale((128, 1_024, 8_192, 32_768), (128, 1_024, 8_192, 32_768, 131_072), 33_792, 16_896, 65_536,
-                         ((64, 131_072, 5),), None, 128)
-    content = json.loads(json.dumps(made_up(128, scale)))
-    replays, found = prediction.predict(content)
-    assert found["forward"]["tile_width"] == found["backward"]["tile_width"] == 128
-    assert found["backward"]["seconds_per"]["launch"] == pytest.approx(8e-6, abs=8e-6)
-    *_, everything = prediction.summary(replays, MODEL, 8)
-    assert everything["num_batches"] == len(replays) == 32
-    assert everything["fill"]["median_error"] < 0.03 and everything["fill"]["worst_error"] < 0.10
-    assert everything["sum"]["median_error"] > 2 * everything["fill"]["median_error"]  # waves are worth counting
-
-
-def test_a_table_without_its_last_column_still_predicts_and_one_with_less_is_refused():
-    points = [about | {"forward": [1e-3], "backward": [2e-3]} for about, *_ in replay.table_batches(replay.FULL)]
-    content = {"host": {"device": "made up"}, "options": {"model": "llama3-8b", "tp": 8, "kernel": "cudnn"}}
-    even = prediction.DEALINGS[0], prediction.DEALINGS[0]
-    kept = [one for one in points if (one["q_len"], one["kv_len"]) != (512, 524_288)]
-    assert prediction.table_from(content | {"measured": kept}, WORKERS, HEADS, even).kv_len[-1] == 131_072
-    kept = [one for one in points if one["kv_len"] < 16_384 or one["q_len"] > 512]
-    with pytest.raises(ValueError, match="--budget-seconds"):
-        prediction.table_from(content | {"measured": kept}, WORKERS, HEADS, even)
+def test_predictions_are_what_the_shipped_table_charges():
+    """Batches that took 1.25 times what is charged, forward, and half of it backward."""
+    time = AttentionTime.of(shipped_table(prediction.TABLE), MODEL, 8)
+    scale = replay.Scale(((64, 131_072, 5),), None, 16)
+    measured = []
+    for about, batch in replay.pool_batches(scale, MODEL, 8):
+        q_len, kv_len, aligned, document, kv_start = np.array(about["tasks"]).T
+        (forward,), (backward,) = (
+            time.servers(q_len, kv_len, 0 * q_len, 1, way, aligned=aligned, document=document, kv_start=kv_start)
+            for way in (False, True))
+        measured.append(about | {"pairs": batch.pairs, "forward": [1.25 * forward], "backward": [0.5 * backward]})
+    content = {"options": {"model": "llama3-8b", "tp": 8}, "measured": measured}
+    replays = prediction.predict(json.loads(json.dumps(content)))
+    forward, backward, *_, all_forward, all_backward, everything = prediction.summary(replays, MODEL, 8)
+    assert (forward["direction"], backward["direction"], everything["direction"]) == ("forward", "backward", None)
+    assert forward["num_batches"] == all_forward["num_batches"] == len(measured) == 16
+    assert all_forward["charged"]["median_error"] == pytest.approx(0.2, abs=0.02)  # items of many servers are merged
+    assert all_backward["charged"]["median_bias"] == pytest.approx(1.0, abs=0.05)
+    assert everything["num_batches"] == 32 and everything["charged"]["worst_error"] >= 1.0 - 0.05
+    assert all_forward["sum"]["median_bias"] < all_forward["charged"]["median_bias"]
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

@@ -190,12 +190,12 @@ def _seconds(forward: Plan, backward: Plan) -> SecondsFigures | None:
 
 def _layout(batch: Batch, pool: Pool, placement: str) -> Layout:
     speed = pool.speed(batch.ranks)
-    work = work_of_documents(pool.cost)
+    work, wave_tokens = work_of_documents(pool.cost), 1 if pool.cost is None else pool.cost.wave_tokens
     if batch.workload is not None:
         return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
-                             document_work=work)
+                             document_work=work, wave_tokens=wave_tokens)
     return pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank, placement=placement,
-                tolerance=pool.tolerance, speed=speed, document_work=work)
+                tolerance=pool.tolerance, speed=speed, document_work=work, wave_tokens=wave_tokens)
 
 
 def _failed_proof(plan: Plan) -> str | None:

@@ -79,7 +79,9 @@ class Network:
     def measured(cls, table: LatencyTable, cluster: ClusterShape) -> Network:
         """The cluster's links, of which those that the table's profile exchanged over are as it found them.
 
-        A profile on no more ranks than a node has saw the links inside one, and one on more those between nodes.
+        More ranks than a node has GPUs can only have exchanged between nodes, so what they reached is that link's.
+        Fewer were ranks of one node, as `distca profile --ranks` starts them, and theirs is the link inside one. A run
+        of few ranks on several nodes cannot be told from that: profile with more ranks than a node has.
         """
         network, found = cls.of(cluster), MeasuredNetwork.of(table)
         if found is None:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+LENGTH_CLASSES = 16  # to a worker's share
+MOST_ROUNDS = 40    # of dealing, unless there are more items than workers in each
 MOST_ITEMS = 2**15  # dealt in one call; where there are more, several items on as many workers count as one on one
 
 
@@ -71,6 +73,11 @@ class WorkList:
                              "speed-ups of at least 1")
         return found
 
+    @property
+    def wave_tokens(self) -> int:
+        """Queries whose forward items are one for each worker."""
+        return max(1, self.num_workers * self._tile // self.kv_heads)
+
     def tail(self, tasks: Tasks, num_servers: int, backward: bool) -> FloatArray:
         """Seconds beyond the even share, per server."""
         along = tasks.kv_len / self.key_tokens if backward else tasks.q_len / self._tile
@@ -78,7 +85,8 @@ class WorkList:
         workers = max(1, round(self.num_workers / max(1.0, merged)))
         items = (self._key_items if backward else self._query_items)(tasks, self.num_workers / workers)
         dealt = _by_server(*items, num_servers)
-        beyond = _makespan(dealt, workers) - dealt.sum(axis=1) / workers
+        even = dealt.sum(axis=1) / workers
+        beyond = _makespan(_long_first(dealt, even), workers) - even
         return np.asarray(np.maximum(beyond, 0.0) / self.idle_speedup[backward])
 
     @property
@@ -86,11 +94,11 @@ class WorkList:
         return max(1, self.query_rows // self.group)
 
     def _query_items(self, tasks: Tasks, merged: float) -> tuple[FloatArray, IntArray]:
-        """Seconds and server of every forward item: of a causal task, more keys for each than for the one before."""
+        """Seconds and server of every forward item: of a causal task, fewer keys for each than for the one before."""
         num_items = np.ceil(tasks.q_len / self._tile) * self.kv_heads
         number = np.maximum(1, np.rint(num_items / merged)).astype(np.int64)
         task, at = _spread(number)
-        before_end = np.where(tasks.aligned, tasks.q_len, 0.0)[task] * (1 - (at + 0.5) / number[task])
+        before_end = np.where(tasks.aligned, tasks.q_len, 0.0)[task] * (at + 0.5) / number[task]
         mean_keys = tasks.pairs / tasks.q_len
         item_seconds = tasks.seconds * self.num_workers / num_items
         return (item_seconds / mean_keys)[task] * (tasks.kv_len[task] - before_end), tasks.server[task]
@@ -128,29 +136,36 @@ def _spread(number: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _by_server(seconds: FloatArray, server: IntArray, num_servers: int) -> FloatArray:
-    """[servers, items] the longest first, then zeros; `server` ascends."""
+    """[servers, items], then zeros; `server` ascends."""
     count = np.bincount(server, minlength=num_servers)
     table = np.zeros((num_servers, int(count.max(initial=1))))
-    table[server, np.arange(len(server)) - (np.cumsum(count) - count)[server]] = -seconds
-    table.sort(axis=1)
-    return np.negative(table, out=table)
+    table[server, np.arange(len(server)) - (np.cumsum(count) - count)[server]] = seconds
+    return table
+
+
+def _long_first(items: FloatArray, even: FloatArray) -> FloatArray:
+    """In the kernel's order: by length in sixteenths of a worker's share, as they came inside of one."""
+    scale = LENGTH_CLASSES / np.where(even > 0, even, 1.0)
+    length_class = np.minimum(items * scale[:, None], 2**15 - 1).astype(np.int16)
+    return np.take_along_axis(items, np.argsort(-length_class, axis=1, kind="stable"), axis=1)
 
 
 def _makespan(items: FloatArray, workers: int) -> FloatArray:
     """When the last is done, per row, if each item goes to the worker that is free first.
 
-    Half as many items as workers at a time: the longest of them to the least loaded worker, and so on. A worker that
-    would take two of them instead is what the bound by list scheduling is for: an item starts before the mean load.
+    A quarter as many items as workers at a time, or more where they are many: the first of them to the least loaded
+    worker, and so on. Where one worker should have taken two of them, the bound of list scheduling holds: every item
+    starts before the mean load.
     """
     loads = np.zeros((len(items), workers))
     first = items[:, :workers]
     loads[:, :first.shape[1]] = first
     done, total = loads.max(axis=1), loads.sum(axis=1)
-    half = max(1, workers // 2)
-    for at in range(workers, items.shape[1], half):
-        part = items[:, at:at + half]
+    some = min(workers, max(1, workers // 4, items.shape[1] // MOST_ROUNDS))
+    for at in range(workers, items.shape[1], some):
+        part = items[:, at:at + some]
         loads.sort(axis=1)
         loads[:, :part.shape[1]] += part
         total += part.sum(axis=1)
-        done = np.maximum(done, np.minimum(loads.max(axis=1), total / workers + part[:, 0]))
+        done = np.maximum(done, np.minimum(loads.max(axis=1), total / workers + part.max(axis=1)))
     return done

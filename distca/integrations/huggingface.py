@@ -205,14 +205,18 @@ def packed_mask(
     if q_length != kv_length or not begins_at_zero:
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
                          kv_offset=kv_offset, **about)
-    config, window = about["config"], about.get("local_size")
     if about.get("use_vmap"):
-        raise _refused(config, "it overlays a mask of its own")
+        raise _refused(about["config"], "it overlays a mask of its own")
+    return _mask_of_forward(about["config"], about.get("local_size"), about.get("attention_mask"))
+
+
+@torch.compiler.disable(reason="distca makes no mask but notes a forward")
+def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torch.Tensor | None) -> PackedMask:
     served = _served(config)
     forward = served.forward
     if forward is None or forward.step is not None or window in forward.windows:
         forward = served.forward = _Forward(served.steps)        # makes each kind of mask once, then layers run
-    return forward.mask(window, about.get("attention_mask"))
+    return forward.mask(window, padding)
 
 
 def packed_attention(
@@ -223,14 +227,22 @@ def packed_attention(
     if not isinstance(attention_mask, PackedMask):
         return _ordinary(module, query, key, value, attention_mask, dropout, scaling, about)
     _check_call(module, key, query, dropout, about)
-    forward = attention_mask.forward
+    return _attend(module, query, key, value, attention_mask, scaling, about), None
+
+
+@torch.compiler.disable(reason="distca's attention exchanges with other ranks, by lengths that change with every batch")
+def _attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: PackedMask,
+    scaling: float | None, about: dict[str, Any],
+) -> torch.Tensor:
+    forward = mask.forward
     step = forward.begin(module, query, about)
     flat = [_flat(x, forward.kept) for x in _one_dtype(query, key, value)]  # [tokens, heads, dim]
-    out = forward.steps.attend(flat[0], flat[1], flat[2], step, scale=scaling, window=attention_mask.window)
+    out = forward.steps.attend(flat[0], flat[1], flat[2], step, scale=scaling, window=mask.window)
     rows, heads, row_len, dim = query.shape
     if forward.kept is not None:
         out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
-    return out.view(rows, row_len, heads, dim), None
+    return out.view(rows, row_len, heads, dim)
 
 
 def _flat(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
@@ -272,7 +284,8 @@ def _ordinary(
         given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
         raise ValueError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; give "
                          "attention_mask [rows, tokens] or nothing, and documents by position_ids or cu_seq_lens_q")
-    _say_decoding()
+    if not torch.compiler.is_compiling():
+        _say_decoding()
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **about)
 
 

@@ -89,13 +89,18 @@ class BalancedCoreAttention(MegatronModule):
             raise ValueError(f"attn_mask_type is {attn_mask_type} and attention_bias "
                              f"{'none' if attention_bias is None else 'given'}; distca serves causal attention without "
                              "a bias")
+        return self._attend(query, key, value, packed_seq_params).flatten(1)
+
+    @torch.compiler.disable(reason="distca's attention exchanges with other ranks")
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
         if self.pool is None:
             data_parallel = parallel_state.get_data_parallel_group() if self.group is None else self.group
             self.pool = layers_over(data_parallel, self.options)
-        edges, key_edges = document_edges(packed_seq_params)
-        out = self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training, scale=self.scale,
-                               window=self.window)
-        return out.flatten(1)
+        edges, key_edges = document_edges(packed)
+        return self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training,
+                                scale=self.scale, window=self.window)
 
 
 def balanced(

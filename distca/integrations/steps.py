@@ -2,6 +2,7 @@
 
 A trainer knows only the documents of its own rank. Once per step, ahead of the first layer, the ranks tell each other
 their lengths in one small collective; from there on every rank computes the same plan by itself and all layers use it.
+`torch.compile` breaks its graph around all of this: lengths are numbers on the host and change with every step.
 Documents never span ranks here, so whatever is not worth moving (evaluation, generation, sliding windows) is computed
 at home without a word to anybody. Nothing in this file knows which framework trains.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan
@@ -27,6 +29,7 @@ from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import check_tolerance
 
+_not_compiled = torch.compiler.disable(reason="distca exchanges with other ranks, by lengths that change")
 _FIRST_CAPACITY = 255                                            # documents of a rank that fit the first collective
 
 
@@ -36,6 +39,7 @@ class PackedStep:
 
     lengths: tuple[int, ...]   # this rank's documents, in the order of its tokens
     plan: Plan | None          # of the whole group; None: everything is computed at home
+    backward: Plan | None = None  # for the gradients, where seconds are known and these are not forward's
 
     def leaves_home(self, window: int | None) -> bool:
         """Whether a layer with this window follows the plan: a window shorter than a document makes its work linear."""
@@ -60,28 +64,37 @@ class PackedSteps:
         cost: LatencyTable | None = None,
     ) -> None:
         check_tolerance(tolerance)
-        self.model, self.group, self.tolerance, self.cost = model, group, tolerance, cost
+        self.model, self.group, self.tolerance = model, group, tolerance
+        self.cost = None if cost is None else AttentionTime.of(cost, model)
         self.kernel, self.state = kernel, state
         self.latest: Plan | None = None                          # of the step begun last
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._capacity = _FIRST_CAPACITY
         self._plans: OrderedDict[tuple[tuple[int, ...], ...], Plan] = OrderedDict()
+        self._backward_plans: OrderedDict[tuple[tuple[int, ...], ...], Plan] = OrderedDict()
         self._home_plans: OrderedDict[tuple[tuple[int, ...], ...], Plan] = OrderedDict()
 
+    @_not_compiled
     def begin(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedStep:
         """Exchange lengths and plan; every rank of the group calls this once per step. `device` carries the lengths."""
         rows = self._everyones(lengths, torch.device(device))
-        return PackedStep(tuple(lengths), self._plan(rows) if any(rows) else None)
+        if not any(rows):
+            return PackedStep(tuple(lengths), None)
+        apart = self.cost is not None and self.state == "resend"  # servers that keep their inputs serve both ways
+        return PackedStep(tuple(lengths), self._plan(rows), self._backward_plan(rows) if apart else None)
 
+    @_not_compiled
     def at_home(self, lengths: Sequence[int]) -> PackedStep:
         """A step that talks to nobody, such as evaluation: ranks may run unequal numbers of these."""
         return PackedStep(tuple(lengths), None)
 
+    @_not_compiled
     def plan_for(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> Plan:
         """The plan of this step, the same on every rank, from the lengths of this rank's own documents."""
         return self._plan(self._everyones(lengths, torch.device(device)))
 
+    @_not_compiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PackedStep, *,
         scale: float | None = None, window: int | None = None,
@@ -90,7 +103,7 @@ class PackedSteps:
         if step.leaves_home(window):
             assert step.plan is not None
             pool = self._home if self._pool is None else self._pool
-            return pool(q, k, v, step.plan, scale=scale)
+            return pool(q, k, v, step.plan, backward=step.backward, scale=scale)
         if not step.lengths:
             return q + k.sum() + v.sum()                         # no tokens, but gradients of 0 for what made them
         return self._home(q, k, v, self._home_plan(step.lengths), scale=scale, window=window)
@@ -100,6 +113,12 @@ class PackedSteps:
             self._plans[rows] = balance(layout_from_rows(rows), self.model, tolerance=self.tolerance, cost=self.cost)
         self.latest = _latest(self._plans, rows)
         return self.latest
+
+    def _backward_plan(self, rows: tuple[tuple[int, ...], ...]) -> Plan:
+        if rows not in self._backward_plans:
+            self._backward_plans[rows] = balance(layout_from_rows(rows), self.model, tolerance=self.tolerance,
+                                                 cost=self.cost, backward=True)
+        return _latest(self._backward_plans, rows)
 
     def _home_plan(self, lengths: tuple[int, ...]) -> Plan:
         rows = (lengths,)

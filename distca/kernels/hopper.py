@@ -18,6 +18,7 @@ import torch
 
 from distca.kernels.cuda_driver import nvrtc
 from distca.kernels.hopper_launch import Heads, Tables, run_backward, run_forward, tables_of
+from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
 from distca.kernels.interface import (
     TaskRows,
     accumulation_dtype,
@@ -84,6 +85,7 @@ class HopperKernel:
     """Attention tasks on compute capability 9.0."""
 
     name: str = "hopper"
+    item_sizes: tuple[int, int] = (2 * BLOCK_ROWS, TILE_KEYS)  # forward in query rows, backward in keys
 
     def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:

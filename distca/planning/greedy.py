@@ -17,13 +17,15 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.work import pairs_of_shard
 from distca.planning.bands import share_prefixes
 from distca.planning.plan import Plan, max_over_mean, server_work
-from distca.planning.shard_cut import Measure, Piece, Prices, Shard, cheapest_shard
+from distca.planning.shard_cut import Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 from distca.workload.packing import check_pool, check_tolerance
 
-_PASSES = 4         # over a latency table, until the cap fits the seconds that the plan itself takes
+_PASSES = 6         # in seconds, until the caps fit what calls themselves take
+_PATIENCE = 2       # passes in a row that are no quicker end the search
+_LEAST_CAP = 1e-6   # of all seconds: a server that serves is never forbidden to
 _PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
 _SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
 _WORTH_A_LOOK = 0.05  # a holder of keys with less room than this part of a surplus is not tried
@@ -48,28 +50,77 @@ def balance(
     """
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)
+    bytes_of = model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp)
+    if cost is None:
+        return _in_pairs(layout, model, tolerance, pool, tp, Prices(*bytes_of, pairs_of_shard))
+    prices = Prices(*bytes_of, lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward))
+    return _in_seconds(layout, model, tolerance, pool, tp, prices, cost, backward)
+
+
+def _in_pairs(
+    layout: Layout, model: ModelShape, tolerance: float, pool: np.ndarray, tp: int, prices: Prices
+) -> Plan:
     home = tasks_at_home(layout)
-    load = server_work(home, len(pool), cost, backward)
-    measure: Measure = pairs_of_shard if cost is None else (
-        lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward))
-    prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), measure)
-    total = float(load.sum())
-    best: tuple[float, Plan] | None = None
-    for _ in range(1 if cost is None else _PASSES):              # pairs add up; seconds change where tasks are cut
-        mover = _Mover(layout, load, (1.0 + tolerance) * total * pool / pool.sum(), prices)
-        mover.run()
-        tasks = share_prefixes(layout, mover.tasks(home), np.array(mover.load), np.array(mover.cap), prices)
+    load = server_work(home, len(pool), None)
+    cap = (1.0 + tolerance) * load.sum() * pool / pool.sum()
+    tasks, limit = _moved(layout, home, load, cap, prices)
+    plan = Plan(layout, tasks, pool, tolerance, model, tp)
+    if max_over_mean(plan.work(), pool) <= 1.0 + tolerance:
+        return plan
+    return replace(plan, limit=limit)
+
+
+def _in_seconds(
+    layout: Layout, model: ModelShape, tolerance: float, pool: np.ndarray, tp: int, prices: Prices,
+    cost: AttentionTime, backward: bool,
+) -> Plan:
+    """Seconds are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
+
+    So what a server's call took beyond its tasks is taken off its cap in the next pass. The quickest plan counts, that
+    of causal pairs among them.
+    """
+    home = tasks_at_home(layout)
+    in_pairs = _in_pairs(layout, model, tolerance, pool, tp, prices._replace(measure=pairs_of_shard))
+    best = replace(in_pairs, cost=cost, backward=backward, limit=None)
+    work = best.work()
+    load = _seconds_of_tasks(home, len(pool), cost, backward)
+    total, beyond, in_vain = float(load.sum()), np.zeros(len(pool)), 0
+    for _ in range(_PASSES):
+        if max_over_mean(work, pool) <= 1.0 + tolerance or in_vain == _PATIENCE:
+            break
+        cap = np.maximum((1.0 + tolerance) * total * pool / pool.sum() - beyond, _LEAST_CAP * total * (pool > 0))
+        tasks, _ = _moved(layout, home, load, cap, prices)
         plan = Plan(layout, tasks, pool, tolerance, model, tp, cost, None, backward)
-        work = plan.work()
-        reached = max_over_mean(work, pool)
-        if reached <= 1.0 + tolerance:
-            return plan
-        plan = replace(plan, limit=mover.limit or "cutting tasks made the mean fall; ask for a larger tolerance")
-        best = min(best or (reached, plan), (reached, plan), key=lambda one: one[0])
-        now = float(work.sum())                                  # aim as far below the cap as this pass came out above
-        total = max(min(total, now) * (1.0 + tolerance) / reached, now / (1.0 + tolerance))
-    assert best is not None
-    return best[1]
+        taken = plan.work()
+        beyond, total = taken - _seconds_of_tasks(tasks, len(pool), cost, backward), float(taken.sum())
+        in_vain += 1
+        if _slowest(taken, pool) < _slowest(work, pool):
+            best, work, in_vain = plan, taken, 0
+    if max_over_mean(work, pool) <= 1.0 + tolerance:
+        return best
+    server = int(np.argmax(work / np.where(pool > 0, pool, 1.0)))
+    alone = float(_seconds_of_tasks(best.tasks, len(pool), cost, backward)[server])
+    return replace(best, limit=f"server {server} takes {work[server]:.3g} s, of which {work[server] - alone:.2g} s are "
+                               "the launch and the tail of its work, and no cut that was tried is quicker")
+
+
+def _slowest(work: np.ndarray, pool: np.ndarray) -> float:
+    return max_over_mean(work, pool) * float(work.sum())
+
+
+def _moved(
+    layout: Layout, home: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices
+) -> tuple[TaskTable, str | None]:
+    """Tasks of which no server has more than its cap, and what forbids it where one has."""
+    mover = _Mover(layout, load, cap, prices)
+    mover.run()
+    return share_prefixes(layout, mover.tasks(home), np.array(mover.load), np.array(mover.cap), prices), mover.limit
+
+
+def _seconds_of_tasks(tasks: TaskTable, num_servers: int, cost: AttentionTime, backward: bool) -> np.ndarray:
+    some = tasks.take(tasks.kv_stop > tasks.kv_start)
+    seconds = cost.tasks(some.q_len, some.kv_len, some.kv_stop == some.q_stop, backward)
+    return np.bincount(some.server, weights=seconds, minlength=num_servers)
 
 
 def _keys_at_home(layout: Layout) -> list[tuple[int, int, int]]:

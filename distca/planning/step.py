@@ -215,7 +215,8 @@ def plan_step(
     cut = pack_ping_pong if ping_pong else pack_whole
     packed = tuple(MicroBatch(np.asarray(lengths, dtype=np.int64), cut(
         lengths, ranks=num_data, placement=placement, tolerance=tolerance, speed=share,
-        document_work=work_of_documents(cost))) for lengths in micro_batches)
+        document_work=work_of_documents(cost), wave_tokens=1 if cost is None else cost.wave_tokens))
+        for lengths in micro_batches)
     ticks = same_phase_ticks(stages, len(packed))
     by_nano = [plan_ticks(ticks, [micro_batch.layouts[nano] for micro_batch in packed], model, layers=layers,
                           tolerance=tolerance, tp=tp, speed=pool, cost=cost)

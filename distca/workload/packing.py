@@ -56,18 +56,20 @@ def pack(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     document_work: DocumentWork = causal_work,
+    wave_tokens: int = 1,
 ) -> Layout:
     """Lay documents over ranks with equal tokens on each.
 
     The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Balanced
-    placement may be told the pool's `speed` (as in planning) and how much work documents are (causal pairs by default).
+    placement may be told the pool's `speed` (as in planning), how much work documents are (causal pairs by default),
+    and how many queries a server's device takes at once.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
     if not spanning:
         lengths = cut_at_ranks(lengths, tokens_per_rank)
     return _laid(_Parts(np.arange(len(lengths)), np.zeros_like(lengths), lengths), ranks, placement, tolerance, speed,
-                 document_work)
+                 document_work, wave_tokens)
 
 
 class _Parts(NamedTuple):
@@ -80,7 +82,7 @@ class _Parts(NamedTuple):
 
 def _laid(
     parts: _Parts, ranks: int, placement: str, tolerance: float, speed: Sequence[float] | np.ndarray | None,
-    document_work: DocumentWork,
+    document_work: DocumentWork, wave_tokens: int,
 ) -> Layout:
     """Parts over ranks, as many tokens on each; documents are numbered as the parts are."""
     check_tolerance(tolerance)
@@ -90,7 +92,8 @@ def _laid(
     if placement == "given":
         return _in_order(parts, ranks, tokens_per_rank)
     work = np.asarray(document_work(parts.start, parts.stop), dtype=np.float64)
-    return place(parts.start, parts.stop, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank)
+    return place(parts.start, parts.stop, work, share_of_work(work, ranks, tolerance, speed), tokens_per_rank,
+                 wave_tokens)
 
 
 def pack_workload(
@@ -100,25 +103,29 @@ def pack_workload(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     document_work: DocumentWork = causal_work,
+    wave_tokens: int = 1,
 ) -> Layout:
     """Lay a workload's sequences over ranks: `given` each over its own, in order; `balanced` all over all."""
     return pack(np.concatenate(workload.sequences), ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank,
-                placement=placement, tolerance=tolerance, speed=speed, document_work=document_work)
+                placement=placement, tolerance=tolerance, speed=speed, document_work=document_work,
+                wave_tokens=wave_tokens)
 
 
 def pack_whole(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None, document_work: DocumentWork = causal_work,
+    wave_tokens: int = 1,
 ) -> tuple[NanoBatch]:
     """A micro-batch in one piece."""
     layout = pack(lengths, ranks=ranks, placement=placement, tolerance=tolerance, speed=speed,
-                  document_work=document_work)
+                  document_work=document_work, wave_tokens=wave_tokens)
     return (NanoBatch(layout, np.arange(layout.num_documents)),)
 
 
 def pack_ping_pong(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None, document_work: DocumentWork = causal_work,
+    wave_tokens: int = 1,
 ) -> tuple[NanoBatch, NanoBatch]:
     """Two nano-batches with half of every rank's tokens each, in the order in which they run.
 
@@ -130,7 +137,8 @@ def pack_ping_pong(
     if tokens_per_rank % 2:
         raise ValueError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
     ping, pong = _halves(lengths)
-    first, second = (_laid(half, ranks, placement, tolerance, speed, document_work) for half in (ping, pong))
+    first, second = (_laid(half, ranks, placement, tolerance, speed, document_work, wave_tokens)
+                     for half in (ping, pong))
     cut = np.flatnonzero(pong.start > 0)
     for number in cut.tolist():
         shared = first.document == np.flatnonzero(ping.document == pong.document[number])[0]

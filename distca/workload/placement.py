@@ -36,12 +36,14 @@ class Slices(NamedTuple):
 
 
 def place(
-    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int
+    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int,
+    wave_tokens: int = 1,
 ) -> Layout:
     """Lay documents over len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity where it can.
 
     Of each document tokens [first, last) are laid, `work` is their attention work with all that is before them, and
-    `capacity` the most that each rank should get. The tokens must fill the ranks exactly.
+    `capacity` the most that each rank should get. The tokens must fill the ranks exactly. Slices longer than
+    `wave_tokens`, the queries that a server's device takes at once, are whole multiples of it where they can be.
     """
     slices = Slices([], [], [], [])
     num_ranks, lengths = len(capacity), last - first
@@ -71,7 +73,7 @@ def place(
             continue
         start = begin
         if excess > room or stop - begin > free[rank]:
-            start = max(_carve(stop, center, room / rate, free[rank]), begin)
+            start = max(_carve(stop, center, room / rate, free[rank], wave_tokens), begin)
             if start >= stop:
                 heappop(budget)
                 heappush(dense, (-excess, document, stop))
@@ -91,11 +93,13 @@ def place(
     return layout_from_slices(last, documents, starts, stops, ranks, num_ranks)
 
 
-def _carve(stop: int, center: float, room: float, free: int) -> int:
+def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -> int:
     """Where the slice that ends at `stop` begins, so that it uses up the room: on the grid, at most `free` tokens."""
     squared = (stop - center) ** 2 - 2.0 * room
     start = center + sqrt(squared) if squared > 0 and stop > center else 0.0
     start = max(start, stop - free)
+    if stop - start > wave_tokens:
+        start = stop - (stop - start) // wave_tokens * wave_tokens
     return -(-int(np.ceil(start)) // _GRID) * _GRID
 
 

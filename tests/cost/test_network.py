@@ -1,13 +1,13 @@
 """The alpha-beta network against a message-by-message count."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.cost.latency_table import analytic_table
+from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.cost.network import MeasuredNetwork, Network
 from distca.spec import cluster_named, model_named
 
@@ -103,3 +103,12 @@ def test_a_network_that_is_none_is_refused(about):
 def test_an_exchange_takes_its_latency_and_its_bytes():
     measured = MeasuredNetwork.of(table_with({"num_ranks": 2, "latency_seconds": 1e-3, "bandwidth": 1e9}))
     assert measured.seconds(0) == 0.0 and measured.seconds(1e6) == pytest.approx(2e-3)
+
+
+def test_what_profile_writes_is_read_back(tmp_path):
+    probe = pytest.importorskip("distca.runtime.probe")
+    cost = probe.ExchangeCost("gloo", 2, 1e-4, 2e9, (4096,), (1e-4,))
+    table = analytic_table(model_named("llama3-8b"), 550e12)
+    replace(table, metadata={"network": asdict(cost)}).save(tmp_path / "table.json")
+    found = Network.measured(LatencyTable.load(tmp_path / "table.json"), cluster_named("dgx-h200"))
+    assert (found.intra_node_bandwidth, found.intra_node_latency_seconds) == (2e9, 1e-4)

@@ -1,4 +1,4 @@
-"""GPU kernels in low precision: against float64, at most twice the error of the same maths in plain PyTorch."""
+"""GPU kernels in low precision: as far from float64 as rounding explains, and no farther."""
 
 import logging
 
@@ -8,13 +8,13 @@ import torch
 
 import distca.kernels
 from distca.kernels import TaskRows, choose, kernel_named
+from distca.kernels.accuracy import check_attention
+from distca.kernels.ranking import measured
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch.cuda.is_available() is False"),
 ]
-
-NEGLIGIBLE = 1e-4  # plain PyTorch makes no error at all where every query sees one key
 
 ROWS = {
     "documents": [(0, 700, 0, 700, 0), (700, 701, 700, 701, 0), (701, 1024, 701, 1024, 0)],
@@ -38,61 +38,30 @@ def random_inputs(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, token
     return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]  # q, k, v, dout
 
 
-def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, rows: TaskRows, window: int | None
-) -> list[torch.Tensor]:
-    """out, dq, dk, dv in the dtype of q, by PyTorch's matmul, softmax and autograd over one big mask."""
-    count = torch.zeros(q.shape[0], k.shape[0], device=q.device)
-    for i in range(len(rows)):
-        q_position = torch.arange(int(rows.q_len[i]), device=q.device)[:, None] + int(rows.q_offset[i])
-        k_position = torch.arange(int(rows.k_len[i]), device=q.device)
-        seen = k_position <= q_position
-        if window is not None:
-            seen &= k_position > q_position - window
-        count[rows.q_begin[i] : rows.q_end[i], rows.k_begin[i] : rows.k_end[i]] += seen
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    group = q.shape[1] // k.shape[1]
-    queries, keys, values = (x.transpose(0, 1) for x in leaves)
-    keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
-    scores = (queries @ keys.transpose(1, 2)) * q.shape[-1] ** -0.5 + count.log().to(q.dtype)
-    blank = ~count.any(dim=1)[:, None]
-    probabilities = scores.masked_fill(blank, 0.0).softmax(dim=-1).masked_fill(blank, 0.0)
-    out = (probabilities @ values).transpose(0, 1)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def assert_as_good_as_plain(name: str, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None) -> None:
+def assert_exact(name: str, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None) -> None:
     kernel = kernel_named(name)
     q, k, v, dout = tensors
     reason = kernel.supports(q.device, q.dtype, q.shape[-1], window)
     if reason is not None:
         pytest.skip(reason)
-    truth = plain(*(x.double() for x in tensors), rows, window)
-    same_dtype = plain(*tensors, rows, window)
     prepared = kernel.prepare(rows, q.device, window)
     for _ in range(2):  # the second time everything is cached
         out, lse = kernel.forward(q, k, v, prepared)
-        actual = [out, *kernel.backward(dout, q, k, v, out, lse, prepared)]
-        oracle = kernel_named("dense")
-        exact = oracle.forward(q.double(), k.double(), v.double(), oracle.prepare(rows, q.device, window))[1]
-        torch.testing.assert_close(lse.double(), exact, rtol=1e-4, atol=1e-4)
-        for what, a, p, t in zip(("out", "dq", "dk", "dv"), actual, same_dtype, truth, strict=True):
-            assert a.dtype == q.dtype
-            error, allowed = (a - t).norm().item(), 2 * (p - t).norm().item() + NEGLIGIBLE * max(t.norm().item(), 1.0)
-            assert error <= allowed, f"{what} is off by {error}, more than the {allowed} allowed"
+        actual = [out, lse, *kernel.backward(dout, q, k, v, out, lse, prepared)]
+        check_attention(actual, q, k, v, dout, rows, window=window)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", ["cudnn", "varlen", "sdpa", "dense"])
 def test_rows(name: str, rows: str) -> None:
-    assert_as_good_as_plain(name, random_inputs(8, 2, 128, torch.bfloat16), table(rows))
+    assert_exact(name, random_inputs(8, 2, 128, torch.bfloat16), table(rows))
 
 
 @pytest.mark.parametrize("window", [1, 100, 400])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", ["varlen", "sdpa"])
 def test_windows(name: str, rows: str, window: int) -> None:
-    assert_as_good_as_plain(name, random_inputs(4, 2, 64, torch.bfloat16), table(rows), window)
+    assert_exact(name, random_inputs(4, 2, 64, torch.bfloat16), table(rows), window)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 1, 128), (4, 2, 32), (4, 4, 256)])
@@ -100,7 +69,7 @@ def test_windows(name: str, rows: str, window: int) -> None:
 @pytest.mark.parametrize("name", ["cudnn", "varlen"])
 def test_heads_and_dtypes(name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     rows = table("shards of one document share its keys")
-    assert_as_good_as_plain(name, random_inputs(heads, kv_heads, dim, dtype), rows)
+    assert_exact(name, random_inputs(heads, kv_heads, dim, dtype), rows)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "varlen", "sdpa"])
@@ -109,7 +78,7 @@ def test_inputs_need_not_be_contiguous(name: str) -> None:
     packed = torch.cat([q, k, v], dim=1)  # as one projection gives them
     views = [*packed.split([8, 2, 2], dim=1), dout.transpose(0, 1).contiguous().transpose(0, 1)]
     assert not any(x.is_contiguous() for x in views)
-    assert_as_good_as_plain(name, views, table("documents"))
+    assert_exact(name, views, table("documents"))
 
 
 @pytest.mark.parametrize("name", ["cudnn", "varlen"])
@@ -161,12 +130,21 @@ def test_changing_batches_share_graphs() -> None:
     assert len(cudnn._graphs) == 2  # forward and backward
 
 
-def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, None), (torch.bfloat16, 64), (torch.float16, None),
+                                               (torch.float64, None)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_auto_takes_the_fastest_that_fits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype,
+    window: int | None,
+) -> None:
+    """By the shipped figures of this device, where it has any, and else in the order in which kernels are listed."""
     monkeypatch.setattr(distca.kernels, "_announced", set())
     with caplog.at_level(logging.INFO, logger="distca"):
-        chosen = choose("cuda", torch.bfloat16, 128)
-    fits = kernel_named("cudnn").supports(torch.device("cuda"), torch.bfloat16, 128, None) is None
-    assert chosen.name == ("cudnn" if fits else "varlen")
+        chosen = choose("cuda", dtype, head_dim, window)
     assert f"kernel {chosen.name}" in caplog.text
-    assert choose("cuda", torch.bfloat16, 128, window=64).name == "varlen"
-    assert choose("cuda", torch.float64, 128).name == "sdpa"
+    fit = [kernel.name for kernel in distca.kernels._KERNELS
+           if kernel.supports(torch.device("cuda"), dtype, head_dim, window) is None]
+    seconds = {speed.kernel: speed.seconds for speed in measured().get(torch.cuda.get_device_name(), ())
+               if dtype == torch.bfloat16 and (speed.head_dim, speed.windowed) == (head_dim, window is not None)}
+    timed = [name for name in fit if name in seconds]
+    assert chosen.name == (min(timed, key=seconds.__getitem__) if timed else fit[0])

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -283,18 +285,32 @@ def test_without_transformers_one_line_says_what_to_install():
     assert "needs transformers 5; pip install 'distca[transformers]'" in done.stderr.splitlines()[-1]
 
 
-def trained(folder, *options, ranks=2, steps=20):
-    """Losses of the example, one per step, and what it printed."""
-    done = subprocess.run(
+def launched(*command, ranks=2, seconds=120):
+    """What a script printed under torchrun. Where it hangs, every rank says in which line before it is ended."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone",
-         str(ROOT / "examples/transformers_trainer.py"), "--cpu", "--longest", "400", "--steps", str(steps),
-         "--output", str(folder), *options],
-        capture_output=True, text=True, timeout=280,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+         *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
+             "HF_HUB_OFFLINE": "1"})                             # nothing is fetched, and nobody waits for a network
+    try:
+        said, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGABRT)
+            time.sleep(1)                                        # one after another, or their lines mix
+        said, errors = process.communicate(timeout=60)
+        pytest.fail(f"{command[0]} ran for more than {seconds} s\n{errors[-9000:]}")
+    assert process.returncode == 0, errors[-3000:]
+    return said
+
+
+def trained(folder, *options, steps=20):
+    """Losses of the example, one per step, and what it printed."""
+    said = launched(ROOT / "examples/transformers_trainer.py", "--cpu", "--longest", "400", "--steps", steps,
+                    "--output", folder, *options)
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     losses, evals = ([row[name] for row in history if name in row] for name in ("loss", "eval_loss"))
-    return losses, evals, done.stdout
+    return losses, evals, said
 
 
 @pytest.mark.slow
@@ -315,11 +331,35 @@ def test_trainer_has_the_same_losses_with_and_without(model, options, tmp_path):
 def test_the_plain_pytorch_example_runs_and_is_short():
     script = ROOT / "examples/plain_pytorch.py"
     assert len(script.read_text().splitlines()) < 60
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-                           str(script)], capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("with distca") == 5
+    assert launched(script).count("with distca") == 5
+
+
+LETS_GO_SLOWLY = """
+import runpy, sys, threading, time, weakref
+import torch, torch.distributed as dist
+
+plain = dist.all_reduce
+
+def all_reduce(tensor):
+    # and one more, whose tensor a thread of gloo lets go of last and in many small steps
+    plain(tensor)
+    last, begun = torch.zeros(1), threading.Event()
+    weakref.finalize(last, lambda: (begun.set(), [time.sleep(0.01) for _ in range(100)]))
+    plain(last, async_op=True)
+    del last
+    begun.wait()
+
+dist.all_reduce = all_reduce
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_plain_pytorch_example_ends_after_the_threads_that_hold_its_tensors(tmp_path):
+    """A thread of gloo that wants the interpreter when that is ending aborts the process."""
+    (tmp_path / "slowly.py").write_text(LETS_GO_SLOWLY)
+    launched(tmp_path / "slowly.py", ROOT / "examples/plain_pytorch.py")
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """Lengths travel once per step, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from distca.cost.latency_table import analytic_table
 from distca.integrations import steps as steps_module
 from distca.integrations.steps import PackedSteps
 from distca.kernels import dense_attention
@@ -32,7 +35,7 @@ def rank_steps(transport, rows, window):
         expected[0] = dense_attention(*leaves, lengths, None, window)
         expected[1:] = torch.autograd.grad(expected[0], leaves, dout)
     for mine, dense in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-10)
     for _ in range(transport.rank):                              # unequal numbers of steps at home
         steps.attend(*leaves, steps.at_home(lengths))
     tasks = begun[0].plan.tasks
@@ -58,9 +61,9 @@ def wrong_lengths(transport):
 
 @pytest.mark.multiprocess
 def test_wrong_lengths_of_one_rank_end_all_of_them_at_once():
-    outcomes = run_processes(2, wrong_lengths)
+    outcomes = run_processes(2, wrong_lengths, timeout_seconds=60, deadline_seconds=90)
     assert all("ValueError" in outcome.error and "-1" in outcome.error for outcome in outcomes)
-    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert max(outcome.seconds for outcome in outcomes) < 60     # nobody waited for the group's timeout
 
 
 def test_one_process_needs_no_group():
@@ -89,3 +92,12 @@ def test_no_document_anywhere_is_a_step_without_a_plan():
 def test_a_tolerance_out_of_range_is_named():
     with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
         PackedSteps(TINY, tolerance=3)
+
+
+def test_with_a_table_gradients_have_a_plan_of_their_own():
+    model = replace(model_named("llama3-8b"), num_layers=1)
+    for state, apart in (("resend", True), ("keep", False)):
+        steps = PackedSteps(model, cost=analytic_table(model, 550e12), state=state)
+        step = steps.begin([300, 212])
+        assert (step.backward is not None and step.backward.backward) == apart
+        assert steps.begin([300, 212]).backward is step.backward

@@ -16,7 +16,8 @@ from distca.workload.layout import layout_from_rows
 pytestmark = pytest.mark.multiprocess
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 VICTIM = 1
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 2.0                                            # of a group in which a rank hangs
+NEVER_SECONDS = 120.0                                            # of one in which nobody should wait for it
 STEPS = ["before", "start", "serve", "finish", "backward"]       # how far the victim comes
 
 
@@ -77,35 +78,35 @@ def train_with_a_pool(transport, plan, victim, how):
     return None
 
 
-def check(outcomes, victim, how, within_seconds):
+def check(outcomes, victim, how):
     assert outcomes[victim].exit_code == (17 if how == "dies" else None), "the victim did vanish"
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert outcome.error is not None and outcome.error.startswith("TransportError: "), outcome
             assert f"rank {rank} of {len(outcomes)}" in outcome.error
             assert "did not complete" in outcome.error and "restart" in outcome.error
-            assert outcome.seconds < within_seconds
+            assert how == "hangs" or outcome.seconds < NEVER_SECONDS, "it waited for the timeout"
             assert outcome.exit_code == 0, "it could end in good order"
 
 
 @pytest.mark.parametrize("last_step", STEPS)
 def test_a_rank_that_dies_ends_the_others_at_once(last_step):
     plan = misplaced_plan(layout_from_rows([[30], [40], [20, 5]]), 3, MODEL)
-    outcomes = run_processes(3, train, plan, "dies", last_step, timeout_seconds=20, deadline_seconds=10)
-    check(outcomes, VICTIM, "dies", within_seconds=5)
+    outcomes = run_processes(3, train, plan, "dies", last_step, timeout_seconds=NEVER_SECONDS, deadline_seconds=180)
+    check(outcomes, VICTIM, "dies")
 
 
 def test_a_rank_that_dies_with_megabytes_under_way():
-    outcomes = run_processes(3, vanish_with_megabytes_under_way, timeout_seconds=20, deadline_seconds=10)
-    check(outcomes, VICTIM, "dies", within_seconds=5)
+    outcomes = run_processes(3, vanish_with_megabytes_under_way, timeout_seconds=NEVER_SECONDS, deadline_seconds=180)
+    check(outcomes, VICTIM, "dies")
 
 
 @pytest.mark.parametrize("last_step", ["start", "finish"])
 def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step):
     plan = misplaced_plan(layout_from_rows([[30], [40], [20, 5]]), 3, MODEL)
     outcomes = run_processes(3, train, plan, "hangs", last_step, timeout_seconds=TIMEOUT_SECONDS,
-                             deadline_seconds=10, lost=VICTIM)
-    check(outcomes, VICTIM, "hangs", within_seconds=TIMEOUT_SECONDS + 3)
+                             deadline_seconds=60, lost=VICTIM)
+    check(outcomes, VICTIM, "hangs")
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
@@ -113,9 +114,10 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step):
 def test_a_pool_stops_as_well(victim, how):
     """Trainers notice a server that vanishes; servers notice trainers that do, also while they wait to be told."""
     plan = misplaced_plan(layout_from_rows([[30], [20, 5]]), 4, MODEL, shift=2)
-    outcomes = run_processes(4, train_with_a_pool, plan, victim, how, timeout_seconds=TIMEOUT_SECONDS,
-                             deadline_seconds=10, lost=victim if how == "hangs" else None)
-    check(outcomes, victim, how, within_seconds=TIMEOUT_SECONDS + 3)
+    outcomes = run_processes(4, train_with_a_pool, plan, victim, how, deadline_seconds=180,
+                             timeout_seconds=TIMEOUT_SECONDS if how == "hangs" else NEVER_SECONDS,
+                             lost=victim if how == "hangs" else None)
+    check(outcomes, victim, how)
 
 
 def note_and_hang(transport, folder):
@@ -126,7 +128,7 @@ def note_and_hang(transport, folder):
 
 
 def test_no_process_is_left_behind(tmp_path):
-    run_processes(2, note_and_hang, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS, deadline_seconds=10, lost=VICTIM)
+    run_processes(2, note_and_hang, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS, deadline_seconds=60, lost=VICTIM)
     processes = [int(path.name) for path in tmp_path.iterdir()]
     assert len(processes) == 2
     for process in processes:

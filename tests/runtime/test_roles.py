@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from distca.kernels import TaskRows
+from distca.kernels.accuracy import check_attention
 from distca.planning.greedy import balance
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.roles import PLANS_REMEMBERED, serve_until_stopped, stop_servers
@@ -116,16 +118,17 @@ def test_windows_scales_and_dtypes_are_announced():
     def body(attend):
         row = [x.detach() for x in leaves_of(plan, attend.transport.rank)]
         return (attend(*row, plan, window=5, scale=0.3), attend(*row, plan),
-                attend(*(x.float() for x in row), plan).double())
+                attend(*(x.float() for x in row), plan))
 
     windowed, plain, single = zip(*on_fake_ranks(plan, body), strict=True)
     tensors = random_qkv(0, plan.layout.num_tokens)
-    for rows, expected, tolerance in (
-        (windowed, dense_on_one(*tensors, plan.layout.lengths, 0.3, 5)[0], 1e-10),
-        (plain, dense_on_one(*tensors, plan.layout.lengths)[0], 1e-10),
-        (single, dense_on_one(*tensors, plan.layout.lengths)[0], 1e-5),
+    for rows, expected in (
+        (windowed, dense_on_one(*tensors, plan.layout.lengths, 0.3, 5)[0]),
+        (plain, dense_on_one(*tensors, plan.layout.lengths)[0]),
     ):
-        torch.testing.assert_close(from_rows(rows, plan.layout), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(from_rows(rows, plan.layout), expected, rtol=1e-10, atol=1e-10)
+    check_attention([from_rows(single, plan.layout), None, None, None, None], *(x.float() for x in tensors),
+                    TaskRows.documents(plan.layout.lengths))
 
 
 def test_servers_hold_nothing_between_forward_and_backward(recording):

@@ -10,15 +10,19 @@ from pathlib import Path
 
 import pytest
 
-SMALL = ["--model.name", "tiny", "--data.max_document", "700", "--optimizer.warmup_steps", "3", "--run.threads", "1",
+from distca.cost.latency_table import analytic_table
+from distca.spec import model_named
+
+SMALL = ["--model.name", "tiny", "--optimizer.warmup_steps", "3", "--run.threads", "1",
          "--run.timeout_seconds", "120"]
 TOKENS = 1024  # of all ranks
 
 
 def command(
-    folder: Path, ranks: int, *more: str, tensor: int = 1, pipeline: int = 1, tokens: int = TOKENS
+    folder: Path, ranks: int, *more: str, tensor: int = 1, pipeline: int = 1, tokens: int = TOKENS, longest: int = 700
 ) -> list[str]:
     return [sys.executable, "-m", "distca", "train", *SMALL, "--run.ranks", str(ranks),
+            "--data.max_document", str(longest),
             "--parallel.tensor", str(tensor), "--parallel.pipeline", str(pipeline),
             "--batch.tokens_per_rank", str(tokens * tensor * pipeline // ranks), "--log.folder", str(folder), *more]
 
@@ -54,19 +58,20 @@ def alone(tmp_path_factory):
     (2, 2, "disaggregated", "true", ()),
     pytest.param(1, 1, "disaggregated", "true", (), marks=pytest.mark.slow),
     pytest.param(2, 1, "disaggregated", "true", ("--attention.state", "keep"), marks=pytest.mark.slow),
-    pytest.param(2, 1, "disaggregated", "true", ("--attention.cost", "h200"), marks=pytest.mark.slow),
+    pytest.param(2, 1, "disaggregated", "true", ("--attention.cost", "table.json"), marks=pytest.mark.slow),
     pytest.param(2, 1, "per_document_cp", "true", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
     pytest.param(2, 1, "home", "true", (), marks=pytest.mark.slow),
     pytest.param(4, 2, "disaggregated", "true", (), marks=pytest.mark.slow),
     pytest.param(4, 1, "disaggregated", "true", (), marks=pytest.mark.slow),
-    pytest.param(4, 1, "disaggregated", "true", ("--data.max_document", "1024"), marks=pytest.mark.slow),
     pytest.param(4, 1, "per_document_cp", "false", (), marks=pytest.mark.slow),
     pytest.param(4, 1, "home", "false", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
 ])
-def test_the_loss_does_not_depend_on_what_is_about_speed(ranks, tensor, mode, ping_pong, more, alone, tmp_path):
-    if "--data.max_document" in more:                            # documents that fill the batch: others than `alone`'s
-        train(tmp_path / "alone", 1, "--run.steps", "12", "--run.dtype", "float64", "--attention.mode", "home", *more)
-        alone = logged(tmp_path / "alone", "loss"), logged(tmp_path / "alone", "grad_norm")
+def test_the_loss_does_not_depend_on_what_is_about_speed(
+    ranks, tensor, mode, ping_pong, more, alone, tmp_path, monkeypatch
+):
+    if "table.json" in more:
+        monkeypatch.chdir(tmp_path)
+        analytic_table(model_named("tiny"), 1e11).save("table.json")
     losses = train(tmp_path, ranks, "--run.steps", "12", "--run.dtype", "float64", "--attention.mode", mode,
                    "--batch.ping_pong", ping_pong, *more, tensor=tensor)
     assert losses == pytest.approx(alone[0], abs=1e-10)
@@ -74,6 +79,19 @@ def test_the_loss_does_not_depend_on_what_is_about_speed(ranks, tensor, mode, pi
     assert losses[-1] < losses[0]
     if mode == "disaggregated" and ranks // tensor > 1:
         assert sum(logged(tmp_path, "bytes_per_layer")) > 0      # attention did travel
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_document_that_fills_the_batch_is_one_with_ping_pong(tmp_path):
+    """Half of its pairs lie between the nano-batches."""
+    one = ("--run.steps", "6", "--run.dtype", "float64")
+    alone = train(tmp_path / "alone", 1, *one, "--attention.mode", "home", tokens=2048, longest=2048)
+    for ranks, placement in ((1, "given"), (2, "balanced"), (4, "given")):
+        folder = tmp_path / f"{ranks}"
+        losses = train(folder, ranks, *one, "--attention.placement", placement, tokens=2048, longest=2048)
+        assert losses == pytest.approx(alone, abs=1e-10)
+        assert logged(folder, "grad_norm") == pytest.approx(logged(tmp_path / "alone", "grad_norm"), rel=1e-8)
 
 
 def train_in_micro_batches(folder: Path, ranks: int, *more: str, **sizes: int) -> list[float]:

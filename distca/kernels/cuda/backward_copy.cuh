@@ -74,10 +74,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         locate(work, item, kv_heads, entry, head);
         const int4 tile = entries[entry];
         const int k_first = tile.x, k_end = tile.x + tile.y;
-        if (lane == 0) {
-            *said = make_int4(tile.x, tile.y, tile.z, head);
-            next = draw(counter, items);
-        }
+        if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
         copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y,
                   head, lane);
         int left = tile.z;
@@ -94,6 +91,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
             }
             for (; block < stop; block++, left--) {
+                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
                 const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
                 bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;

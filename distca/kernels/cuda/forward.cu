@@ -66,7 +66,6 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             for (int i = 0; i < 2 * PANELS; i++)
                 copy_4d(base + AT_QUERIES + slot * QUERY_SLOT + i * ROW_PANEL, queries, barriers.queries_full(slot),
                         (i % PANELS) * 64, 0, head, q_first + (i / PANELS) * TOKENS);
-            next = draw(counter, items);
         }
         slots.advance();
         int value_first = 0, value_count = 0;  // values are copied one step behind their keys
@@ -78,6 +77,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
             const int stop = (low - k_begin) / KEYS;
             for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--, left--) {
+                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
                 const int diagonal = q_first + shift - first;  // the last key that the first query sees
                 bool masked = diagonal < KEYS - 1 || count < KEYS;

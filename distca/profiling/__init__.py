@@ -2,10 +2,13 @@
 
 Attention is timed over a grid of (q_len, kv_len), queries at the end of their keys, forward and backward apart. One
 short shard alone leaves most of a GPU idle, while a server computes the many shards of its batch in one call. So a grid
-point is several identical shards, each with keys of its own, in one call, enough to fill the device, and the time is
-divided by their number. Beyond MAX_Q_LEN queries throughput no longer changes and the table charges its peak.
+point is several identical shards in one call, enough to fill the device, and the time is divided by their number. Each
+has keys of its own; only in forward, where those of enough shards would not fit, they share them. Beyond MAX_Q_LEN
+queries throughput no longer changes and the table charges its peak.
 
-Times are medians after a warm-up: by device events on CUDA, by the host's clock on a CPU.
+A kernel that draws items from a work list (cost/work_list.py) says how large they are. Then a few batches of equal
+items give what a launch costs and how much faster items run on an idle device, and with that the launch and the tail
+are taken out of the grid's times: what is left is what a shard adds to a full batch. Times are medians; see timing.py.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,9 @@ import torch
 
 from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
+from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
+from distca.profiling.timing import Run, in_turns, queued_samples, samples
 from distca.spec import ModelShape, model_named
 
 MIN_LEN = 128
@@ -43,12 +47,14 @@ class Limits:
     most_q_tokens: int    # per batch of shards, as many as a server holds
     most_kv_tokens: int
     budget_seconds: float  # for the samples of one measurement
+    most_samples: int
     linear_tokens: int
     copy_bytes: int
 
 
-CPU = Limits(2_048, 1, 2**16, 4_096, 8_192, 0.1, 256, 2**26)
-CUDA = Limits(524_288, 1_024, 2**26, 65_536, 2**20, 0.15, 8_192, 2**30)
+CPU = Limits(2_048, 1, 2**16, 4_096, 8_192, 0.1, 30, 256, 2**26)
+CUDA = Limits(524_288, 2_048, 2**26, 65_536, 2**20, 0.1, 1_000, 8_192, 2**30)
+SHORT_ITEM, LONG_ITEM = 16, 256   # tiles that an item of a probe walks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class Settings:
 
 def settings(
     device: str = "auto",
-    model: str = "llama3-8b",
+    model: str | ModelShape = "llama3-8b",
     tp: int = 1,
     kernel: str = "auto",
     max_kv_len: int | None = None,
@@ -90,12 +96,12 @@ def settings(
     longest = limits.max_kv_len if max_kv_len is None else max_kv_len
     if longest < 2 * MIN_LEN:
         raise ValueError(f"max_kv_len is {longest}; give at least {2 * MIN_LEN} tokens")
-    shape = model_named(model)
+    shape = model if isinstance(model, ModelShape) else model_named(model)
     shape.kv_heads_per_rank(tp)
     kv_len = lengths_up_to(longest, every=2 if quick else 1)
     q_len = tuple(length for length in kv_len if length <= MAX_Q_LEN)
     chosen = choose(where, dtype, shape.head_dim, name=kernel)
-    return Settings(where, dtype, shape, tp, chosen, q_len, kv_len, limits, 5 if quick else 30)
+    return Settings(where, dtype, shape, tp, chosen, q_len, kv_len, limits, 5 if quick else limits.most_samples)
 
 
 def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
@@ -106,7 +112,7 @@ def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
 
 def num_steps(chosen: Settings) -> int:
     """How often `profile` reports progress."""
-    return len(chosen.grid) + 2
+    return len(chosen.grid) + 3
 
 
 def profile(
@@ -114,17 +120,22 @@ def profile(
 ) -> LatencyTable:
     """The latency table of this machine; `step` hears what comes next."""
     tensors = _Tensors.random(chosen)
-    forward = np.full((len(chosen.q_len), len(chosen.kv_len)), np.nan)
-    backward = forward.copy()
+    step("work list")
+    facts = work_list_facts(chosen, tensors)
+    heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
+    work_list = None if facts is None else WorkList.of(facts, heads, kv_heads)
+    seconds = np.full((2, len(chosen.q_len), len(chosen.kv_len)), np.nan)
     for q_len, kv_len in chosen.grid:
         step(f"attention {q_len} x {kv_len}")
         at = chosen.q_len.index(q_len), chosen.kv_len.index(kv_len)
-        forward[at], backward[at] = attention_seconds(chosen, tensors, q_len, kv_len)
+        seconds[(slice(None), *at)] = attention_seconds(chosen, tensors, q_len, kv_len, work_list)
+    forward, backward = seconds
     del tensors
     step("linear layers")
     linear = linear_layers(chosen)
     step("copies")
-    metadata = {**_facts(chosen), "linear": linear, "copy_bytes_per_second": copy_rate(chosen), "network": network}
+    metadata = {**_facts(chosen), "linear": linear, "copy_bytes_per_second": copy_rate(chosen), "network": network,
+                "work_list": facts}
     q_grid, kv_grid = np.array(chosen.q_len), np.array(chosen.kv_len)
     return LatencyTable(
         name=f"{metadata['device']}, {chosen.model.name}" + (f", tp {chosen.tp}" if chosen.tp > 1 else ""),
@@ -148,49 +159,105 @@ class _Tensors:
 
     @classmethod
     def random(cls, chosen: Settings) -> _Tensors:
-        batches = [(q, kv, num_shards(chosen, q, kv)) for q, kv in chosen.grid]
+        num_q = max(q * num_shards(chosen, q, kv, own_keys=own) for q, kv in chosen.grid for own in (False, True))
+        num_k = max(kv * num_shards(chosen, q, kv) for q, kv in chosen.grid)
         heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
-        q_shape = (max(q * count for q, _, count in batches), heads, chosen.model.head_dim)
-        k_shape = (max(kv * count for _, kv, count in batches), kv_heads, chosen.model.head_dim)
+        q_shape, k_shape = (num_q, heads, chosen.model.head_dim), (num_k, kv_heads, chosen.model.head_dim)
         q, k, v, dout = (torch.randn(shape, dtype=chosen.dtype, device=chosen.device)
                          for shape in (q_shape, k_shape, k_shape, q_shape))
         return cls(q, k, v, dout)
 
 
-def num_shards(chosen: Settings, q_len: int, kv_len: int) -> int:
+def num_shards(chosen: Settings, q_len: int, kv_len: int, *, own_keys: bool = True) -> int:
     """Shards of one grid point that fill the device, within what a server would hold."""
     limits = chosen.limits
     tiles = chosen.model.heads_per_rank(chosen.tp) * -(-q_len // MIN_LEN)
     wanted = max(-(-limits.num_tiles // tiles), -(-limits.num_pairs // pairs_of_shard(q_len, kv_len)))
-    return max(1, min(wanted, limits.most_q_tokens // q_len, limits.most_kv_tokens // kv_len))
+    return max(1, min(wanted, limits.most_q_tokens // q_len, limits.most_kv_tokens // kv_len if own_keys else wanted))
 
 
-def attention_seconds(chosen: Settings, tensors: _Tensors, q_len: int, kv_len: int) -> tuple[float, float]:
+def attention_seconds(
+    chosen: Settings, tensors: _Tensors, q_len: int, kv_len: int, work_list: WorkList | None = None
+) -> tuple[float, float]:
     """Forward and backward seconds of one shard among as many as fill the device."""
-    count = num_shards(chosen, q_len, kv_len)
+    counts = num_shards(chosen, q_len, kv_len, own_keys=False), num_shards(chosen, q_len, kv_len)
     while True:
         try:
-            return _seconds_of_shards(chosen, tensors, q_len, kv_len, count)
+            forward, backward = _seconds_of_shards(chosen, tensors, q_len, kv_len, counts)
+            break
         except torch.OutOfMemoryError:
-            if count == 1:
+            if max(counts) == 1:
                 raise ValueError(f"attention of {q_len} queries and {kv_len} keys does not fit the memory of "
                                  f"{chosen.device}; give a smaller --max-kv-len or a larger --tp") from None
         torch.cuda.empty_cache()
-        count //= 2
+        counts = max(1, counts[0] // 2), max(1, counts[1] // 2)
+    return (_of_one(forward, q_len, kv_len, counts[0], False, work_list),
+            _of_one(backward, q_len, kv_len, counts[1], True, work_list))
+
+
+def _of_one(
+    seconds: float, q_len: int, kv_len: int, count: int, backward: bool, work_list: WorkList | None
+) -> float:
+    """A shard's share, without the launch and the tail."""
+    if work_list is None:
+        return seconds / count
+    shards = Tasks(np.ones(count), np.full(count, float(q_len)), np.full(count, float(kv_len)),
+                   np.ones(count, dtype=bool), np.zeros(count, dtype=np.int64), np.arange(count), np.zeros(count))
+    (tail,) = work_list.tail(shards, 1, backward)                # of shards that take a second each
+    return max(seconds - work_list.launch_seconds[backward], 0.5 * seconds) / (count + float(tail))
 
 
 def _seconds_of_shards(
-    chosen: Settings, tensors: _Tensors, q_len: int, kv_len: int, count: int
+    chosen: Settings, tensors: _Tensors, q_len: int, kv_len: int, counts: tuple[int, int]
 ) -> tuple[float, float]:
-    shard = np.arange(count)
-    rows = TaskRows.aligned(shard * q_len, (shard + 1) * q_len, shard * kv_len, (shard + 1) * kv_len)
+    calls = []
+    for backward, count in enumerate(counts):
+        shard = np.arange(count)
+        k_begin = shard * kv_len * (count * kv_len <= len(tensors.k))  # else all shards have the same keys
+        rows = TaskRows.aligned(shard * q_len, (shard + 1) * q_len, k_begin, k_begin + kv_len)
+        calls.append(_call(chosen, tensors, rows, bool(backward)))
+    forward, backward_seconds = _medians(chosen, calls)
+    return forward, backward_seconds
+
+
+def _call(chosen: Settings, tensors: _Tensors, rows: TaskRows, backward: bool) -> Run:
     kernel, prepared = chosen.kernel, chosen.kernel.prepare(rows, chosen.device)
-    q, dout = tensors.q[:count * q_len], tensors.dout[:count * q_len]
-    k, v = tensors.k[:count * kv_len], tensors.v[:count * kv_len]
+    num_q, num_k = int(rows.q_end.max()), int(rows.k_end.max())
+    q, dout, k, v = tensors.q[:num_q], tensors.dout[:num_q], tensors.k[:num_k], tensors.v[:num_k]
+    if not backward:
+        return lambda: kernel.forward(q, k, v, prepared)
     out, lse = kernel.forward(q, k, v, prepared)
-    forward = _median(chosen, lambda: kernel.forward(q, k, v, prepared))
-    backward = _median(chosen, lambda: kernel.backward(dout, q, k, v, out, lse, prepared))
-    return forward / count, backward / count
+    return lambda: kernel.backward(dout, q, k, v, out, lse, prepared)
+
+
+def work_list_facts(chosen: Settings, tensors: _Tensors) -> dict[str, Any] | None:
+    """What cost.work_list needs to know of this kernel and device; None of a kernel without a work list.
+
+    A quarter of the multiprocessors get an item each, short ones and long ones: the launch is what items of no length
+    would take. Then all of them get a long one: the ratio of the times is the speed-up on an idle device.
+    """
+    sizes = getattr(chosen.kernel, "item_sizes", None)
+    if sizes is None or chosen.device.type != "cuda":
+        return None
+    query_rows, key_tokens = sizes
+    workers = torch.cuda.get_device_properties(chosen.device).multi_processor_count
+    kv_heads = chosen.model.kv_heads_per_rank(chosen.tp)
+    tile = query_rows * kv_heads // chosen.model.heads_per_rank(chosen.tp)
+
+    def calls(num_items: int, length: int) -> list[Run]:
+        """Forward and backward of items that walk so many tiles; all queries see all keys."""
+        number, zero = max(1, num_items // kv_heads), np.zeros(1, dtype=np.int64)
+        sides = (number * tile, length * key_tokens), (length * tile, number * key_tokens)
+        return [_call(chosen, tensors, TaskRows(zero, zero + q, zero, zero + k, zero + k), bool(backward))
+                for backward, (q, k) in enumerate(sides)]
+
+    few = workers // 4
+    short, long = ([median(queued_samples(run)) for run in calls(few, length)] for length in (SHORT_ITEM, LONG_ITEM))
+    launch = [max(0.0, a - (b - a) * SHORT_ITEM / (LONG_ITEM - SHORT_ITEM)) for a, b in zip(short, long, strict=True)]
+    idle, full = _medians(chosen, calls(few, LONG_ITEM)), _medians(chosen, calls(workers, LONG_ITEM))
+    speedup = [max(1.0, (b - start) / (a - start)) for start, a, b in zip(launch, idle, full, strict=True)]
+    return {"num_workers": workers, "query_rows": query_rows, "key_tokens": key_tokens, "launch_seconds": launch,
+            "idle_speedup": speedup}
 
 
 def describe(table: LatencyTable) -> list[str]:
@@ -257,44 +324,14 @@ def copy_rate(chosen: Settings) -> float:
     return 2 * source.numel() / _median(chosen, lambda: target.copy_(source))
 
 
-def _median(chosen: Settings, run: Callable[[], object]) -> float:
+def _medians(chosen: Settings, runs: list[Run]) -> list[float]:
+    """Of calls that take turns."""
+    budget = chosen.limits.budget_seconds * len(runs)
+    return [median(one) for one in in_turns(runs, chosen.device, budget_seconds=budget, most=chosen.most_samples)]
+
+
+def _median(chosen: Settings, run: Run) -> float:
     return median(samples(run, chosen.device, budget_seconds=chosen.limits.budget_seconds, most=chosen.most_samples))
-
-
-def samples(
-    run: Callable[[], object], device: torch.device, *, budget_seconds: float, least: int = 1, most: int = 30
-) -> list[float]:
-    """Seconds of `run`, timed after a warm-up as often as the budget allows.
-
-    One run alone may be disturbed, by memory allocated late for example, so the better of two says how many fit.
-    """
-    time = _on_cuda if device.type == "cuda" else _on_host
-    run()
-    first = min(time(run, 1)[0], time(run, 1)[0])
-    if first > budget_seconds and least == 1:
-        return [first]
-    count = min(most, max(least, int(budget_seconds / max(first, 1e-9))))
-    return time(run, count)
-
-
-def _on_host(run: Callable[[], object], count: int) -> list[float]:
-    seconds = []
-    for _ in range(count):
-        begin = perf_counter()
-        run()
-        seconds.append(perf_counter() - begin)
-    return seconds
-
-
-def _on_cuda(run: Callable[[], object], count: int) -> list[float]:
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    torch.cuda.synchronize()
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
 
 def _facts(chosen: Settings) -> dict[str, Any]:
