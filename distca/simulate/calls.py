@@ -27,6 +27,7 @@ MOST_CHUNKS = 8        # of a ring; a group of more ranks passes several ranks' 
 _MOST_PIECES = 50_000  # of one call's chunks: the longest documents are cut first
 
 Placed = tuple[tuple[int, Plan, bool], ...]  # (first rank, plan, whether backward) of plans that run at the same time
+Key = tuple[tuple[int, int, bool], ...]      # the same with the plan's id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,7 @@ class PlanCosts:
         self._chunks: dict[int, ChunkTasks] = {}
         self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._messages: dict[tuple[int, bool], Messages] = {}
+        self._exchanges: dict[Key, tuple[Exchange, Exchange]] = {}
 
     def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
         """[servers]"""
@@ -76,6 +78,20 @@ class PlanCosts:
                              for per_q, per_kv in token_bytes(plan.model, plan.tp, backward))
             self._messages[key] = Messages(home, server, going, coming)
         return self._messages[key]
+
+    def exchanges(
+        self, placed: Placed, key: Key, num_ranks: int, ranks_per_node: int
+    ) -> tuple[Exchange, Exchange]:
+        """Homes to servers and back, of plans that run at the same time."""
+        if key not in self._exchanges:
+            parts = []
+            for first, plan, backward in placed:
+                found = self.messages(plan, backward)
+                parts.append((found.home + first, found.server + first, found.going_bytes, found.coming_bytes))
+            home, server, going, coming = map(np.concatenate, zip(*parts, strict=True))
+            self._exchanges[key] = (Exchange.of(home, server, going, num_ranks, ranks_per_node),
+                                    Exchange.of(server, home, coming, num_ranks, ranks_per_node))
+        return self._exchanges[key]
 
     def buffer_bytes(self, plan: Plan, backward: bool) -> np.ndarray:
         """[servers] that a call holds for others: what they sent, and what goes back to them."""
@@ -134,30 +150,25 @@ class Calls:
 
     def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
         self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
-        self._made: dict[tuple[tuple[int, int, bool], ...], PoolCall | RingCall] = {}
+        self._made: dict[Key, PoolCall | RingCall] = {}
         self._rings: dict[tuple[int, bool], np.ndarray] = {}
 
     def of(self, placed: Placed) -> PoolCall | RingCall:
-        key = tuple((first, id(plan), backward) for first, plan, backward in placed)
+        key = tuple([(first, id(plan), backward) for first, plan, backward in placed])
         if key not in self._made:
-            made = self._pool_call if self.plan_costs.gather_ranks == 1 else self._ring_call
-            self._made[key] = made(placed)
+            pool = self.plan_costs.gather_ranks == 1
+            self._made[key] = self._pool_call(placed, key) if pool else self._ring_call(placed)
         return self._made[key]
 
-    def _pool_call(self, placed: Placed) -> PoolCall:
+    def _pool_call(self, placed: Placed, key: Key) -> PoolCall:
         seconds: dict[bool, np.ndarray] = {}
-        parts = []
         for first, plan, backward in placed:
             phase = seconds.setdefault(backward, np.zeros(self.num_ranks))
             phase[first:first + plan.num_servers] = self.plan_costs.seconds(plan, backward)
-            found = self.plan_costs.messages(plan, backward)
-            parts.append((found.home + first, found.server + first, found.going_bytes, found.coming_bytes))
-        home, server, going, coming = map(np.concatenate, zip(*parts, strict=True))
         named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
-        there, back = (
-            Exchange.of(source, target, size, self.num_ranks, self.costs.attention_links, self.costs.ranks_per_node)
-            for source, target, size in ((home, server, going), (server, home, coming)))
-        return PoolCall(named, there, back)
+        going, coming = self.plan_costs.exchanges(placed, key, self.num_ranks, self.costs.ranks_per_node)
+        links = self.costs.attention_links
+        return PoolCall(named, going.over(links), coming.over(links))
 
     def _ring_call(self, placed: Placed) -> RingCall:
         runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)

@@ -12,7 +12,7 @@ puts them; what travels, which the runtime cannot see, is on a lane of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,28 +24,27 @@ NVLINK, NIC = 0, 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edges:
-    """Messages over one kind of link, grouped by receiver."""
+    """Messages over one kind of link, grouped by receiver. Loads are bytes, or the seconds that links need for them."""
 
-    senders: np.ndarray      # [senders] ranks that send anything
-    receivers: np.ndarray    # [receivers] ranks that get anything
-    source: np.ndarray       # [messages] index of the sender, in the order of the receivers
-    first: np.ndarray        # [receivers] first message of each
-    out_seconds: np.ndarray  # [senders]
-    in_seconds: np.ndarray   # [receivers]
-    busy_seconds: np.ndarray  # [ranks] of the busier direction
+    senders: np.ndarray    # [senders] ranks that send anything
+    receivers: np.ndarray  # [receivers] ranks that get anything
+    source: np.ndarray     # [messages] index of the sender, in the order of the receivers
+    first: np.ndarray      # [receivers] first message of each
+    out: np.ndarray        # [senders] load
+    taken: np.ndarray      # [receivers] load
+    busy: np.ndarray       # [ranks] load of the busier direction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """One all-to-all: the messages between ranks, with the seconds that each end's link needs for them."""
+    """One all-to-all: the messages between ranks, in bytes, or `over` a network in seconds."""
 
     links: tuple[tuple[int, _Edges], ...]  # (NVLINK or NIC, messages)
     sent_bytes: np.ndarray                 # [ranks]
 
     @classmethod
     def of(
-        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, network: Network,
-        ranks_per_node: int,
+        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, ranks_per_node: int
     ) -> Exchange:
         """Messages of the same pair travel as one; what stays on its rank is no message."""
         away = (source != target) & (num_bytes > 0)
@@ -54,18 +53,27 @@ class Exchange:
         to, origin = pair // num_ranks, pair % num_ranks
         same_node = to // ranks_per_node == origin // ranks_per_node
         links = []
-        for link, mask, latency, bandwidth in (
-                (NVLINK, same_node, network.intra_node_latency_seconds, network.intra_node_bandwidth),
-                (NIC, ~same_node, network.inter_node_latency_seconds, network.inter_node_bandwidth)):
-            if not mask.any():
-                continue
-            senders, at = np.unique(origin[mask], return_inverse=True)
-            receivers, first = np.unique(to[mask], return_index=True)
-            out, taken = (np.bincount(ranks[mask], weights=size[mask], minlength=num_ranks) for ranks in (origin, to))
-            seconds = np.where(np.maximum(out, taken) > 0, latency + np.maximum(out, taken) / bandwidth, 0.0)
-            links.append((link, _Edges(senders, receivers, at, first, latency + out[senders] / bandwidth,
-                                       latency + taken[receivers] / bandwidth, seconds)))
+        for link, mask in ((NVLINK, same_node), (NIC, ~same_node)):
+            if mask.any():
+                senders, at = np.unique(origin[mask], return_inverse=True)
+                receivers, first = np.unique(to[mask], return_index=True)
+                out, taken = (np.bincount(ranks[mask], weights=size[mask], minlength=num_ranks)
+                              for ranks in (origin, to))
+                links.append((link, _Edges(senders, receivers, at, first, out[senders], taken[receivers],
+                                           np.maximum(out, taken))))
         return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
+
+    def over(self, network: Network) -> Exchange:
+        """The same with the seconds that each end's link needs."""
+        links = []
+        for link, edges in self.links:
+            latency, bandwidth = (
+                (network.intra_node_latency_seconds, network.intra_node_bandwidth) if link == NVLINK
+                else (network.inter_node_latency_seconds, network.inter_node_bandwidth))
+            links.append((link, replace(
+                edges, out=latency + edges.out / bandwidth, taken=latency + edges.taken / bandwidth,
+                busy=np.where(edges.busy > 0, latency + edges.busy / bandwidth, 0.0))))
+        return replace(self, links=tuple(links))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,13 +137,13 @@ class Clock:
         for link, edges in exchange.links:
             sends, to, free, taken = edges.senders, edges.receivers, self.send_free[link], self.receive_free[link]
             start = np.maximum(ready[sends], free[sends])
-            free[sends] = stop = start + edges.out_seconds
+            free[sends] = stop = start + edges.out
             opens = np.minimum.reduceat(start[edges.source], edges.first)
             closes = np.maximum.reduceat(stop[edges.source], edges.first)
-            taken[to] = end = np.maximum(np.maximum(taken[to], opens) + edges.in_seconds, closes)
+            taken[to] = end = np.maximum(np.maximum(taken[to], opens) + edges.taken, closes)
             arrival[to] = np.maximum(arrival[to], end)
             if link == NIC:
-                self.nic_busy += edges.busy_seconds
+                self.nic_busy += edges.busy
             if self._spans is not None:
                 begin, until = np.zeros((2, self.num_ranks))
                 begin[sends], until[sends] = start, stop

@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from distca.simulate.costs import Costs
 from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, check_names
+from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, Strategy, check_names
 from distca.workload.contexts import Source, batch_sequences
 
 
@@ -162,11 +163,12 @@ class Question:
 
 
 Key = tuple[int, str, Choice | None]  # setting, strategy, choice
+Found = dict[Key, Figures | float | None]  # a number: at least so many seconds, which another choice is below
 
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
     """Every strategy over all batches; `step` hears of each finished batch."""
-    rows: dict[int, dict[Key, Figures | None]] = {}
+    rows: dict[int, Found] = {}
     for number, found in _all_batches(question, workers):
         rows[number] = found
         step(f"batch {len(rows)} of {question.num_batches}")
@@ -197,7 +199,7 @@ def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     return execute(plan, costs, record=True)
 
 
-def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, dict[Key, Figures | None]]]:
+def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, Found]]:
     if workers <= 1 or question.num_batches == 1:
         for number in range(question.num_batches):
             yield number, batch_figures(question, number)
@@ -208,9 +210,10 @@ def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, dict[K
             yield waiting[future], future.result()
 
 
-def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
+def batch_figures(question: Question, number: int) -> Found:
     """All strategies and choices on one batch; None where a choice does not fit the memory."""
-    found: dict[Key, Figures | None] = {}
+    found: Found = {}
+    best = dict.fromkeys(question.strategies, inf)
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
         done: dict[bytes, Figures | None] = {}                   # baselines often choose the same
@@ -219,19 +222,31 @@ def batch_figures(question: Question, number: int) -> dict[Key, Figures | None]:
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
-            strategy = STRATEGIES[name]
-            for choice in strategy.choices(setting):
-                plan = strategy.step_plan(choice, setting, costs, batch, question.tolerance)
-                if plan is None:
-                    found[at, name, choice] = None
-                elif not strategy.is_baseline:
-                    found[at, name, choice] = _figures(plan, setting, costs, free=True)
-                else:
-                    key = _rows(plan)
-                    if key not in done:
-                        done[key] = _figures(plan, setting, costs, free=False)
-                    found[at, name, choice] = done[key]
+            for least, choice in _by_floor(STRATEGIES[name], setting, costs):
+                figures = _one(question, (at, name, choice), batch, done) if least < best[name] else least
+                found[at, name, choice] = figures
+                if isinstance(figures, Figures):
+                    best[name] = min(best[name], figures.seconds)
     return found
+
+
+def _by_floor(strategy: Strategy[Any], setting: Setting, costs: Costs) -> list[tuple[float, Choice]]:
+    """The most promising choices first."""
+    return sorted(((strategy.floor(choice, setting, costs), choice) for choice in strategy.choices(setting)),
+                  key=lambda one: one[0])
+
+
+def _one(question: Question, key: Key, batch: Batch, done: dict[bytes, Figures | None]) -> Figures | None:
+    at, name, choice = key
+    strategy, setting = STRATEGIES[name], question.settings[at]
+    costs = question.costs(setting)
+    plan = strategy.step_plan(choice, setting, costs, batch, question.tolerance)
+    if plan is None or not strategy.is_baseline:
+        return None if plan is None else _figures(plan, setting, costs, free=True)
+    digest = _rows(plan)
+    if digest not in done:
+        done[digest] = _figures(plan, setting, costs, free=False)
+    return done[digest]
 
 
 def _rows(plan: StepPlan) -> bytes:
@@ -268,14 +283,22 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
     return replace(outcome, figures=tuple(figures))
 
 
-def _best(question: Question, name: str, rows: Sequence[dict[Key, Figures | None]]) -> Outcome | None:
-    best: Outcome | None = None
-    for key in (key for key in rows[0] if key[1] == name):
-        figures = [row[key] for row in rows]
-        there = tuple(figure for figure in figures if figure is not None)
-        if len(there) < len(rows):
-            continue
-        outcome = Outcome(name, question.settings[key[0]], key[2], there)
-        if best is None or outcome.tokens_per_second > best.tokens_per_second:
-            best = outcome
-    return best
+def _best(question: Question, name: str, rows: Sequence[Found]) -> Outcome | None:
+    """The choice with the best mean; where it might be one that batches left out, they run it now."""
+    keys = [key for key in rows[0] if key[1] == name and all(row[key] is not None for row in rows)]
+    while keys:
+        best = min(keys, key=lambda key: sum(_seconds(row[key]) for row in rows))
+        for number, row in enumerate(rows):
+            if isinstance(row[best], float):
+                batch = question.batch(question.settings[best[0]], number)
+                row[best] = _one(question, best, batch, {})
+                break
+        else:
+            return Outcome(name, question.settings[best[0]], best[2], tuple(
+                figures for row in rows if isinstance(figures := row[best], Figures)))
+        keys = [key for key in keys if all(row[key] is not None for row in rows)]
+    return None
+
+
+def _seconds(figures: Figures | float | None) -> float:
+    return figures.seconds if isinstance(figures, Figures) else inf if figures is None else figures

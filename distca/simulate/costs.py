@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import Any
 
@@ -56,7 +57,7 @@ class Costs:
                  else (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second))
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
-        return cls(model, tp, AttentionTime.of(table, model, tp, scale), network, network, network,
+        return cls(model, tp, _attention_time(table, model, tp, scale), network, network, network,
                    max(cluster.gpus_per_node // tp, 1), rates, cluster.memory_bandwidth)
 
     def without_network(self) -> Costs:
@@ -118,6 +119,12 @@ class Costs:
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
         """[stages] of one GPU, which updates its share of the stage's weights."""
         return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
+
+
+@lru_cache(maxsize=8)
+def _attention_time(table: LatencyTable, model: ModelShape, tp: int, scale: float) -> AttentionTime:
+    """Reads the shipped table of these heads, so once is enough."""
+    return AttentionTime.of(table, model, tp, scale)
 
 
 def _beside(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:

@@ -49,24 +49,26 @@ def execute(step: StepPlan, costs: Costs, *, plan_costs: PlanCosts | None = None
     return _Execution(step, costs, plan_costs or PlanCosts(step, costs.attention), record).run()
 
 
+_NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments of a stage: none, before its layers, between two, behind them
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
     """What is computed between two attention calls: of each nano-batch in its turn, one kind after the other."""
 
     computes: tuple[list[np.ndarray], ...]  # [kinds][nano-batches][ranks] seconds
-    leaves: np.ndarray                      # [ranks] bool: own layers are done after this
+    leaves: np.ndarray | None               # [ranks] bool: own layers are done after this
 
     @classmethod
-    def of(cls, layer: np.ndarray, layers: np.ndarray, runs: np.ndarray, way: np.ndarray,
-           rows: list[tuple[np.ndarray, np.ndarray]], at_end: np.ndarray) -> _Slot:
+    def of(cls, segment: np.ndarray, way: np.ndarray, rows: list[tuple[np.ndarray, np.ndarray]], at_end: np.ndarray
+           ) -> _Slot:
         """Segments, and the head: its gradients before the last segment's, its loss behind it."""
-        enters, leaves = runs & (layer == 0), runs & (layer == layers)
-        kind = np.where(enters, 0, np.where(leaves, 2, 1))       # first, middle, last segment
-        has_one = runs & (layer >= 0) & (layer <= layers)
-        segments = [np.where(has_one, table[kind, np.arange(len(kind))], 0.0) for table, _ in rows]
+        segments = [table[segment, np.arange(len(segment))] for table, _ in rows]
         ahead, behind = ([np.where(where, head, 0.0) for _, head in rows] if where.any() else None
-                         for where in (at_end & enters & way, at_end & leaves & ~way))
-        return cls(tuple(part for part in (ahead, segments, behind) if part is not None), leaves)
+                         for where in (at_end & (segment == _FIRST) & way, at_end & (segment == _LAST) & ~way))
+        leaves = segment == _LAST
+        return cls(tuple(part for part in (ahead, segments, behind) if part is not None),
+                   leaves if leaves.any() else None)
 
 
 class _Execution:
@@ -115,20 +117,21 @@ class _Execution:
         ready = [clock.compute_free] * len(rows)
         done = clock.compute_free                                # when a rank is through its own micro-batch
         layer = self._layers(active, back)
-        for turn, at_layer in enumerate(layer):
-            if (key := at_layer.tobytes()) not in slots:
-                slots[key] = _Slot.of(at_layer[self.stage], self.layers[self.stage], runs, way, rows, self.at_end)
+        segment = self._segments(active, layer)
+        for turn in range(len(layer)):
+            if (key := segment[turn].tobytes()) not in slots:
+                slots[key] = _Slot.of(np.where(self.is_own, segment[turn][self.stage], _NONE), way, rows, self.at_end)
             slot = slots[key]
             for seconds in slot.computes:
                 ready = [clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
-            if slot.leaves.any():
+            if slot.leaves is not None:
                 done = np.where(slot.leaves, np.max(ready, axis=0), done)
             if turn + 1 == len(layer):
                 break
-            inside = active & (at_layer >= 0) & (at_layer < self.layers)
-            calls = [self.calls.of(placed) for placed in self._placed(tick, turn, at_layer, inside)]
+            calls = [self.calls.of(placed) for placed in self._placed(tick, turn, layer[turn], active)]
             there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
             for name, of_layer in beside:
+                inside = active & (layer[turn] >= 0) & (layer[turn] < self.layers)
                 clock.background(name, ready[-1], np.where(inside[self.stage], of_layer, 0.0))
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
         self._note(number, back, begin)
@@ -144,30 +147,35 @@ class _Execution:
         late = num_turns - self.layers if self.step.is_shared else 0 * self.layers
         return np.arange(num_turns + 1)[:, None] - np.where(back, late, 0)
 
+    def _segments(self, active: np.ndarray, layer: np.ndarray) -> np.ndarray:
+        """[turns + 1, stages] the segment that each stage runs."""
+        inside = np.where(layer < self.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
+        return np.where(active & (layer >= 0) & (layer <= self.layers), inside, _NONE).astype(np.int8)
+
     def _rows(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each nano-batch in its turn, backward the last one first: [segments, ranks] seconds, and the head's."""
         num_rows, phase = self.tokens.shape[1], back.astype(int)
         rows = []
         for position in range(num_rows):
             row = np.where(back, num_rows - 1 - position, position)  # [stages]
-            table, head = np.zeros((3, self.num_ranks)), np.zeros(self.num_ranks)
-            table[:, self.is_own] = np.moveaxis(self.seconds[phase, number, row], 1, 0).reshape(3, -1)
+            table, head = np.zeros((4, self.num_ranks)), np.zeros(self.num_ranks)
+            table[1:, self.is_own] = np.moveaxis(self.seconds[phase, number, row], 1, 0).reshape(3, -1)
             head[self.at_end] = self.head[phase[-1], number[-1], row[-1]]
             rows.append((table, head))
         return rows
 
-    def _placed(self, tick: int, turn: int, layer: np.ndarray, inside: np.ndarray) -> list[Placed]:
+    def _placed(self, tick: int, turn: int, layer: np.ndarray, active: np.ndarray) -> list[Placed]:
         """For each nano-batch in its turn the plans of one call, each from its first rank on."""
-        step, num_rows = self.step, self.tokens.shape[1]
-        if step.is_shared:
-            phase, rows = step.ticks.phase(tick), step.by_stage[0][tick]
-            return [((0, depths[-1 - turn if phase else turn], phase),) for depths in (rows[::-1] if phase else rows)]
-        placed: list[list[tuple[int, Plan, bool]]] = [[] for _ in range(num_rows)]
-        for stage in np.flatnonzero(inside).tolist():
-            phase, rows = bool(step.ticks.backward[tick, stage]), step.by_stage[stage][tick]
-            for position, depths in enumerate(rows[::-1] if phase else rows):
-                plan = depths[-1 - layer[stage] if phase else layer[stage]]
-                placed[position].append((stage * self.num_data, plan, phase))
+        step, back = self.step, self.step.ticks.backward[tick].tolist()
+        if step.is_shared:                                       # idle stages have the tick's phase too
+            stages = [(0, turn)]
+        else:
+            stages = [(stage, layer[stage]) for stage in np.flatnonzero(active & (layer < self.layers)).tolist()]
+        placed: list[list[tuple[int, Plan, bool]]] = [[] for _ in range(self.tokens.shape[1])]
+        for stage, nth in stages:
+            rows = step.by_stage[stage][tick]
+            for position, depths in enumerate(rows[::-1] if back[stage] else rows):
+                placed[position].append((stage * self.num_data, depths[-1 - nth if back[stage] else nth], back[stage]))
         return [tuple(one) for one in placed]
 
     def _beside(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from math import inf
 from multiprocessing import get_context
 from typing import Any
 
@@ -26,14 +26,14 @@ from distca.simulate.execute import execute
 from distca.simulate.memory import check_holds_step
 from distca.simulate.paper_cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import STRATEGIES, Batch, GroupChoice, PoolChoice
+from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, GroupChoice, PoolChoice
 from distca.spec import cluster_named, model_named
 from distca.workload.contexts import Source
 
 TABLE = "h200"
 TOLERANCE = 0.05
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-PILOT_BATCHES = 2          # choose the pipeline, and ours its tolerance, before all batches are run
+PILOT_BATCHES = 2          # choose grids and tolerances before all batches are run
 SHARD_KV_LEN = 65_536      # keys of the shards whose throughput is looked up
 
 Row = dict[str, Any]
@@ -93,8 +93,8 @@ def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[Batch]]
     return where, question.costs(where), [question.batch(where, number) for number in range(num_batches)]
 
 
-def _planned(name: str, choice: GroupChoice | PoolChoice, where: Setting, costs: Costs, batch: Batch,
-             tolerance: float = TOLERANCE) -> StepPlan | None:
+def _planned(name: str, choice: Choice, where: Setting, costs: Costs, batch: Batch, tolerance: float = TOLERANCE
+             ) -> StepPlan | None:
     return STRATEGIES[name].step_plan(choice, where, costs, batch, tolerance)
 
 
@@ -182,41 +182,56 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
 
 
 def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
-    """Each strategy over all batches with what the first few batches choose, and distca's step with one-byte messages.
+    """Each strategy over all batches with what the first few choose, and distca's step with one-byte messages.
 
-    A baseline's grid is chosen once more over all of them.
+    The first batch chooses the pipeline, at the tolerance that was asked for, and the first few batches the rest.
     """
-    pilot = compare(replace(question, num_batches=min(PILOT_BATCHES, question.num_batches)))
-    found = {outcome.name: outcome for outcome in pilot.rows}
-    if question.num_batches > PILOT_BATCHES:
-        found["bound"] = compare(replace(question, strategies=("bound",))).outcome("bound")
-        for outcome in pilot.outcomes:
-            if STRATEGIES[outcome.name].is_baseline:
-                del found[outcome.name]                          # may have fitted the first few batches only
-                with suppress(ValueError):
-                    again = replace(question, settings=(outcome.setting,), strategies=(outcome.name,))
-                    found[outcome.name] = compare(again).outcome(outcome.name)
+    found = {BOUND: compare(replace(question, strategies=(BOUND,))).outcome(BOUND)}
     one_byte = 0.0
-    for name in ("disaggregated", "distca"):
-        if name in found and (name == "distca" or question.num_batches > PILOT_BATCHES):
-            found[name], one_byte = _all_batches(question, found[name])
+    for name in (name for name in question.strategies if name != BOUND):
+        where = min(question.settings, key=partial(_first_seconds, question, name))
+        pilot = range(min(PILOT_BATCHES, question.num_batches))
+        tried = [(choice, [_run(question, name, where, choice, number) for number in pilot])
+                 for choice in STRATEGIES[name].choices(where)]
+        fitting = [(choice, [run for run in runs if run is not None]) for choice, runs in tried if None not in runs]
+        for choice, runs in sorted(fitting, key=lambda one: sum(run[0].seconds for run in one[1])):
+            later = [_run(question, name, where, choice, number)
+                     for number in range(len(pilot), question.num_batches)]
+            done = [run for run in (*runs, *later) if run is not None]
+            if len(done) == question.num_batches:                # else some batch does not fit: the next best
+                found[name] = Outcome(name, where, choice, tuple(figures for figures, _ in done))
+                one_byte = float(np.mean([seconds for _, seconds in done])) if name == "distca" else one_byte
+                break
     return found, one_byte
 
 
-def _all_batches(question: Question, chosen: Outcome) -> tuple[Outcome, float]:
-    """An outcome's choice on every batch; and its mean step were attention's own transfers one byte long."""
-    where, costs = chosen.setting, question.costs(chosen.setting)
-    figures, one_byte = [], 0.0
-    for number in range(question.num_batches):
-        plan = STRATEGIES[chosen.name].step_plan(chosen.choice, where, costs, question.batch(where, number),
-                                                 question.tolerance)
-        assert plan is not None, "ours plans whatever it needs"
-        known = PlanCosts(plan, costs.attention)
-        step, bare, free = (execute(plan, links, plan_costs=known) for links in (
-            costs, costs.with_one_byte(), costs.without_network()))
-        figures.append(Figures.of(step, free.seconds))
-        one_byte += bare.seconds / question.num_batches
-    return replace(chosen, figures=tuple(figures)), one_byte
+def _first_seconds(question: Question, name: str, where: Setting) -> float:
+    """The first batch's step, with the best choice of a baseline and ours at the tolerance that was asked for."""
+    if len(question.settings) == 1:
+        return 0.0
+    runs = [_run(question, name, where, choice, 0, others=False) for choice in STRATEGIES[name].choices(where)
+            if not isinstance(choice, PoolChoice) or choice.loosened == 1.0]
+    return min((run[0].seconds for run in runs if run is not None), default=inf)
+
+
+def _run(
+    question: Question, name: str, where: Setting, choice: Choice, number: int, *, others: bool = True
+) -> tuple[Figures, float] | None:
+    """A batch under one choice, and were attention's own transfers one byte long; None where it does not fit.
+
+    `others` are links that differ: free ones, and for ours those of one byte.
+    """
+    costs = question.costs(where)
+    plan = _planned(name, choice, where, costs, question.batch(where, number), question.tolerance)
+    if plan is None:
+        return None
+    known = PlanCosts(plan, costs.attention)
+    step = execute(plan, costs, plan_costs=known)
+    if step.memory.peak > where.cluster.memory_bytes:
+        return None
+    free, bare = (execute(plan, links, plan_costs=known).seconds if wanted else step.seconds for links, wanted in (
+        (costs.without_network(), others), (costs.with_one_byte(), others and not STRATEGIES[name].is_baseline)))
+    return Figures.of(step, free), bare
 
 
 def _overlap(case: Case, num_batches: int) -> list[Row]:

@@ -171,8 +171,8 @@ def _speed_verdicts(figure: str, model: str, data: str, rows: list[Row], left_ou
 def _given_why(middle: float, paper: Range, rows: Sequence[Row]) -> str:
     if middle > paper[1]:
         waits = median(row["wlb_ideal_exposed_share"] for row in rows)
-        return (f"more to gain: of WLB-ideal's step as simulated, {waits:.0%} (median) are for keys that attention "
-                "does not hide")
+        return f"more to gain: {waits:.0%} (median) of WLB-ideal's step as simulated are for keys that its attention " \
+               "does not hide"
     return _below_why([row for row in rows if row["disaggregated"] < paper[0]], paper)
 
 
@@ -204,8 +204,9 @@ def _gap(rows: Sequence[Row]) -> str:
         return ""
     step, one_byte, free = (sum(1 / row[name] - 1 for row in rows) / len(rows) for name in
                             ("distca_of_bound", "one_byte_of_bound", "free_links_of_bound"))
-    return f"distca takes {step:.1%} longer than the bound, {max(step - one_byte, 0):.1%} for attention's transfers, " \
-           f"{max(one_byte - free, 0):.1%} for weights and gradients, {free:.1%} for imbalance and short shards"
+    return (f"distca takes {step:.1%} longer than the bound, {max(step - one_byte, 0):.1%} for attention's transfers, "
+            f"{max(one_byte - free, 0):.1%} for weights and gradients, {free:.1%} for imbalance, short shards and "
+            "bubbles")
 
 
 def _fig11(rows: Sequence[Row]) -> list[Verdict]:

@@ -68,6 +68,10 @@ class Strategy(Protocol[Chosen]):
         """What it may choose from in this setting; whoever compares keeps the best."""
         ...
 
+    def floor(self, choice: Chosen, setting: Setting, costs: Costs) -> float:
+        """Seconds that no step goes below under this choice; 0 where nothing is known without planning."""
+        ...
+
     def step_plan(
         self, choice: Chosen, setting: Setting, costs: Costs, batch: Batch, tolerance: float
     ) -> StepPlan | None:
@@ -99,6 +103,9 @@ class Pool:
 
     def choices(self, setting: Setting) -> list[PoolChoice]:
         return [PoolChoice(self.placement, times) for times in self.loosened]
+
+    def floor(self, choice: PoolChoice, setting: Setting, costs: Costs) -> float:
+        return 0.0
 
     def step_plan(
         self, choice: PoolChoice, setting: Setting, costs: Costs, batch: Batch, tolerance: float
@@ -136,6 +143,13 @@ class Grouped:
         divisors = [cp for cp in range(1, setting.num_data + 1) if setting.num_data % cp == 0]
         return [GroupChoice(cp, packing, self.sharding) for cp in divisors for packing in self.packings
                 if packing == "variable" or setting.sequences_per_micro_batch % (setting.num_data // cp) == 0]
+
+    def floor(self, choice: GroupChoice, setting: Setting, costs: Costs) -> float:
+        """Some group has the mean tokens or more: it runs their linear layers and passes their keys round."""
+        tokens = np.full(1, float(setting.tokens_per_rank))
+        keys = setting.tokens_per_rank * choice.cp * setting.model.kv_token_bytes(setting.tp)
+        layer = sum(float(part[0]) for backward in (False, True) for part in costs.segment_seconds(tokens, backward))
+        return setting.num_micro_batches * max(setting.layers) * (layer + 2 * costs.ring_seconds(keys, choice.cp))
 
     def step_plan(
         self, choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch, tolerance: float

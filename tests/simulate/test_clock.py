@@ -14,7 +14,7 @@ SLOW = Network(1, 1000.0, 100.0, 0.0, 0.0)  # 100 bytes a second between nodes, 
 
 def _exchange(edges: list[tuple[int, int, int]], num_ranks: int, ranks_per_node: int = 1) -> Exchange:
     source, target, size = np.array(edges, dtype=np.int64).reshape(-1, 3).T
-    return Exchange.of(source, target, size, num_ranks, SLOW, ranks_per_node)
+    return Exchange.of(source, target, size, num_ranks, ranks_per_node).over(SLOW)
 
 
 def test_a_receiver_waits_for_its_last_sender_and_for_its_own_link():
