@@ -2,8 +2,8 @@
 
 Baselines choose among groups: dp replicas of cp data ranks. Ours are a pool without groups: `disaggregated` is the
 published method, documents where the loader puts them, at the tolerance that was asked for; `distca` places documents
-too, and may choose another tolerance for the run: a tighter one where the network has time, a looser one where it has
-not. Ours are planned by `plan_step` with the arguments that a training run has.
+too, and may choose another tolerance for the run (a tighter one where the network has time, a looser one where it has
+not) and do without ping-pong. Ours are planned by `plan_step` with the arguments that a training run has.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class PoolChoice:
 
     def describe(self, setting: Setting) -> str:
         loosened = f", tolerance × {self.loosened:g}" if self.loosened != 1.0 else ""
-        return f"{self.placement} placement{loosened}, {_pipeline(setting)}"
+        whole = "" if self.ping_pong else ", no ping-pong"
+        return f"{self.placement} placement{loosened}{whole}, {_pipeline(setting)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,12 @@ class Pool:
     name: str
     placement: str
     loosened: tuple[float, ...] = (1.0,)
+    may_wait: bool = False  # where there is little to hide, one whole is quicker than two halves
     is_baseline: bool = False
 
     def choices(self, setting: Setting) -> list[PoolChoice]:
-        return [PoolChoice(self.placement, times) for times in self.loosened]
+        halves = [PoolChoice(self.placement, times) for times in self.loosened]
+        return [*halves, PoolChoice(self.placement, ping_pong=False)] if self.may_wait else halves
 
     def floor(self, choice: PoolChoice, setting: Setting, costs: Costs) -> float:
         return 0.0
@@ -226,7 +229,7 @@ STRATEGIES: dict[str, Strategy[Any]] = {strategy.name: strategy for strategy in 
     Grouped("per_document_cp", ("fixed",), "document", _per_document_cp),
     Grouped("wlb_ideal", ("variable", "fixed"), "adaptive", _wlb_ideal),
     Pool("disaggregated", "given"),
-    Pool("distca", "balanced", _LOOSENED),
+    Pool("distca", "balanced", _LOOSENED, may_wait=True),
 )}
 NAMES = (*STRATEGIES, BOUND)  # in display order
 
