@@ -210,7 +210,7 @@ def _first_seconds(question: Question, name: str, where: Setting) -> float:
     if len(question.settings) == 1:
         return 0.0
     runs = [_run(question, name, where, choice, 0, others=False) for choice in STRATEGIES[name].choices(where)
-            if not isinstance(choice, PoolChoice) or choice.loosened == 1.0]
+            if not isinstance(choice, PoolChoice) or choice == PoolChoice(choice.placement)]
     return min((run[0].seconds for run in runs if run is not None), default=inf)
 
 

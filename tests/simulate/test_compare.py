@@ -7,11 +7,11 @@ import pytest
 
 from distca.cost.cluster_file import find_cluster, read_cluster
 from distca.cost.latency_table import analytic_table
-from distca.simulate.compare import Question, compare, replay
+from distca.simulate.compare import Question, batch_figures, compare, replay
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.strategies import NAMES, STRATEGIES, Batch
+from distca.simulate.strategies import NAMES, STRATEGIES, Batch, Grouped
 from distca.spec import cluster_named, model_named
 from distca.workload.contexts import Source, batch_sequences
 
@@ -136,3 +136,18 @@ def test_every_strategy_makes_steps_of_the_same_documents():
             assert sorted(lengths.tolist()) == sorted(batch.lengths().tolist()), (strategy.name, choice)
             assert plan.layers == where.layers and plan.num_data == where.num_data
             assert "pp 3, 4 micro-batches" in choice.describe(where)
+
+
+def test_leaving_choices_out_changes_no_best(monkeypatch):
+    """A floor is below the step, and a strategy's best is the same as if all its choices had run."""
+    question = _question(gpus=64, context=131072, data="prolong", strategies=("per_document_cp", "wlb_ideal"))
+    where = question.settings[0]
+    costs, batch = question.costs(where), question.batch(where, 0)
+    for name in question.strategies:
+        for choice in STRATEGIES[name].choices(where):
+            plan = STRATEGIES[name].step_plan(choice, where, costs, batch, 0.05)
+            assert STRATEGIES[name].floor(choice, where, costs) <= execute(plan, costs).seconds
+    pruned = compare(question)
+    assert any(isinstance(figures, float) for figures in batch_figures(question, 0).values())
+    monkeypatch.setattr(Grouped, "floor", lambda *_: 0.0)
+    assert compare(question).as_json() == pruned.as_json()
