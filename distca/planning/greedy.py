@@ -24,6 +24,7 @@ from distca.workload.layout import Layout
 from distca.workload.packing import check_pool, check_tolerance
 
 _PASSES = 6         # in seconds, until the caps fit what calls themselves take
+_MORE_BYTES = 2.0   # than the plan in pairs sends, in all and from the busiest sender
 _PATIENCE = 2       # passes in a row that are no quicker end the search
 _LEAST_CAP = 1e-6   # of all seconds: a server that serves is never forbidden to
 _PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
@@ -77,7 +78,7 @@ def _in_seconds(
     """Seconds are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
 
     So what a server's call took beyond its tasks is taken off its cap in the next pass. The quickest plan counts, that
-    of causal pairs among them.
+    of causal pairs among them, if it sends no more than twice what that one does: what waits for bytes gains nothing.
     """
     home = tasks_at_home(layout)
     in_pairs = _in_pairs(layout, model, tolerance, pool, tp, prices._replace(measure=pairs_of_shard))
@@ -94,7 +95,7 @@ def _in_seconds(
         taken = plan.work()
         beyond, total = taken - _seconds_of_tasks(tasks, len(pool), cost, backward), float(taken.sum())
         in_vain += 1
-        if _slowest(taken, pool) < _slowest(work, pool):
+        if _slowest(taken, pool) < _slowest(work, pool) and _sends_no_more(plan, in_pairs):
             best, work, in_vain = plan, taken, 0
     if max_over_mean(work, pool) <= 1.0 + tolerance:
         return best
@@ -102,6 +103,11 @@ def _in_seconds(
     alone = float(_seconds_of_tasks(best.tasks, len(pool), cost, backward)[server])
     return replace(best, limit=f"server {server} takes {work[server]:.3g} s, of which {work[server] - alone:.2g} s are "
                                "the launch and the tail of its work, and no cut that was tried is quicker")
+
+
+def _sends_no_more(plan: Plan, than: Plan) -> bool:
+    mine, theirs = (one.traffic().sent_bytes(one.model, one.tp) for one in (plan, than))
+    return bool(mine.sum() <= _MORE_BYTES * theirs.sum() and mine.max() <= _MORE_BYTES * theirs.max())
 
 
 def _slowest(work: np.ndarray, pool: np.ndarray) -> float:
