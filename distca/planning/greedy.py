@@ -78,12 +78,14 @@ def _in_seconds(
     """Seconds are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
 
     So what a server's call took beyond its tasks is taken off its cap in the next pass. The quickest plan counts, that
-    of causal pairs among them, if it sends no more than twice what that one does: what waits for bytes gains nothing.
+    of causal pairs and attention at home among them. A pass that sends more than twice what the plan in pairs does is
+    left out: attention that waits for bytes gains nothing.
     """
     home = tasks_at_home(layout)
     in_pairs = _in_pairs(layout, model, tolerance, pool, tp, prices._replace(measure=pairs_of_shard))
-    best = replace(in_pairs, cost=cost, backward=backward, limit=None)
-    work = best.work()
+    known = [replace(in_pairs, tasks=tasks, cost=cost, backward=backward, limit=None)
+             for tasks in (in_pairs.tasks, home)]
+    best, work = min(((plan, plan.work()) for plan in known), key=lambda one: _slowest(one[1], pool))
     load = _seconds_of_tasks(home, len(pool), cost, backward)
     total, beyond, in_vain = float(load.sum()), np.zeros(len(pool)), 0
     for _ in range(_PASSES):
