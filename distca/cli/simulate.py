@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +80,8 @@ def simulate_command(
                     micro_batches=None if micro_batches is None else _numbers("micro_batches", micro_batches))
     names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
     question = Question(grid, names, source, _table(cost), tolerance, batches, seed)
+    if note := question.costs(grid[0]).attention.note:
+        print(f"distca: {note}", file=sys.stderr)
     with progress(batches + 1) as step:
         step("simulating")
         comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
