@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 
 from distca.planning.step import MicroBatch, StepPlan
 from distca.train.data import IGNORED, Batch, Row
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def random_batch(plan: StepPlan, rank: int) -> Batch:

@@ -1,7 +1,8 @@
 """Does the simulator tell what really happens? On CPU ranks whole training steps, on a GPU each rank's attention.
 
-`--cpu` (the default) trains a small decoder in several ways on 1, 2 and 4 ranks, simulates the very same step plans
-with costs measured once on this machine, and compares ratios of step times; see training_steps.py.
+`--cpu` (the default) trains a small decoder in several ways on 1, 2 and 4 ranks, as far as each has a core to itself,
+simulates the very same step plans with costs measured once on this machine, and compares ratios of step times; see
+training_steps.py. Nothing else may run: what is predicted are a few per cent.
 
 `--gpu` replays the attention batches of simulated pools of 64 and 512 GPUs on one GPU and puts predictions beside; see
 attention_replay.py. `--predict FILE` makes the predictions again from its measurements and the shipped tables; see
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import attention_prediction
 import attention_replay
 import torch
+from common import num_cores
 from rich.console import Console
 from rich.table import Table
 
@@ -110,7 +112,8 @@ def arguments() -> argparse.Namespace:
     mode.add_argument("--gpu", action="store_true", help="replay attention batches on one GPU")
     mode.add_argument("--predict", type=Path, help="make --gpu's predictions again from its JSON")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/simulator_<mode>.json")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[ranks for ranks in (1, 2, 4) if ranks <= num_cores()],
+                        help="--cpu: as many as have a core each; by default 1, 2 and 4")
     parser.add_argument("--tokens", type=int, default=8_192, help="per rank and micro-batch")
     parser.add_argument("--short", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=4)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import GivenBatches, random_batch
+from common import GivenBatches, num_cores, random_batch
 from host_costs import MODEL, Launches, Machine, Probe, launches_of, on_cores, profile_main, simulated
 
 from distca.spec import MODELS
@@ -177,10 +176,9 @@ def launches_on(ranks: int, settings: Settings, known: dict[int, Launches]) -> L
 
 
 def run_on_cpu(arguments: argparse.Namespace) -> tuple[Machine, dict[int, Launches], list[Result]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = {name: getattr(arguments, name) for name in ("tokens", "short", "rounds", "micro_batches")}
     with tempfile.TemporaryDirectory() as folder:
-        _launched(base_settings(folder, cores), profile_main, options | {"probes": False})
+        _launched(base_settings(folder, num_cores()), profile_main, options | {"probes": False})
         machine = Machine(**json.loads(Path(folder, "machine.json").read_text(encoding="utf-8")))
         known = {}
         for ranks in sorted({count for total in arguments.ranks for count in (total, max(total // 2, 1))}):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -25,7 +26,8 @@ from distca.workload.packing import check_pool, check_tolerance
 
 _PASSES = 6         # in seconds, until the caps fit what calls themselves take
 _MORE_BYTES = 2.0   # than the plan in pairs sends, in all and from the busiest sender
-_PATIENCE = 2       # passes in a row that are no quicker end the search
+_QUICKER = 0.99     # a pass that takes more than this part of the best was in vain
+_PATIENCE = 2       # passes in vain in a row end the search
 _LEAST_CAP = 1e-6   # of all seconds: a server that serves is never forbidden to
 _PIECES_TRIED = 3  # longest pieces of a rank that compete for a move; shorter ones carry less work per byte
 _SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
@@ -54,7 +56,7 @@ def balance(
     bytes_of = model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp)
     if cost is None:
         return _in_pairs(layout, model, tolerance, pool, tp, Prices(*bytes_of, pairs_of_shard))
-    prices = Prices(*bytes_of, lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward))
+    prices = Prices(*bytes_of, cache(lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward)))
     return _in_seconds(layout, model, tolerance, pool, tp, prices, cost, backward)
 
 
@@ -83,10 +85,12 @@ def _in_seconds(
     """
     home = tasks_at_home(layout)
     in_pairs = _in_pairs(layout, model, tolerance, pool, tp, prices._replace(measure=pairs_of_shard))
-    known = [replace(in_pairs, tasks=tasks, cost=cost, backward=backward, limit=None)
-             for tasks in (in_pairs.tasks, home)]
-    best, work = min(((plan, plan.work()) for plan in known), key=lambda one: _slowest(one[1], pool))
     load = _seconds_of_tasks(home, len(pool), cost, backward)
+    best = replace(in_pairs, cost=cost, backward=backward, limit=None)
+    work = best.work()
+    if _slowest(load, pool) < _slowest(work, pool):              # a call takes no less than its tasks
+        at_home = replace(best, tasks=home)
+        best, work = min((best, work), (at_home, at_home.work()), key=lambda one: _slowest(one[1], pool))
     total, beyond, in_vain = float(load.sum()), np.zeros(len(pool)), 0
     for _ in range(_PASSES):
         if max_over_mean(work, pool) <= 1.0 + tolerance or in_vain == _PATIENCE:
@@ -96,9 +100,11 @@ def _in_seconds(
         plan = Plan(layout, tasks, pool, tolerance, model, tp, cost, None, backward)
         taken = plan.work()
         beyond, total = taken - _seconds_of_tasks(tasks, len(pool), cost, backward), float(taken.sum())
-        in_vain += 1
-        if _slowest(taken, pool) < _slowest(work, pool) and _sends_no_more(plan, in_pairs):
-            best, work, in_vain = plan, taken, 0
+        part = _slowest(taken, pool) / _slowest(work, pool)
+        is_better = part < 1 and _sends_no_more(plan, in_pairs)
+        in_vain = 0 if is_better and part <= _QUICKER else in_vain + 1
+        if is_better:
+            best, work = plan, taken
     if max_over_mean(work, pool) <= 1.0 + tolerance:
         return best
     server = int(np.argmax(work / np.where(pool > 0, pool, 1.0)))

@@ -180,7 +180,7 @@ class Clock:
     def shift(
         self, name: str, ready: np.ndarray, posted: np.ndarray, seconds: np.ndarray, sends: np.ndarray, step: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank r sends to rank r + step where it `sends`, once r + step has posted its receive.
+        """Rank r, whose link is free when it is ready, sends to r + step where it `sends` and r + step has posted.
 
         When each rank has received, and when each has sent; 0 where it has not.
         """
@@ -189,8 +189,7 @@ class Clock:
         if len(source) == 0:
             return arrival, sent
         target = source + step
-        start = np.max([ready[source], posted[target], self.send_free[NIC][source], self.receive_free[NIC][target]],
-                       axis=0)
+        start = np.max([ready[source], posted[target], self.receive_free[NIC][target]], axis=0)
         stop = start + seconds[source]
         self.send_free[NIC][source] = np.maximum(self.send_free[NIC][source], ready[source]) + seconds[source]
         self.receive_free[NIC][target] += seconds[source]        # a message that waits for its receiver holds no link

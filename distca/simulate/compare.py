@@ -1,8 +1,8 @@
 """Run every strategy on the same batches and say how they compare, each with the choice that suits it best.
 
 A baseline's grid of replicas and context parallelism is swept, and for all strategies alike the pipeline degrees and
-numbers of micro-batches that are asked for. The choice with the best mean over all batches is kept, as one would fix it
-for a run. A choice that does not fit the memory in some batch is out.
+numbers of micro-batches that are asked for. The choice with the best mean over the first batches is kept for all, as
+one would fix it for a run. A choice that does not fit the memory in some batch is out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -27,6 +28,8 @@ from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, Strategy, check_names
 from distca.workload.contexts import Source, batch_sequences
+
+BATCHES_TO_CHOOSE_ON = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +166,18 @@ class Question:
 
 
 Key = tuple[int, str, Choice | None]  # setting, strategy, choice
-Found = dict[Key, Figures | float | None]  # a number: at least so many seconds, which another choice is below
+Found = dict[Key, Figures | float | None]  # see batch_figures
 
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
     """Every strategy over all batches; `step` hears of each finished batch."""
     rows: dict[int, Found] = {}
-    for number, found in _all_batches(question, workers):
-        rows[number] = found
-        step(f"batch {len(rows)} of {question.num_batches}")
+    with _pool(min(workers, question.num_batches)) as run:
+        for numbers in (range(BATCHES_TO_CHOOSE_ON), range(BATCHES_TO_CHOOSE_ON, question.num_batches)):
+            chosen = _chosen(question, rows)
+            for number, found in run(question, numbers[:question.num_batches], chosen):
+                rows[number] = found
+                step(f"batch {len(rows)} of {question.num_batches}")
     ordered = [rows[number] for number in sorted(rows)]
     best = {name: _best(question, name, ordered) for name in question.strategies}
     floor = best.pop(BOUND, None)
@@ -199,19 +205,42 @@ def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     return execute(plan, costs, record=True)
 
 
-def _all_batches(question: Question, workers: int) -> Iterator[tuple[int, Found]]:
-    if workers <= 1 or question.num_batches == 1:
-        for number in range(question.num_batches):
-            yield number, batch_figures(question, number)
+Run = Callable[[Question, Sequence[int], frozenset[Key] | None], Iterator[tuple[int, Found]]]
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[Run]:
+    """What runs batches, here or in several processes."""
+    if workers <= 1:
+        yield lambda question, numbers, chosen: (
+            (number, batch_figures(question, number, chosen)) for number in numbers)
         return
-    with ProcessPoolExecutor(min(workers, question.num_batches), multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(batch_figures, question, number): number for number in range(question.num_batches)}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        def run(
+            question: Question, numbers: Sequence[int], chosen: frozenset[Key] | None
+        ) -> Iterator[tuple[int, Found]]:
+            waiting = {pool.submit(batch_figures, question, number, chosen): number for number in numbers}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+
+        yield run
 
 
-def batch_figures(question: Question, number: int) -> Found:
-    """All strategies and choices on one batch; None where a choice does not fit the memory."""
+def _chosen(question: Question, rows: dict[int, Found]) -> frozenset[Key] | None:
+    """What the strategies keep to after the first batches; None before them."""
+    if not rows:
+        return None
+    ordered = [rows[number] for number in sorted(rows)]
+    best = [_best_key(question, name, ordered) for name in question.strategies]
+    return frozenset(key for key in best if key is not None)
+
+
+def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
+    """All strategies on one batch with all their choices, or those that were chosen.
+
+    None where one does not fit the memory; a number for one that was left out: seconds that it is not below, or an
+    infinity.
+    """
     found: Found = {}
     best = dict.fromkeys(question.strategies, inf)
     for at, setting in enumerate(question.settings):
@@ -223,8 +252,10 @@ def batch_figures(question: Question, number: int) -> Found:
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
             for least, choice in _by_floor(STRATEGIES[name], setting, costs):
-                figures = _one(question, (at, name, choice), batch, done) if least < best[name] else least
-                found[at, name, choice] = figures
+                key = at, name, choice
+                floor_seconds = least if chosen is None or key in chosen else inf
+                figures = _one(question, key, batch, done) if floor_seconds < best[name] else floor_seconds
+                found[key] = figures
                 if isinstance(figures, Figures):
                     best[name] = min(best[name], figures.seconds)
     return found
@@ -284,19 +315,21 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
 
 
 def _best(question: Question, name: str, rows: Sequence[Found]) -> Outcome | None:
+    key = _best_key(question, name, rows)
+    return None if key is None else Outcome(name, question.settings[key[0]], key[2], tuple(
+        figures for row in rows if isinstance(figures := row[key], Figures)))
+
+
+def _best_key(question: Question, name: str, rows: Sequence[Found]) -> Key | None:
     """The choice with the best mean; where it might be one that batches left out, they run it now."""
-    keys = [key for key in rows[0] if key[1] == name and all(row[key] is not None for row in rows)]
-    while keys:
+    keys = [key for key in rows[0] if key[1] == name]
+    while keys := [key for key in keys if all(row[key] is not None for row in rows)]:
         best = min(keys, key=lambda key: sum(_seconds(row[key]) for row in rows))
-        for number, row in enumerate(rows):
-            if isinstance(row[best], float):
-                batch = question.batch(question.settings[best[0]], number)
-                row[best] = _one(question, best, batch, {})
-                break
-        else:
-            return Outcome(name, question.settings[best[0]], best[2], tuple(
-                figures for row in rows if isinstance(figures := row[best], Figures)))
-        keys = [key for key in keys if all(row[key] is not None for row in rows)]
+        left_out = next((number for number, row in enumerate(rows) if isinstance(row[best], float)), None)
+        if left_out is None:
+            return best
+        batch = question.batch(question.settings[best[0]], left_out)
+        rows[left_out][best] = _one(question, best, batch, {})
     return None
 
 

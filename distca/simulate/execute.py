@@ -20,7 +20,7 @@ from distca.planning.pipeline_ticks import IDLE
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.simulate.calls import Calls, Placed, PlanCosts
-from distca.simulate.clock import Clock
+from distca.simulate.clock import NIC, Clock
 from distca.simulate.costs import Costs
 from distca.simulate.memory import Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES
@@ -115,7 +115,8 @@ class _Execution:
         beside = self._beside(number, back)
         slots: dict[bytes, _Slot] = {}
         ready = [clock.compute_free] * len(rows)
-        done = clock.compute_free                                # when a rank is through its own micro-batch
+        done = clock.compute_free                                # when a rank is through its own micro-batch, and
+        open_ = clock.send_free[NIC].copy()                      # when its NIC was free then
         layer = self._layers(active, back)
         segment = self._segments(active, layer)
         for turn in range(len(layer)):
@@ -126,6 +127,7 @@ class _Execution:
                 ready = [clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
             if slot.leaves is not None:
                 done = np.where(slot.leaves, np.max(ready, axis=0), done)
+                open_ = np.where(slot.leaves, clock.send_free[NIC], open_)
             if turn + 1 == len(layer):
                 break
             calls = [self.calls.of(placed) for placed in self._placed(tick, turn, layer[turn], active)]
@@ -136,7 +138,7 @@ class _Execution:
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
         self._note(number, back, begin)
         clock.hold(self.leaving)
-        self._send(number, back, done)
+        self._send(number, back, done, open_)
 
     def _layers(self, active: np.ndarray, back: np.ndarray) -> np.ndarray:
         """[turns + 1, stages] how many of its own attention calls a stage has behind it, before each call of the tick.
@@ -189,8 +191,11 @@ class _Execution:
                 found.append((name, np.where(self.is_own, seconds, 0.0)))
         return found
 
-    def _send(self, number: np.ndarray, back: np.ndarray, done: np.ndarray) -> None:
-        """Activations to the next stage and gradients to the one before; receives are posted when a tick is over."""
+    def _send(self, number: np.ndarray, back: np.ndarray, done: np.ndarray, open_: np.ndarray) -> None:
+        """Activations to the next stage and gradients to the one before; receives are posted when a tick is over.
+
+        They leave when a rank is `done`, ahead of what it serves behind that.
+        """
         clock, stages = self.clock, np.arange(len(number))
         tokens = np.zeros(self.num_ranks)
         tokens[self.is_own] = self.tokens[number].sum(axis=1).ravel()
@@ -202,7 +207,8 @@ class _Execution:
             if not moves.any():
                 continue
             sends = self.is_own & moves[self.stage]
-            arrival, sent = clock.shift(name, done, posted, seconds, sends, step * self.num_data)
+            arrival, sent = clock.shift(name, np.maximum(done, open_), posted, seconds, sends,
+                                        step * self.num_data)
             self.leaving = np.maximum(self.leaving, sent)
             for stage in np.flatnonzero(moves).tolist():
                 to = self.is_own & (self.stage == stage + step)

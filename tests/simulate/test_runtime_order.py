@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -266,8 +266,14 @@ def steps(draw):
                      cost=draw(st.sampled_from([None, COSTS.attention])))
 
 
+SENDS_BEFORE_SERVING = plan_step(  # a stage of one layer sends its activations on, then serves a stage of two
+    [np.array([285, 2, 97]), np.array([4, 1, 1, 126, 228, 24])], MODEL, num_data=3, layers=[1, 2, 1], ping_pong=False,
+    placement="given", tolerance=0.0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(steps())
+@example(SENDS_BEFORE_SERVING)
 def test_spans_are_those_of_the_runtimes_own_order(step):
     timed = Timed(step, COSTS, noted(step)).run()
     found = execute(step, COSTS, record=True)
