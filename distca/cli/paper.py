@@ -20,7 +20,7 @@ from distca.simulate.paper import Row, measure_all
 from distca.simulate.paper_cases import cases
 from distca.simulate.paper_claims import CLAIMS, Verdict, figures_of, marks, verdicts
 
-QUICK_BATCHES, FULL_BATCHES = 2, 30
+QUICK_BATCHES, FULL_BATCHES = 2, 10
 
 
 def paper_command(

@@ -1,8 +1,9 @@
 """Run every strategy on the same batches and say how they compare, each with the choice that suits it best.
 
 A baseline's grid of replicas and context parallelism is swept, and for all strategies alike the pipeline degrees and
-numbers of micro-batches that are asked for. The choice with the best mean over the first batches is kept for all, as
-one would fix it for a run. A choice that does not fit the memory in some batch is out.
+numbers of micro-batches that are asked for. The choice with the best mean over all batches is kept, as one would fix it
+for a run; ours, whose plans take longest to make, are chosen on the first batches alone. A choice that does not fit the
+memory in some batch is out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, Strategy, check_names
 from distca.workload.contexts import Source, batch_sequences
 
-BATCHES_TO_CHOOSE_ON = 3
+BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +228,17 @@ def _pool(workers: int) -> Iterator[Run]:
 
 
 def _chosen(question: Question, rows: dict[int, Found]) -> frozenset[Key] | None:
-    """What the strategies keep to after the first batches; None before them."""
+    """What our own strategies keep to after the first batches; None before them."""
     if not rows:
         return None
     ordered = [rows[number] for number in sorted(rows)]
-    best = [_best_key(question, name, ordered) for name in question.strategies]
+    best = [_best_key(question, name, ordered) for name in question.strategies
+            if name != BOUND and not STRATEGIES[name].is_baseline]
     return frozenset(key for key in best if key is not None)
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
-    """All strategies on one batch with all their choices, or those that were chosen.
+    """All strategies on one batch with all their choices, of ours those that were chosen where some were.
 
     None where one does not fit the memory; a number for one that was left out: seconds that it is not below, or an
     infinity.
@@ -253,7 +255,8 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 continue
             for least, choice in _by_floor(STRATEGIES[name], setting, costs):
                 key = at, name, choice
-                floor_seconds = least if chosen is None or key in chosen else inf
+                is_tried = chosen is None or key in chosen or STRATEGIES[name].is_baseline
+                floor_seconds = least if is_tried else inf
                 figures = _one(question, key, batch, done) if floor_seconds < best[name] else floor_seconds
                 found[key] = figures
                 if isinstance(figures, Figures):

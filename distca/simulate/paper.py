@@ -33,7 +33,7 @@ from distca.workload.contexts import Source
 TABLE = "h200"
 TOLERANCE = 0.05
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
-PILOT_BATCHES = 2          # choose grids and tolerances before all batches are run
+PILOT_BATCHES = 2          # choose our tolerance before all batches are run
 SHARD_KV_LEN = 65_536      # keys of the shards whose throughput is looked up
 
 Row = dict[str, Any]
@@ -182,15 +182,16 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
 
 
 def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
-    """Each strategy over all batches with what the first few choose, and distca's step with one-byte messages.
+    """Each strategy over all batches with what suits it best, and distca's step with one-byte messages.
 
-    The first batch chooses the pipeline, at the tolerance that was asked for, and the first few batches the rest.
+    The first batches choose the pipeline. All batches choose a baseline's grid; ours, at the tolerance that was asked
+    for, is taken from the first batch, and its tolerance from the first few.
     """
     found = {BOUND: compare(replace(question, strategies=(BOUND,))).outcome(BOUND)}
     one_byte = 0.0
     for name in (name for name in question.strategies if name != BOUND):
         where = min(question.settings, key=partial(_first_seconds, question, name))
-        pilot = range(min(PILOT_BATCHES, question.num_batches))
+        pilot = range(question.num_batches)[:None if STRATEGIES[name].is_baseline else PILOT_BATCHES]
         tried = [(choice, [_run(question, name, where, choice, number) for number in pilot])
                  for choice in STRATEGIES[name].choices(where)]
         fitting = [(choice, [run for run in runs if run is not None]) for choice, runs in tried if None not in runs]
@@ -206,12 +207,15 @@ def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
 
 
 def _first_seconds(question: Question, name: str, where: Setting) -> float:
-    """The first batch's step, with the best choice of a baseline and ours at the tolerance that was asked for."""
+    """Steps of a baseline's first batches with its best choice; of ours the first, at the tolerance that was asked."""
     if len(question.settings) == 1:
         return 0.0
-    runs = [_run(question, name, where, choice, 0, others=False) for choice in STRATEGIES[name].choices(where)
+    first = range(question.num_batches)[:PILOT_BATCHES if STRATEGIES[name].is_baseline else 1]
+    runs = [[_run(question, name, where, choice, number, others=False) for number in first]
+            for choice in STRATEGIES[name].choices(where)
             if not isinstance(choice, PoolChoice) or choice == PoolChoice(choice.placement)]
-    return min((run[0].seconds for run in runs if run is not None), default=inf)
+    return min((sum(run[0].seconds for run in each if run is not None) for each in runs if None not in each),
+               default=inf)
 
 
 def _run(
