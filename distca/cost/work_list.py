@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from distca.columns import spread
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -97,7 +99,7 @@ class WorkList:
         """Seconds and server of every forward item: of a causal task, fewer keys for each than for the one before."""
         num_items = np.ceil(tasks.q_len / self._tile) * self.kv_heads
         number = np.maximum(1, np.rint(num_items / merged)).astype(np.int64)
-        task, at = _spread(number)
+        task, at = spread(number)
         before_end = np.where(tasks.aligned, tasks.q_len, 0.0)[task] * (at + 0.5) / number[task]
         mean_keys = tasks.pairs / tasks.q_len
         item_seconds = tasks.seconds * self.num_workers / num_items
@@ -118,7 +120,7 @@ class WorkList:
         end = begin + tasks.kv_len / width[region]               # an item belongs to a task that has its middle
         from_item = np.minimum(np.ceil(begin - 0.5).astype(np.int64), number[region] - 1)
         to_item = np.clip(np.ceil(end - 0.5).astype(np.int64), from_item + 1, number[region])
-        task, at = _spread(to_item - from_item)
+        task, at = spread(to_item - from_item)
         at += from_item[task]
         left = (end[task] - at - 0.5) * width[region][task]      # keys to the task's last
         seen = np.where(tasks.aligned[task], np.clip(left, 1.0, tasks.q_len[task]), tasks.q_len[task])
@@ -127,12 +129,6 @@ class WorkList:
         seconds = np.bincount(base[region][task] + at, weights=(item_seconds / mean_seen)[task] * seen,
                               minlength=int(number.sum()))
         return seconds.astype(np.float64), np.repeat(tasks.server[first], number)
-
-
-def _spread(number: IntArray) -> tuple[IntArray, IntArray]:
-    """For owners with that many parts each: every part's owner, and its number in it."""
-    owner = np.repeat(np.arange(len(number)), number)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(number) - number, number)
 
 
 def _by_server(seconds: FloatArray, server: IntArray, num_servers: int) -> FloatArray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from distca.columns import Positions
 from distca.planning.shard_cut import Prices
 from distca.planning.tasks import TILE, TaskTable
 from distca.planning.traffic import key_ranges, query_ranges
@@ -80,18 +81,14 @@ def _document_bytes(layout: Layout, tasks: TaskTable, prices: Prices) -> np.ndar
 
 def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
     """For every slice past its document's start, the task that computes all of it at home; -1 where there is none."""
-    span = int(layout.lengths.max()) + 1
     candidate = np.flatnonzero((tasks.q_start > 0) & (tasks.home == tasks.server) & (tasks.kv_start == 0)
                                & (tasks.kv_stop == tasks.q_stop))
     late = np.flatnonzero(layout.start > 0)
-    late = late[np.argsort(layout.document[late] * span + layout.start[late])]
     whole = np.full(layout.num_slices, -1)
     if len(late) == 0 or len(candidate) == 0:
         return whole
-    key = layout.document[late] * span + layout.start[late]
-    at = np.searchsorted(key, tasks.document[candidate] * span + tasks.q_start[candidate])
-    at = np.minimum(at, len(late) - 1)
-    owner = late[at]
+    positions = Positions.of(layout.document[late], layout.start[late], layout.lengths)
+    owner = late[positions.holding(tasks.document[candidate], tasks.q_start[candidate])]
     match = ((layout.document[owner] == tasks.document[candidate]) & (layout.start[owner] == tasks.q_start[candidate])
              & (layout.stop[owner] == tasks.q_stop[candidate]))
     whole[owner[match]] = candidate[match]

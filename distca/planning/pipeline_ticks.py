@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.columns import freeze
+
 IDLE = -1
 
 
@@ -30,10 +32,8 @@ class Ticks:
     num_micro_batches: int
 
     def __post_init__(self) -> None:
-        for name, dtype in (("micro_batch", np.int64), ("backward", np.bool_)):
-            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+        freeze(self, ("micro_batch",))
+        freeze(self, ("backward",), np.bool_)
 
     @property
     def num_ticks(self) -> int:

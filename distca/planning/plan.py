@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.columns import Positions, freeze, spread
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import backward_bytes, causal_pairs
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
@@ -52,9 +53,7 @@ class Plan:
     backward: bool = False        # work is the backward's seconds; pairs are the same both ways
 
     def __post_init__(self) -> None:
-        speed = np.ascontiguousarray(self.speed, dtype=np.float64)
-        speed.setflags(write=False)
-        object.__setattr__(self, "speed", speed)
+        freeze(self, ("speed",), np.float64)
 
     @property
     def num_servers(self) -> int:
@@ -169,9 +168,8 @@ def _check_coverage(plan: Plan) -> None:
     edges = np.unique(np.concatenate([base + tasks.q_start, base + tasks.q_stop, base + tasks.kv_start,
                                       base + np.minimum(tasks.kv_stop, lengths[tasks.document])]))
     first = np.searchsorted(edges, base + tasks.q_start)
-    count = np.searchsorted(edges, base + tasks.q_stop) - first
-    task = np.repeat(np.arange(len(tasks)), count)
-    cell = first[task] + np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # run of queries
+    task, nth = spread(np.searchsorted(edges, base + tasks.q_stop) - first)
+    cell = first[task] + nth                                     # run of queries
     order = np.lexsort((tasks.kv_start[task], cell))
     task, cell = task[order], cell[order]
     q_start, q_stop = edges[cell] - base[task], edges[cell + 1] - base[task]
@@ -197,11 +195,7 @@ def _check_coverage(plan: Plan) -> None:
 
 def _slice_of_task(plan: Plan) -> np.ndarray:
     layout, tasks = plan.layout, plan.tasks
-    span = int(layout.lengths.max()) + 1
-    order = layout.by_document()
-    begin = layout.document[order] * span + layout.start[order]
-    at = np.searchsorted(begin, tasks.document * span + tasks.q_start, side="right") - 1
-    return order[np.clip(at, 0, len(order) - 1)]
+    return Positions.of(layout.document, layout.start, layout.lengths).holding(tasks.document, tasks.q_start)
 
 
 def _on_tile(plan: Plan) -> np.ndarray:

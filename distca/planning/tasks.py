@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.columns import freeze
 from distca.workload.layout import Layout
 
 TILE = 128  # kernels reach full speed once a shard has this many queries; cuts stay on this grid
@@ -28,10 +29,7 @@ class TaskTable:
     server: np.ndarray    # [tasks] rank that computes this attention
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+        freeze(self, self.__slots__)
 
     def __len__(self) -> int:
         return len(self.document)

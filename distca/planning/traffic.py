@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distca.columns import Positions, spread
 from distca.planning.tasks import TaskTable
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
@@ -79,15 +80,10 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
     server, document = group // layout.num_documents, group % layout.num_documents
 
     slices = layout.keys()
-    by_document = slices.by_document()
-    owned_start = slices.document[by_document] * span + slices.start[by_document]
-    owned_stop = slices.document[by_document] * span + slices.stop[by_document]
-    first = np.searchsorted(owned_stop, document * span + lo, side="right")
-    past = np.searchsorted(owned_start, document * span + hi, side="left")
-    count = past - first                                         # [unions] slices that each union touches
-    union = np.repeat(np.arange(len(count)), count)
-    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    owner = by_document[first[union] + nth]
+    positions = Positions.of(slices.document, slices.start, layout.lengths)
+    first = positions.first(document, lo, side="right") - 1      # [unions] the slice that holds their first key
+    union, nth = spread(positions.first(document, hi) - first)
+    owner = positions.order[first[union] + nth]
     return TokenRanges(
         document=document[union],
         start=np.maximum(lo[union], slices.start[owner]),

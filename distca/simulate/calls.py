@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.columns import spread
 from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
@@ -226,8 +227,8 @@ class ChunkTasks:
         nth = np.arange(len(order)) - (np.cumsum(count) - count)[document]
         whole = ~_cut_documents(layout, count)[document]
         sees = np.where(whole, 0, nth + 1)                       # slices that a slice's queries read, its own included
-        task = np.repeat(np.arange(len(order)), sees)
-        key = (np.arange(len(order)) - nth)[task] + np.arange(len(task)) - np.repeat(np.cumsum(sees) - sees, sees)
+        task, number = spread(sees)
+        key = (np.arange(len(order)) - nth)[task] + number
         chunk = _chunk_of_distance(size, num_chunks)[(rank[task] - rank[key]) % size]
         opens = np.ones(len(task), dtype=bool)                   # slices that follow each other are one shard
         opens[1:] = (task[1:] != task[:-1]) | (chunk[1:] != chunk[:-1])

@@ -15,14 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.columns import freeze
 from distca.workload.documents import check_lengths
-
-
-def _freeze(table: object, names: Sequence[str]) -> None:
-    for name in names:
-        column = np.ascontiguousarray(getattr(table, name), dtype=np.int64)
-        column.setflags(write=False)
-        object.__setattr__(table, name, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class KeySlices:
     rank: np.ndarray      # [slices] nondecreasing
 
     def __post_init__(self) -> None:
-        _freeze(self, self.__slots__)
+        freeze(self, self.__slots__)
 
     def __len__(self) -> int:
         return len(self.document)
@@ -74,7 +68,7 @@ class Layout:
     key_only: KeySlices = NO_KEYS  # tokens of another nano-batch that this one's queries read
 
     def __post_init__(self) -> None:
-        _freeze(self, ("lengths", "document", "start", "stop", "rank"))
+        freeze(self, ("lengths", "document", "start", "stop", "rank"))
 
     @property
     def num_slices(self) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.columns import freeze
 from distca.workload.documents import Workload, check_lengths
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import place
@@ -32,9 +33,7 @@ class NanoBatch:
     document: np.ndarray  # [documents of the layout] number in the micro-batch
 
     def __post_init__(self) -> None:
-        column = np.ascontiguousarray(self.document, dtype=np.int64)
-        column.setflags(write=False)
-        object.__setattr__(self, "document", column)
+        freeze(self, ("document",))
 
 
 DocumentWork = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [start, stop) of documents -> their work

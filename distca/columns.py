@@ -1,0 +1,48 @@
+"""Columns of whole numbers: records that nobody can write to, counts spread over rows, positions found in documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64) -> None:
+    """Make the named fields of a frozen record read-only columns; call it from __post_init__."""
+    for name in names:
+        column = np.ascontiguousarray(getattr(record, name), dtype=dtype)
+        column.setflags(write=False)
+        object.__setattr__(record, name, column)
+
+
+def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:
+    """For owners with that many parts each: every part's owner, and its number within the owner."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+class Positions(NamedTuple):
+    """Intervals of documents in the order of (document, start), to look positions up in."""
+
+    span: int         # more than any position
+    key: np.ndarray   # [intervals] document and start as one number, ascending
+    order: np.ndarray  # [intervals] as they were given
+
+    @classmethod
+    def of(cls, document: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> Positions:
+        span = int(lengths.max()) + 1
+        key = document * span + start
+        order = np.argsort(key, kind="stable")
+        return cls(span, key[order], order)
+
+    def first(self, document: np.ndarray, position: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
+        """Index into `order` of the first interval that begins at or after a position; after it with side="right"."""
+        return np.searchsorted(self.key, document * self.span + position, side=side)
+
+    def holding(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """The last interval, as given, that begins at or before a position; the first of all where none does."""
+        return self.order[np.maximum(self.first(document, position, side="right") - 1, 0)]
