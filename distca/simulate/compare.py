@@ -27,7 +27,7 @@ from distca.simulate.costs import Costs
 from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, Strategy, check_names
+from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, check_names
 from distca.workload.contexts import Source, batch_sequences
 
 BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
@@ -162,8 +162,9 @@ class Question:
     def costs(self, setting: Setting) -> Costs:
         return Costs.of(setting.model, setting.cluster, setting.tp, self.table)
 
-    def batch(self, setting: Setting, number: int) -> Batch:
-        return Batch(tuple(batch_sequences(self.source, setting.context, setting.num_sequences, (self.seed, number))))
+    def batch(self, setting: Setting, number: int) -> StepDocuments:
+        return StepDocuments(tuple(batch_sequences(self.source, setting.context, setting.num_sequences,
+                                                   (self.seed, number))))
 
 
 Key = tuple[int, str, Choice | None]  # setting, strategy, choice
@@ -270,7 +271,7 @@ def _by_floor(strategy: Strategy[Any], setting: Setting, costs: Costs) -> list[t
                   key=lambda one: one[0])
 
 
-def _one(question: Question, key: Key, batch: Batch, done: dict[bytes, Figures | None]) -> Figures | None:
+def _one(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, Figures | None]) -> Figures | None:
     at, name, choice = key
     strategy, setting = STRATEGIES[name], question.settings[at]
     costs = question.costs(setting)

@@ -26,7 +26,7 @@ from distca.simulate.execute import execute
 from distca.simulate.memory import check_holds_step
 from distca.simulate.paper_cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Batch, Choice, GroupChoice, PoolChoice
+from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
 from distca.spec import cluster_named, model_named
 from distca.workload.contexts import Source
 
@@ -87,18 +87,18 @@ def _holds(where: Setting) -> bool:
     return True
 
 
-def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[Batch]]:
+def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[StepDocuments]]:
     question = _question(case, num_batches)
     where = question.settings[0]
     return where, question.costs(where), [question.batch(where, number) for number in range(num_batches)]
 
 
-def _planned(name: str, choice: Choice, where: Setting, costs: Costs, batch: Batch, tolerance: float = TOLERANCE
+def _planned(name: str, choice: Choice, where: Setting, costs: Costs, batch: StepDocuments, tolerance: float = TOLERANCE
              ) -> StepPlan | None:
     return STRATEGIES[name].step_plan(choice, where, costs, batch, tolerance)
 
 
-def _ours(placement: str, where: Setting, costs: Costs, batch: Batch, tolerance: float = TOLERANCE,
+def _ours(placement: str, where: Setting, costs: Costs, batch: StepDocuments, tolerance: float = TOLERANCE,
           ping_pong: bool = True) -> StepPlan:
     plan = _planned("distca", PoolChoice(placement, ping_pong=ping_pong), where, costs, batch, tolerance)
     assert plan is not None, "ours plans whatever it needs; whether it fits is not asked here"

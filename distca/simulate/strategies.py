@@ -33,7 +33,7 @@ _LOOSENED = (0.2, 1.0, 4.0)  # times the tolerance: what distca chooses from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class StepDocuments:
     """One step's documents: sequences of `context` tokens, in the loader's order."""
 
     sequences: tuple[np.ndarray, ...]
@@ -73,7 +73,7 @@ class Strategy(Protocol[Chosen]):
         ...
 
     def step_plan(
-        self, choice: Chosen, setting: Setting, costs: Costs, batch: Batch, tolerance: float
+        self, choice: Chosen, setting: Setting, costs: Costs, batch: StepDocuments, tolerance: float
     ) -> StepPlan | None:
         """The step under one choice; None where it cannot be made to fit the memory."""
         ...
@@ -111,7 +111,7 @@ class Pool:
         return 0.0
 
     def step_plan(
-        self, choice: PoolChoice, setting: Setting, costs: Costs, batch: Batch, tolerance: float
+        self, choice: PoolChoice, setting: Setting, costs: Costs, batch: StepDocuments, tolerance: float
     ) -> StepPlan:
         return plan_step(
             batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=setting.layers,
@@ -139,7 +139,7 @@ class Grouped:
     name: str
     packings: tuple[str, ...]
     sharding: str
-    make: Callable[[GroupChoice, Setting, Costs, Batch], StepPlan | None]
+    make: Callable[[GroupChoice, Setting, Costs, StepDocuments], StepPlan | None]
     is_baseline: bool = True
 
     def choices(self, setting: Setting) -> list[GroupChoice]:
@@ -155,31 +155,31 @@ class Grouped:
         return setting.num_micro_batches * max(setting.layers) * (layer + 2 * costs.ring_seconds(keys, choice.cp))
 
     def step_plan(
-        self, choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch, tolerance: float
+        self, choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments, tolerance: float
     ) -> StepPlan | None:
         if choice.cp > 1 and 2 * choice.cp * sum(map(len, batch.sequences)) > _MOST_SHARDS:
             return None
         return self.make(choice, setting, costs, batch)
 
 
-def _fixed_packing(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan:
+def _fixed_packing(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan:
     return fixed_packing_step(batch.micro_batches(setting), setting.model, num_data=setting.num_data,
                               layers=setting.layers, tp=setting.tp, cp=choice.cp)
 
 
-def _per_document_cp(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan:
+def _per_document_cp(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan:
     return per_document_cp_step(batch.micro_batches(setting), setting.model, num_data=setting.num_data,
                                 layers=setting.layers, tp=setting.tp, cp=choice.cp)
 
 
-def _variable_length(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan | None:
+def _variable_length(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
     chunk = _chunks_that_fit(choice.cp, setting, costs, batch.lengths())
     return None if chunk is None else variable_length_step(
         batch.lengths(), chunk, setting.model, num_data=setting.num_data, layers=setting.layers, tp=setting.tp,
         cp=choice.cp)
 
 
-def _wlb_ideal(choice: GroupChoice, setting: Setting, costs: Costs, batch: Batch) -> StepPlan | None:
+def _wlb_ideal(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
     replicas = setting.num_data // choice.cp
     if choice.packing == "fixed":
         rows = fixed_rows(batch.micro_batches(setting), replicas)

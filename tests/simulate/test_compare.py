@@ -11,7 +11,7 @@ from distca.simulate.compare import Question, batch_figures, compare, replay
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.strategies import NAMES, STRATEGIES, Batch, Grouped
+from distca.simulate.strategies import NAMES, STRATEGIES, Grouped, StepDocuments
 from distca.spec import cluster_named, model_named
 from distca.workload.contexts import Source, batch_sequences
 
@@ -115,7 +115,7 @@ def test_clusters_come_from_files(tmp_path):
 
 def test_a_faster_network_helps_those_who_wait_for_it():
     where = setting(MODEL, CLUSTER, gpus=64, context=131072)
-    batch = Batch(tuple(batch_sequences(Source("pretrain"), where.context, where.num_sequences, (0, 0))))
+    batch = StepDocuments(tuple(batch_sequences(Source("pretrain"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     strategy = STRATEGIES["per_document_cp"]
     for choice in strategy.choices(where):
@@ -126,7 +126,7 @@ def test_a_faster_network_helps_those_who_wait_for_it():
 
 def test_every_strategy_makes_steps_of_the_same_documents():
     where = setting(MODEL, CLUSTER, gpus=48, context=61_440, pp=3, micro_batches=4)
-    batch = Batch(tuple(batch_sequences(Source("prolong"), where.context, where.num_sequences, (0, 0))))
+    batch = StepDocuments(tuple(batch_sequences(Source("prolong"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     for strategy in STRATEGIES.values():
         for choice in strategy.choices(where):

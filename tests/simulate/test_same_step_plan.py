@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from distca.cost.shipped import shipped_table
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
-from distca.simulate.strategies import STRATEGIES, Batch, PoolChoice
+from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
 from distca.spec import MODELS, cluster_named
 from distca.train.config import load_settings
 from distca.train.step_plan import attention_time, step_plan
@@ -45,7 +45,7 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed, num_data, tp, pp, 
     model, cluster = MODELS["llama3-8b"], cluster_named("dgx-h200")
     where = setting(model, cluster, gpus=num_data * tp * pp, context=context, tp=tp, pp=pp, sequences=4 * pp,
                     micro_batches=2 * pp)
-    batch = Batch(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
+    batch = StepDocuments(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
     strategy = STRATEGIES[name]
     simulated = strategy.step_plan(PoolChoice(strategy.placement, ping_pong=ping_pong), where,
                                    Costs.of(model, cluster, tp, shipped_table("h200")), batch, tolerance)
