@@ -4,10 +4,11 @@ Plans are searched on `shard` and judged on `servers`; the runtime, the simulato
 latency table gives the seconds that a shard adds to a batch that fills the device. A whole batch takes a launch and the
 tail of its work list more (work_list.py), where the table's kernel is known to have one.
 
-A table is measured with the heads of one rank. Another head dim is another kernel, so it is refused. Another number of
-heads is scaled by pairs times heads, which `note` says: with launch and tail apart that is 1 to 3 % off in the median
-between an H200's tables of 32, 8 and 4 heads, and up to a fifth for the shortest shards. Of a shipped table the one
-nearest in heads is taken.
+A table is measured with the heads of one rank. Another head dim is another kernel, so it is refused, but for shipped
+tables: there it is scaled by FLOPs, which `note` says, since nobody measured it. Another number of heads is scaled by
+pairs times heads, which `note` says too: with launch and tail apart that is 1 to 3 % off in the median between an
+H200's tables of 32, 8 and 4 heads, and up to a fifth for the shortest shards. Of a shipped table the one nearest in
+heads is taken.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class AttentionTime:
     scale: float                 # of all seconds: another GPU's rate
     work_list: WorkList | None
     note: str | None             # a sentence where the table's heads are not the rank's
+    flops: float = 1.0           # of a pair and head, over those of the table's head dim
     _factor: float = field(init=False, repr=False)
     _surfaces: tuple[Surface, Surface | None] = field(init=False, repr=False)
     _best_rates: tuple[float, float] = field(init=False, repr=False)  # pairs per second of the table
@@ -47,7 +49,7 @@ class AttentionTime:
         assert isinstance(heads, int)
         surfaces = self.table.surfaces
         best = tuple(0.0 if surface is None else surface.best_rate() for surface in surfaces)
-        object.__setattr__(self, "_factor", self.scale * self.heads / heads)
+        object.__setattr__(self, "_factor", self.scale * self.flops * self.heads / heads)
         object.__setattr__(self, "_surfaces", surfaces)
         object.__setattr__(self, "_best_rates", best)
 
@@ -60,10 +62,12 @@ class AttentionTime:
         table = nearest_heads(table, heads, kv_heads, model.head_dim)
         about = table.metadata
         head_dim = about.get("head_dim", model.head_dim)
-        if head_dim != model.head_dim:
+        is_other_dim = not head_dim == model.head_dim == model.value_dim
+        if is_other_dim and not ("shipped" in about and isinstance(head_dim, int)):
             raise ValueError(
                 f"latency table {table.name!r} was measured with head_dim {head_dim} but model {model.name!r} has "
-                f"{model.head_dim}; run distca profile --model {model.name} and give its table as --cost")
+                f"{_dims(model)}; run distca profile --model {model.name} and give its table as --cost")
+        flops = (model.head_dim + model.value_dim) / (2.0 * head_dim) if is_other_dim else 1.0  # type: ignore[operator]
         measured = about.get("num_heads", heads), about.get("num_kv_heads", kv_heads)
         if not all(isinstance(number, int) and number > 0 for number in measured):
             raise ValueError(f"latency table {table.name!r} has num_heads {measured[0]!r} and num_kv_heads "
@@ -72,9 +76,12 @@ class AttentionTime:
         if measured != (heads, kv_heads):
             note = (f"attention of {heads} query and {kv_heads} KV heads is scaled from {table.name!r}, measured with "
                     f"{measured[0]} and {measured[1]}; profile with --tp {tp} for its own")
+        if is_other_dim:
+            note = (f"attention of head_dim {_dims(model)} is scaled by FLOPs from {table.name!r}, measured with "
+                    f"{head_dim}: no kernel of it was measured; profile for its own")
         facts = about.get("work_list")
         work_list = WorkList.of(facts, heads, kv_heads) if isinstance(facts, Mapping) else None
-        return cls(table, heads, kv_heads, float(scale), work_list, note)
+        return cls(table, heads, kv_heads, float(scale), work_list, note, flops)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AttentionTime):
@@ -92,7 +99,8 @@ class AttentionTime:
         return hash(self._key())
 
     def _key(self) -> tuple[object, ...]:
-        return self.table.name, self.table.peak_pairs_per_second, self.heads, self.kv_heads, self.scale, self.work_list
+        return (self.table.name, self.table.peak_pairs_per_second, self.heads, self.kv_heads, self.scale, self.flops,
+                self.work_list)
 
     @property
     def wave_tokens(self) -> int:
@@ -160,3 +168,8 @@ class AttentionTime:
         if self._surfaces[backward] is None:
             self.table.seconds(1, 1, backward=backward)          # says what is missing
         return self._factor * pairs / self._best_rates[backward]
+
+
+def _dims(model: ModelShape) -> str:
+    same = model.head_dim == model.value_dim
+    return str(model.head_dim) if same else f"{model.head_dim} for keys and {model.value_dim} for values"

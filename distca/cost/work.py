@@ -60,19 +60,46 @@ def pairs_of_shard(q_len: Number, kv_len: Number) -> Number:
 
 def attention_flops(pairs: Number, model: ModelShape, tp: int = 1) -> Number:
     """Forward: a multiply and an add for QK and again for PV, for every pair, head and dimension."""
-    return pairs * (4 * model.heads_per_rank(tp) * model.head_dim)
+    return pairs * (2 * model.heads_per_rank(tp) * (model.head_dim + model.value_dim))
 
 
 def attention_backward_flops(pairs: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Backward: five products (QK again, dV, dP, dQ, dK) where forward has two, 2.5 times its FLOPs."""
-    return pairs * (10 * model.heads_per_rank(tp) * model.head_dim)
+    """Backward: five products (QK again, dQ, dK; dV, dP) where forward has two, 2.5 times its FLOPs."""
+    return pairs * (2 * model.heads_per_rank(tp) * (3 * model.head_dim + 2 * model.value_dim))
+
+
+def qkv_parameters(model: ModelShape, tp: int = 1) -> int:
+    """Weights of one layer that make queries, keys and values. What latent attention compresses is on every rank."""
+    heads, kv_heads = model.heads_per_rank(tp), model.kv_heads_per_rank(tp)
+    latent = model.latent
+    if latent is None:
+        return model.hidden * (heads * model.head_dim + kv_heads * (model.head_dim + model.value_dim))
+    queries = model.hidden * latent.q_rank + (latent.q_rank or model.hidden) * heads * model.head_dim
+    expanded = heads * (model.head_dim - latent.rope_dim + model.value_dim)
+    return queries + model.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * expanded
+
+
+def layer_parameters(model: ModelShape, tp: int = 1, *, active: bool = False) -> float:
+    """Weights of one layer, in the mean over all layers; `active` counts of the experts those that a token takes."""
+    width = feed_forward_width(model, tp, active=active)
+    router = 0.0 if model.experts is None else (
+        model.hidden * model.experts.num * (model.num_layers - model.experts.dense_layers) / model.num_layers)
+    attention = qkv_parameters(model, tp) + model.hidden * model.heads_per_rank(tp) * model.value_dim
+    return attention + 3 * model.hidden * width + router
+
+
+def feed_forward_width(model: ModelShape, tp: int = 1, *, active: bool = True) -> float:
+    """Inner width of a layer's feed-forward on one rank, in the mean over all layers."""
+    plain, experts = -(-model.ffn // tp), model.experts
+    if experts is None:
+        return plain
+    several = -(-experts.ffn // tp) * (experts.per_token if active else experts.num) - (-experts.shared_ffn // tp)
+    return (experts.dense_layers * plain + (model.num_layers - experts.dense_layers) * several) / model.num_layers
 
 
 def linear_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
     """Forward of one layer's linear part: Q, K, V and output projections and the three products of SwiGLU."""
-    attention_width = 2 * model.head_dim * (model.heads_per_rank(tp) + model.kv_heads_per_rank(tp))
-    ffn_width = 3 * -(-model.ffn // tp)
-    return tokens * (2 * model.hidden * (attention_width + ffn_width))
+    return tokens * round(2 * layer_parameters(model, tp, active=True))
 
 
 def head_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
@@ -91,7 +118,7 @@ def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
     norms = 4 * -(-model.hidden // tp) * BF16_BYTES
     attention = (
         model.q_token_bytes(tp) + model.kv_token_bytes(tp) + model.out_token_bytes(tp) + model.lse_token_bytes(tp))
-    feed_forward = 3 * -(-model.ffn // tp) * BF16_BYTES
+    feed_forward = round(3 * feed_forward_width(model, tp) * BF16_BYTES)
     return tokens * (norms + attention + feed_forward)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
 from distca.cost.network import Network
-from distca.cost.work import head_flops, linear_flops
+from distca.cost.work import head_flops, layer_parameters, linear_flops, qkv_parameters
 from distca.spec import BF16_BYTES, ClusterShape, ModelShape, cluster_named
 
 TABLE_CLUSTER = "dgx-h200"  # the machine of the shipped table; other clusters scale from it
@@ -73,7 +73,7 @@ class Costs:
         """A layer's linear part before and behind its attention, proportional to the tokens."""
         model, tp = self.model, self.tp
         whole = np.asarray(linear_flops(1.0, model, tp))
-        qkv = 2 * model.hidden * model.head_dim * (model.heads_per_rank(tp) + 2 * model.kv_heads_per_rank(tp))
+        qkv = 2 * qkv_parameters(model, tp)
         rate = self.linear_flops_per_second[backward] / (2.0 if backward else 1.0)
         collective = self._tp_seconds(tokens)
         before = _beside(tokens * (qkv / rate), collective, tp)
@@ -97,7 +97,7 @@ class Costs:
 
     def stage_parameters(self, layers: Sequence[int]) -> np.ndarray:
         """[stages] weights of one GPU of each stage: its layers, the embedding on the first, the head on the last."""
-        parameters = np.array(layers) * (float(linear_flops(1, self.model, self.tp)) / 2)
+        parameters = np.array(layers) * layer_parameters(self.model, self.tp)
         for end in (0, -1):
             parameters[end] += self.model.hidden * self.model.vocab / self.tp
         return parameters

@@ -207,6 +207,15 @@ def test_another_head_dim_is_refused():
         assert fragment in str(refusal.value)
 
 
+def test_another_head_dim_of_a_shipped_table_is_scaled_by_flops_and_said():
+    latent = ModelShape("latent", 2, 2_048, 4, 4, 192, 8_192, 32_000, value_dim=128)
+    mine, whole = (AttentionTime.of(flat_table(**{**HEADS, "num_kv_heads": 4}, shipped="x"), model)
+                   for model in (latent, ModelShape("whole", 2, 2_048, 4, 4, 128, 8_192, 32_000)))
+    assert mine.shard(512, 4_096) == pytest.approx(320 / 256 * whole.shard(512, 4_096))
+    assert mine.note is not None and "192 for keys and 128 for values" in mine.note and "FLOPs" in mine.note
+    assert mine != whole and whole.note is None
+
+
 def test_other_heads_are_scaled_and_said():
     time = AttentionTime.of(flat_table(**HEADS), MODEL, tp=1, scale=2.0)
     assert time.shard(1_024, 4_096) == pytest.approx(16 * WITHOUT.shard(1_024, 4_096))
@@ -268,6 +277,6 @@ def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch):
     assert found(32, 8, 128) == (32, 8, 128) and found(4, 1, 128) == (4, 1, 128) and found(8, 2, 128) == (8, 2, 128)
     assert found(16, 2, 128) in {(8, 2, 128), (8, 1, 128)} and found(2, 1, 128) == (4, 1, 128)
     assert found(32, 8, 64) == (32, 8, 64) == found(4, 1, 64)
-    assert found(8, 2, 32) == (32, 8, 128)                       # which is then refused
+    assert found(8, 2, 32) == (32, 8, 128)                       # which is then scaled
     own = flat_table(num_heads=32, num_kv_heads=8, head_dim=128)
     assert shipped.nearest_heads(own, 4, 1, 128) is own
