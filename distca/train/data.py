@@ -12,25 +12,24 @@ it stays one. A corpus that runs out begins anew in another order, within a batc
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from distca.planning.step import StepPlan, StepSummary
 from distca.spec import ModelShape, unknown_name
+from distca.train.background import in_background
 from distca.train.config import MODES, Settings
 from distca.train.corpora import Corpus
 from distca.train.step_plan import attention_time, step_plan
 from distca.workload.packing import NanoBatch
 
 IGNORED = -100  # the label of a token that has no next one
-Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
@@ -188,12 +187,12 @@ class Loader:
     def next(self) -> Batch:
         """The batch at the current position. What went wrong while it was made is raised here."""
         begin = time.perf_counter()
-        ahead = self._ahead or _in_background(self._draft, self._position)
+        ahead = self._ahead or in_background(self._draft, self._position)
         self._ahead = None
-        draft = ahead.result()
+        draft = self._wait(ahead)
         wait_seconds = time.perf_counter() - begin
         self._position = draft.position
-        self._ahead = _in_background(self._draft, self._position)
+        self._ahead = in_background(self._draft, self._position)
         micro_batches = tuple(
             tuple(Row(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
                       micro_batch.key_runs(nano, self._rank)) for nano, (tokens, labels, positions) in enumerate(rows))
@@ -217,8 +216,14 @@ class Loader:
     def close(self) -> None:
         """Wait for the batch in the making and forget it."""
         if self._ahead is not None:
-            wait([self._ahead])
+            wait([self._ahead], timeout=self._settings.run.timeout_seconds)
             self._ahead = None
+
+    def _wait(self, ahead: Future[_Draft]) -> _Draft:
+        seconds = self._settings.run.timeout_seconds
+        if not wait([ahead], timeout=seconds).done:
+            raise TimeoutError(f"the next batch was not read and planned within {seconds} s (run.timeout_seconds)")
+        return ahead.result()
 
     def _draft(self, position: dict[str, int | str]) -> _Draft:
         self._stream.load(position)
@@ -260,20 +265,6 @@ class Loader:
             raise ValueError(f"document {document} of the corpus {what}, where model {self._model.name!r} knows tokens "
                              f"0 to {self._model.vocab - 1}; give the data that its tokenizer made")
         return tokens
-
-
-def _in_background(call: Callable[..., Result], *args: Any) -> Future[Result]:
-    """Run the call on a thread that no process waits for; the future holds its result or what it raised."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="distca-loader", daemon=True).start()
-    return future
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

@@ -277,8 +277,9 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
         code = main(settings)
     except Exception as error:
         text = f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip()
-        if isinstance(error, ValueError) and _is_ours(error):
-            code, text = 2, f"distca: error: {' '.join(str(error).split())}"
+        if isinstance(error, (ValueError, OSError)) and _is_ours(error):
+            code = 2 if isinstance(error, ValueError) else 1
+            text = f"distca: error: {' '.join(str(error).split())}"
         tell.send(Failure(time.time(), place.rank, code, text))
     tell.close()
     sys.stdout.flush()
@@ -286,7 +287,7 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
     os._exit(code)  # the interpreter's own end would race with threads of torch that are still ending
 
 
-def _is_ours(error: ValueError) -> bool:
+def _is_ours(error: Exception) -> bool:
     """Whether this package raised it: then the message is for people and says the remedy."""
     return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1])
 

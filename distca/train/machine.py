@@ -89,7 +89,8 @@ def _require_packages(settings: Settings) -> None:
     if find_spec("torch") is None:
         raise ValueError("train needs torch, which is not installed; run: pip install 'distca[train]'")
     for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
-                                 ("safetensors", "model.load", settings.model.load)):
+                                 ("safetensors", "model.load", settings.model.load),
+                                 ("xxhash", "checkpoint.folder", settings.checkpoint.folder)):
         if value and find_spec(package) is None:
             raise ValueError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
                              f"{package}")
