@@ -120,12 +120,13 @@ def newest(folder, model=None):
     return [path for path in step_folders(Path(folder)) if judge(path, model, {})[0] == "good"][-1]
 
 
-def resumed(folder, run, **options):
+def resumed(folder, pair, **options):
     """What a run that resumes gets; the folder is free again."""
-    saver = Checkpointer(folder, *run, **options)
-    state = saver.resume()
-    saver.close()
-    return state
+    saver = Checkpointer(folder, *pair, **options)
+    try:
+        return saver.resume()
+    finally:
+        saver.close()
 
 
 def save_in_flight(transport, folder, kinds):
