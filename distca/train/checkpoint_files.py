@@ -152,6 +152,13 @@ class Reader:
         if found != prod(about.box):
             raise DamagedError(f"{name} has {found} of the {prod(about.box)} elements that this rank needs")
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor put together from all its blocks."""
+        stored = self.stored(name)
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.fill(name, tensor)
+        return tensor
+
     def stored(self, name: str) -> StoredTensor:
         if name not in self.manifest.tensors:
             raise DamagedError(f"it has no {name}")
@@ -167,16 +174,6 @@ class Reader:
             check_bytes(handle, 0, iter([memoryview(bytearray(facts.header_bytes))]), facts.header_checksum, name)
             self._handles[name] = handle
         return self._handles[name]
-
-
-def whole_tensors(path: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a checkpoint whose name begins so, put together, one at a time."""
-    with Reader(path, manifest) as reader:
-        for name, stored in manifest.tensors.items():
-            if name.startswith(prefix):
-                tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-                reader.fill(name, tensor)
-                yield name.removeprefix(prefix), tensor
 
 
 def tensor_table(written: Iterable[tuple[Held, Block]]) -> dict[str, StoredTensor]:

@@ -30,7 +30,8 @@ def assert_same(got, plan):
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 2**32), kind=st.sampled_from(LAYOUT_KINDS), ranks=st.integers(1, 6), dedicated=st.integers(0, 3))
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(LAYOUT_KINDS), ranks=st.integers(1, 6),
+       dedicated=st.integers(0, 3))
 def test_a_plan_comes_back_as_it_went(seed, kind, ranks, dedicated):
     layout = random_layout(seed, kind, ranks, 700)
     plan = balance(layout, TINY, speed=random_speeds(seed, ranks, dedicated), tolerance=0.05)
