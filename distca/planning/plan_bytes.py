@@ -59,7 +59,8 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
     for name, length in lengths.items():
         columns[name] = np.frombuffer(content, dtype="<f8" if name == "speed" else "<i8", count=length, offset=end)
         end += 8 * length
-    layout = Layout(columns["lengths"], *(columns[f"slice {name}"] for name in _SLICES), num_ranks=num_ranks,
+    slices = {name: columns[f"slice {name}"] for name in _SLICES}
+    layout = Layout(columns["lengths"], **slices, num_ranks=num_ranks,
                     key_only=KeySlices(*(columns[f"key {name}"] for name in _SLICES)))
     tasks = TaskTable(*(columns[f"task {name}"] for name in _TASKS))
     return Plan(layout, tasks, columns["speed"], tolerance, model, tp, limit=limit, backward=backward)

@@ -335,12 +335,13 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
            with_optimizer: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Every tensor under the name it is stored by, and the optimizer's own form around its tensors."""
     model_state, optimizer_state = get_state_dict(model, optimizer if with_optimizer else ())
-    tensors = {f"model.{name}": value for name, value in model_state.items()}
+    states = cast("dict[str, Any]", optimizer_state)
+    tensors: dict[str, Any] = {f"model.{name}": value for name, value in model_state.items()}
     if with_optimizer:
-        tensors |= {f"optimizer.{name}.{key}": value for name, values in optimizer_state["state"].items()
-                    for key, value in cast("dict[str, Any]", values).items()}
+        tensors |= {f"optimizer.{name}.{key}": value for name, values in states["state"].items()
+                    for key, value in values.items()}
     assert all(isinstance(value, torch.Tensor) for value in tensors.values())
-    return tensors, cast("dict[str, Any]", optimizer_state)
+    return tensors, states
 
 
 def _rng_states(model: torch.nn.Module) -> dict[str, torch.Tensor]:

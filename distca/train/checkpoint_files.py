@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import xxhash
@@ -188,7 +188,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A contiguous CPU tensor's own memory, piece by piece."""
     if tensor.numel() == 0:
         return iter(())
-    memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    memory = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
     return (memory[at:at + CHUNK_BYTES] for at in range(0, len(memory), CHUNK_BYTES))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from distca.train.checkpoint_files import held, tensor_table, write_file
 from distca.train.checkpoint_folder import (
@@ -54,7 +55,7 @@ def _convert(path: Path, fresh: Path) -> None:
     _check_files(path, old["files"])
     metadata = dcp.FileSystemReader(path).read_metadata()
     state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
-             for name, stored in metadata.state_dict_metadata.items()}
+             for name, stored in metadata.state_dict_metadata.items() if isinstance(stored, TensorStorageMetadata)}
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     fresh.mkdir()
     files, blocks = {}, []

@@ -162,7 +162,8 @@ def export_hf(checkpoint: Path, folder: Path, *, shard_bytes: int = SHARD_BYTES)
     partial.mkdir(parents=True)
     sizes = {name.removeprefix("model."): sum(block.num_bytes for block in tensor.blocks)
              for name, tensor in manifest.tensors.items() if name.startswith("model.")}
-    shards, index = _into_shards(sizes, shard_bytes), {}
+    shards = _into_shards(sizes, shard_bytes)
+    index: dict[str, str] = {}
     with Reader(checkpoint, manifest) as reader:
         for number, names in enumerate(shards, start=1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"

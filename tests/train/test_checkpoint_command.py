@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from distca.train.checkpoint_folder import MANIFEST, verify
 from distca.train.hf import config_of, hf_name
 from distca.train.model import Decoder, DecoderShape
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPE = DecoderShape(ModelShape("small", num_layers=2, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
                                 vocab=20))
 
@@ -96,7 +99,7 @@ def test_nothing_but_a_trusted_conversion_unpickles(run, tmp_path):
     manifest["files"][".metadata"] = (folder / "step_00000003/.metadata").stat().st_size
     (folder / "step_00000003" / MANIFEST).write_text(json.dumps(manifest))
     saver = Checkpointer(folder, *build(1))
-    with pytest.raises(ValueError, match="distca checkpoint convert .* --trust"):
+    with pytest.raises(ValueError, match=r"distca checkpoint convert .* --trust"):
         saver.resume()
     saver.close()
     assert run("checkpoint", "verify", "saved")[0] == 1
@@ -107,6 +110,20 @@ def test_nothing_but_a_trusted_conversion_unpickles(run, tmp_path):
     with pytest.raises(Exception):                               # noqa: B017  (whatever DCP makes of it)
         run("checkpoint", "convert", "saved", "--trust")
     assert ran.exists()                                          # not vacuous: the payload does run there
+
+
+def test_resuming_looks_up_no_class_by_name(tmp_path):
+    """Python tells its audit hooks of every class or function that an unpickler looks up."""
+    save(tmp_path)
+    code = ("import os, pickle, runpy, sys\n"
+            "names = runpy.run_path(sys.argv[1])\n"
+            "told = lambda event, _: event == 'pickle.find_class' and os._exit(17)\n"
+            "run = names['build'](1)\nsys.addaudithook(told)\n"
+            "saver = names['Checkpointer'](sys.argv[2], *run)\nassert saver.resume().step == 2\n"
+            "saver.save(3, {})\nsaver.close()\nnames['verify'](saver.folder / 'step_00000003')\n"
+            "print('whole')\npickle.loads(pickle.dumps(os.getcwd))\n")
+    done = subprocess.run([sys.executable, "-c", code, __file__, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (17, "whole\n"), done.stderr  # only the last line's own pickle is told
 
 
 def test_a_trusted_conversion_keeps_every_bit(run, tmp_path):
