@@ -2,7 +2,7 @@
 
 What a rank holds of a tensor is a box [offset, offset + shape) of its global shape, so that ranks which cut the tensor
 otherwise find their boxes among those that were written. Where several ranks hold the same box one of them writes it.
-Bytes go from the file into the tensor's own memory where the boxes are the same, and are hashed on the way.
+Bytes go from the file into the tensor's own memory where the boxes are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
+from queue import Queue
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,6 +21,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from distca.train.background import in_background
 from distca.train.checkpoint_folder import (
     CHUNK_BYTES,
     Block,
@@ -29,11 +31,14 @@ from distca.train.checkpoint_folder import (
     StoredTensor,
     check_bytes,
     checksum,
+    mismatch,
     opened,
+    read_at,
 )
 
 SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
                       "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+MOST_WAITING = 64  # chunks to be hashed, and blocks: what a reader may be ahead
 
 
 class Held(NamedTuple):
@@ -113,18 +118,27 @@ def write_file(
 
 
 class Reader:
-    """Reads boxes of a checkpoint's tensors and believes none that does not match its checksum; use as a context."""
+    """Reads boxes of a checkpoint's tensors. A context: what was read is known to be whole once it ends.
+
+    A thread hashes what was read while the next is being read, so that checking takes next to no time.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._files = ExitStack()
         self._handles: dict[str, int] = {}
+        self._to_hash: Queue[memoryview | Block | None] = Queue(MOST_WAITING)
+        self._hashing = in_background(self._hash)
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._files.close()
+        self._to_hash.put(None)
+        damaged = self._hashing.result()
+        if damaged is not None and kind is None:
+            raise mismatch(damaged.file, damaged.begin, damaged.begin + damaged.num_bytes)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Fill this rank's part of a tensor in place."""
@@ -165,7 +179,24 @@ class Reader:
         return self.manifest.tensors[name]
 
     def _read(self, block: Block, into: torch.Tensor) -> None:
-        check_bytes(self._handle(block.file), block.begin, _chunks(into), block.checksum, block.file)
+        handle, at = self._handle(block.file), block.begin
+        for chunk in _chunks(into):
+            read_at(handle, at, chunk, block.file)
+            at += len(chunk)
+            self._to_hash.put(chunk)
+        self._to_hash.put(block)
+
+    def _hash(self) -> Block | None:
+        """Chunks of a block, then the block, until None; the first block whose chunks do not match its checksum."""
+        digest, damaged = xxhash.xxh3_64(), None
+        while (item := self._to_hash.get()) is not None:
+            if isinstance(item, memoryview):
+                digest.update(item)
+                continue
+            if digest.hexdigest() != item.checksum:
+                damaged = damaged or item
+            digest = xxhash.xxh3_64()
+        return damaged
 
     def _handle(self, name: str) -> int:
         if name not in self._handles:

@@ -260,18 +260,26 @@ def opened(path: Path) -> Iterator[int]:
 
 def check_bytes(handle: int, begin: int, into: Iterator[memoryview], expected: str, name: str) -> None:
     """Fill the buffers in order from `begin` on; DamagedError unless all they got hashes as expected."""
-    digest, at = xxhash.xxh3_64(), begin
+    digest, end = xxhash.xxh3_64(), begin
     for buffer in into:
-        try:
-            got = os.preadv(handle, [buffer], at)
-        except OSError as error:
-            raise DamagedError(f"{name} cannot be read at byte {at} ({error.strerror})") from None
-        if got != len(buffer):
-            raise DamagedError(f"{name} ends at byte {at + got}")
+        read_at(handle, end, buffer, name)
         digest.update(buffer)
-        at += got
+        end += len(buffer)
     if digest.hexdigest() != expected:
-        raise DamagedError(f"{name} does not match its checksum in bytes {begin} to {at}")
+        raise mismatch(name, begin, end)
+
+
+def read_at(handle: int, begin: int, buffer: memoryview, name: str) -> None:
+    try:
+        got = os.preadv(handle, [buffer], begin)
+    except OSError as error:
+        raise DamagedError(f"{name} cannot be read at byte {begin} ({error.strerror})") from None
+    if got != len(buffer):
+        raise DamagedError(f"{name} ends at byte {begin + got}")
+
+
+def mismatch(name: str, begin: int, end: int) -> DamagedError:
+    return DamagedError(f"{name} does not match its checksum in bytes {begin} to {end}")
 
 
 class FolderLock:

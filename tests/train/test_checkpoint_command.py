@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import distca
 from distca.spec import ModelShape
 from distca.train.checkpoint import Checkpointer
 from distca.train.checkpoint_folder import MANIFEST, verify
@@ -142,6 +144,16 @@ def test_a_trusted_conversion_keeps_every_bit(run, tmp_path):
         for key, value in optimizer.state[theirs].items():
             assert torch.equal(fresh.state[ours][key], value)
     assert run("checkpoint", "convert", "saved", "--trust")[1].endswith("nothing to convert\n")
+
+
+def test_the_guides_commands_run(run, tmp_path):
+    save(tmp_path / "saved")
+    guide = (Path(distca.__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^distca (checkpoint .*?) *#", guide, re.MULTILINE)
+    assert {command.split()[1] for command in commands} == {"verify", "export", "convert"}
+    for command in commands:
+        code, _, err = run(*command.split())
+        assert (code, err) == (0, ""), command
 
 
 def test_export_is_a_model_that_transformers_loads(run, tmp_path):
