@@ -26,7 +26,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/checkpoint.json"
 ROWS, COLUMNS = 1024, 2048  # of each matrix
-LOADS = 8                   # of each process
+SAVES, LOADS = 4, 8         # of each process; the least counts, so that first touches of memory do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Result:
 
 
 def measure(variant: str, folder: Path, num_matrices: int) -> dict[str, float]:
-    """In a process of its own: one save and several loads; what is imported is PYTHONPATH's."""
+    """In a process of its own: several saves and loads; what is imported is PYTHONPATH's."""
     import torch
     from torch import nn
 
@@ -66,13 +66,13 @@ def measure(variant: str, folder: Path, num_matrices: int) -> dict[str, float]:
 
     run = build(0)
     saver = Checkpointer(folder, *run, keep=1)
-    saver.save(1, {})                                            # the first one warms up allocators and threads
-    saver.finish()
-    begin = time.perf_counter()
-    saver.save(2, {})
-    waited = time.perf_counter() - begin
-    saver.finish()
-    saved = time.perf_counter() - begin
+    saves = []
+    for step in range(SAVES):
+        begin = time.perf_counter()
+        saver.save(step, {})
+        waited = time.perf_counter() - begin
+        saver.finish()
+        saves.append((time.perf_counter() - begin, waited))
     done(saver)
     other = build(1)
     loads = []
@@ -81,10 +81,10 @@ def measure(variant: str, folder: Path, num_matrices: int) -> dict[str, float]:
         begin = time.perf_counter()
         state = saver.resume()
         loads.append(time.perf_counter() - begin)
-        assert state is not None and state.step == 2
+        assert state is not None and state.step == SAVES - 1
         done(saver)
     assert all(torch.equal(a, b) for a, b in zip(other[0].parameters(), run[0].parameters(), strict=True))
-    return {"save_seconds": saved, "wait_seconds": waited, "load_seconds": min(loads)}
+    return {"save_seconds": min(saves)[0], "wait_seconds": min(saves)[1], "load_seconds": min(loads)}
 
 
 def leave_out_checksums() -> None:
@@ -109,7 +109,8 @@ def variants(old: Path | None) -> dict[str, Path]:
 def compare(old: Path | None, rounds: int, num_matrices: int, scratch: str | None) -> list[Result]:
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in variants(old)}
     for number in range(rounds):
-        for name, checkout in list(variants(old).items())[::-1 if number % 2 else 1]:
+        order = list(variants(old).items())
+        for name, checkout in order[number % len(order):] + order[:number % len(order)]:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 done = subprocess.run(
                     [sys.executable, __file__, "--measure", name, folder, "--matrices", str(num_matrices)],

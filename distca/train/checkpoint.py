@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from distca.train.background import in_background
 from distca.train.checkpoint_files import (
     Held,
     Reader,
-    dtype_name,
+    describe,
     held,
     local_part,
     tensor_table,
@@ -43,8 +43,8 @@ from distca.train.checkpoint_folder import (
     Block,
     DamagedError,
     FileFacts,
-    FolderLock,
     Manifest,
+    cause,
     check_folder,
     judge,
     make_room,
@@ -57,6 +57,7 @@ from distca.train.checkpoint_folder import (
     write_manifest,
 )
 from distca.train.collectives import first_says, gather_json
+from distca.train.folder_lock import FolderLock
 
 LOG = logging.getLogger("distca")
 
@@ -219,7 +220,7 @@ class Checkpointer:
                 raise OSError(errno.ENOSPC, f"no space: it needs {num_bytes:,} bytes and {free:,} are free")
             target.mkdir()
         except OSError as error:
-            raise ValueError(_cause(error)) from None
+            raise ValueError(cause(error)) from None
 
     def _write_files(self, target: Path, staged: Sequence[tuple[Held, torch.Tensor]]) -> dict[str, Any]:
         written: dict[str, Any] = {"files": {}, "blocks": [], "error": None}
@@ -232,7 +233,7 @@ class Checkpointer:
                     written["files"][file.name], blocks = write_file(file, parts)
                     written["blocks"] += blocks
         except OSError as error:
-            written["error"] = f"rank {self._rank}: {_cause(error)}"
+            written["error"] = f"rank {self._rank}: {cause(error)}"
         return written
 
     def _complete(self, target: Path, manifest: Manifest, everyone: Sequence[Mapping[str, Any]]) -> None:
@@ -251,7 +252,7 @@ class Checkpointer:
         except OSError as error:
             if not (target / MANIFEST).exists():
                 shutil.rmtree(target, ignore_errors=True)        # so that there is space again
-            raise ValueError(_cause(error)) from None
+            raise ValueError(cause(error)) from None
 
     def _check_folder(self, resume: bool) -> None:
         """Every rank can write, all see the same folder and no other run does; else the same one line on every rank."""
@@ -287,12 +288,6 @@ class Checkpointer:
         return whole
 
 
-def describe(model: torch.nn.Module) -> dict[str, str]:
-    """Name, dtype and global shape of all that this rank's model holds."""
-    return {name: f"{dtype_name(value)} {list(value.shape)}" for name, value in get_model_state_dict(model).items()
-            if isinstance(value, torch.Tensor)}
-
-
 def load(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None
 ) -> TrainState:
@@ -321,14 +316,6 @@ def load(
         LOG.info("checkpoint %s was saved by %d ranks on %s: random states start anew from the seed", path,
                  manifest.num_ranks, "+".join(manifest.rng))
     return TrainState(manifest.step, manifest.loader, manifest.num_ranks)
-
-
-def _cause(error: OSError) -> str:
-    """In one line; a full disk in the words that people look for."""
-    words = " ".join(str(error.strerror or error).split())
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and "no space" not in words:
-        words = f"no space: {words}"
-    return words if error.filename is None else f"{words} ({error.filename})"
 
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import xxhash
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -69,6 +70,12 @@ def held(name: str, tensor: torch.Tensor) -> Held:
         box, offset = map(list, compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh,
                                                                       tensor.placements))
     return Held(name, dtype_name(tensor), list(tensor.shape), offset, box)
+
+
+def describe(model: torch.nn.Module) -> dict[str, str]:
+    """Name, dtype and global shape of all that this rank's model holds."""
+    return {name: f"{dtype_name(value)} {list(value.shape)}" for name, value in get_model_state_dict(model).items()
+            if isinstance(value, torch.Tensor)}
 
 
 def writers(everyone: Sequence[Sequence[Held]]) -> list[set[str]]:

@@ -8,15 +8,13 @@ run wrote is ever removed, and only once something newer is complete. Nothing he
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import logging
 import os
 import re
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -29,7 +27,6 @@ import xxhash
 FORMAT = "distca checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
-LOCK = ".lock"
 STEP_NAME = re.compile(r"step_(\d{8,})")
 DATA_FILE = re.compile(r"(model|state)-\d{5,}\.safetensors")
 OWN_FILE = re.compile(rf"{DATA_FILE.pattern}|manifest\.json\.tmp")
@@ -94,6 +91,14 @@ class Manifest:
 
 def checksum(content: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(content)
+
+
+def cause(error: OSError) -> str:
+    """In one line; a full disk in the words that people look for."""
+    words = " ".join(str(error.strerror or error).split())
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and "no space" not in words:
+        words = f"no space: {words}"
+    return words if error.filename is None else f"{words} ({error.filename})"
 
 
 def check_folder(folder: str | Path, *, resume: bool) -> None:
@@ -280,38 +285,6 @@ def read_at(handle: int, begin: int, buffer: memoryview, name: str) -> None:
 
 def mismatch(name: str, begin: int, end: int) -> DamagedError:
     return DamagedError(f"{name} does not match its checksum in bytes {begin} to {end}")
-
-
-class FolderLock:
-    """One run at a time writes into a checkpoint folder. The kernel ends a lock with its owner, however that died."""
-
-    def __init__(self, folder: Path, wait_seconds: float = 5.0) -> None:
-        self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        deadline = time.monotonic() + wait_seconds               # the run before may be ending right now
-        while not self._try(folder):
-            if time.monotonic() > deadline:
-                owner = os.pread(self._handle, 300, 0).decode(errors="replace").strip() or "an unknown process"
-                os.close(self._handle)
-                raise ValueError(f"checkpoint.folder = {str(folder)!r} is in use by {owner}; stop that run, or name "
-                                 "another folder")
-            time.sleep(0.1)
-        os.ftruncate(self._handle, 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-
-    def _try(self, folder: Path) -> bool:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            LOG.warning("checkpoint.folder = %r cannot be locked (%s): see to it yourself that one run uses it",
-                        str(folder), error.strerror)
-        return True
-
-    def release(self) -> None:
-        os.ftruncate(self._handle, 0)
-        os.close(self._handle)
 
 
 def prune(folder: Path, keep: int, model: Mapping[str, str], run: Mapping[str, Any]) -> None:

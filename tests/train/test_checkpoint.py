@@ -25,6 +25,7 @@ from distca.testing import run_processes
 from distca.train import checkpoint, checkpoint_folder
 from distca.train.checkpoint import Checkpointer, SaveError, describe, load
 from distca.train.checkpoint_folder import judge, step_folders
+from distca.train.folder_lock import FolderLock
 
 KILLED = 17
 WAIT_SECONDS = 30
@@ -409,7 +410,7 @@ def test_after_a_damaged_one_an_older_one_without_optimizer_has_none(tmp_path):
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder.FolderLock.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(FolderLock.__init__, "__defaults__", (0.2,))
     first = Checkpointer(tmp_path, *build())
     with pytest.raises(ValueError) as refused:
         Checkpointer(tmp_path, *build())
