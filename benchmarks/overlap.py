@@ -46,7 +46,7 @@ from distca.runtime import ping_pong
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import MODELS, ModelShape
-from distca.train.config import Settings, load_settings
+from distca.train.settings import Settings, load_settings
 from distca.train.data import Batch
 from distca.train.launch import Place, here, launch
 from distca.train.model import Decoder

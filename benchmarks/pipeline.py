@@ -43,7 +43,7 @@ from distca.planning.pipeline_ticks import one_forward_one_backward
 from distca.profiling import versions
 from distca.spec import MODELS, ModelShape, model_named
 from distca.trace import StepTrace
-from distca.train.config import Settings, load_settings
+from distca.train.settings import Settings, load_settings
 from distca.train.launch import here, launch
 from distca.train.stage_work import RowPlans, StageWork
 from distca.train.step_plan import step_plan

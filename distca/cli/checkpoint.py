@@ -61,7 +61,7 @@ def export_command(
 ) -> None:
     """Write the newest good checkpoint's weights as a Hugging Face model that `from_pretrained` loads."""
     from distca.train.checkpoint_folder import DamagedError
-    from distca.train.hf import export_hf
+    from distca.train.export import export_hf
 
     for path in reversed(_checkpoints(folder)):
         try:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from distca.spec import unknown_name
-from distca.train.config import Settings
+from distca.train.settings import Settings
 from distca.train.megatron_files import MegatronCorpus
 
 SOURCES = ("stdlib", "text", "jsonl", "megatron")

@@ -24,7 +24,7 @@ import torch
 from distca.planning.step import StepPlan, StepSummary
 from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
-from distca.train.config import MODES, Settings
+from distca.train.settings import MODES, Settings
 from distca.train.corpora import Corpus
 from distca.train.step_plan import attention_time, step_plan
 from distca.workload.packing import NanoBatch

@@ -30,8 +30,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distca.train.config import Settings
-from distca.train.machine import check_machine, threads_for
+from distca.train.settings import Settings
+from distca.train.preflight import check_machine, threads_for
 from distca.train.memory_kills import MemoryKills
 
 Main = Callable[[Settings], int]

@@ -13,7 +13,7 @@ from distca.cost.shipped import find_table
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ModelShape
-from distca.train.config import Settings
+from distca.train.settings import Settings
 
 
 def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | None:

@@ -16,7 +16,7 @@ import distca
 from distca.spec import ModelShape
 from distca.train.checkpoint import Checkpointer
 from distca.train.checkpoint_folder import MANIFEST, verify
-from distca.train.hf import config_of, hf_name
+from distca.train.export import config_of, hf_name
 from distca.train.model import Decoder, DecoderShape
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.train.config import Settings
+from distca.train.settings import Settings
 from distca.train.corpora import corpus_from, standard_library_files
 from distca.train.megatron_files import MegatronCorpus
 from distca.workload.documents import standard_library_lengths

@@ -25,7 +25,7 @@ WHERE = {  # what a killed process was doing -> (module, function of it)
     "between files and manifest": ("distca.train.checkpoint", "tensor_table"),
     "writing the manifest": ("distca.train.checkpoint", "write_manifest"),
     "removing an old one": ("distca.train.checkpoint_folder", "remove"),
-    "rewriting the log": ("distca.train.observe", "open_log"),
+    "rewriting the log": ("distca.train.display", "open_log"),
     "loading": ("distca.train.checkpoint_files", "check_bytes"),
 }
 

@@ -14,9 +14,9 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.config import Settings
+from distca.train.settings import Settings
 from distca.train.launch import Place, first_host, launch, place_in
-from distca.train.machine import check_machine, device_for, dtype_for, threads_for
+from distca.train.preflight import check_machine, device_for, dtype_for, threads_for
 from distca.train.memory_kills import MemoryKills
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1
@@ -193,7 +193,7 @@ def test_the_kernels_count_of_memory_kills_is_found(tmp_path, cgroup, file, text
 def test_ranks_do_not_outlive_their_launcher(tmp_path, stopped):
     code = f"""if __name__ == "__main__":
     import rank_mains
-    from distca.train.config import Settings
+    from distca.train.settings import Settings
     from distca.train.launch import launch
     launch(Settings().with_values({{"log.folder": {str(tmp_path)!r}, "run.ranks": 1}}), rank_mains.never_stop)
 """
@@ -323,21 +323,21 @@ def _llama_folder(tmp_path, **changes):
 def test_what_this_machine_cannot_do_is_refused(settings, tmp_path, monkeypatch, values, words):
     import torch
 
-    from distca.train import machine
+    from distca.train import preflight
 
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "tensorboard" else "there")
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "tensorboard" else "there")
     with pytest.raises(ValueError) as refused:
         check_machine(settings.with_values(values))
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
 
 
 def test_a_loaded_models_own_heads_are_checked(settings, tmp_path, monkeypatch):
-    from distca.train import machine
+    from distca.train import preflight
 
-    monkeypatch.setattr(machine, "find_spec", lambda name: "there")
+    monkeypatch.setattr(preflight, "find_spec", lambda name: "there")
     loaded = settings.with_values({"model.load": _llama_folder(tmp_path), "run.ranks": 6})
     check_machine(loaded.with_values({"parallel.tensor": 3}))
     with pytest.raises(ValueError, match="3 KV heads"):
@@ -372,7 +372,7 @@ def test_the_commands_exit_code_is_the_runs(monkeypatch, code):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_starts_the_same_mains(tmp_path):
-    code = ("import sys, rank_mains\nfrom distca.train.config import Settings\nfrom distca.train.launch import launch\n"
+    code = ("import sys, rank_mains\nfrom distca.train.settings import Settings\nfrom distca.train.launch import launch\n"
             f"sys.exit(launch(Settings().with_values({{'log.folder': {str(tmp_path)!r}}}), rank_mains.meet))\n")
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run(

@@ -11,7 +11,7 @@ from distca.baselines.at_home import at_home
 from distca.kernels import dense_attention
 from distca.spec import MODELS, ModelShape
 from distca.testing import on_fake_ranks
-from distca.train.config import Model
+from distca.train.settings import Model
 from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
 from distca.workload.packing import pack
 

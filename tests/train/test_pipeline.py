@@ -19,7 +19,7 @@ from distca.runtime.core_attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import MODELS, ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, run_processes
-from distca.train.config import Settings
+from distca.train.settings import Settings
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.parallel import parallelize
 from distca.train.stage_work import StageWork

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import distca
-from distca.train.config import Settings
+from distca.train.settings import Settings
 from distca.train.launch import launch
 
 PACKAGE = Path(distca.__file__).parent

@@ -17,7 +17,7 @@ from distca import cli
 from distca.kernels import choose, kernel_named
 from distca.runtime.core_attention import STATES
 from distca.train import launch as launching
-from distca.train.config import KERNELS, Settings, known_settings, load_settings, settings_table
+from distca.train.settings import KERNELS, Settings, known_settings, load_settings, settings_table
 
 ROOT = Path(distca.__file__).parents[1]
 KNOWN = known_settings()
@@ -242,7 +242,7 @@ def test_the_guide_lists_every_setting():
     guide = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     _, _, rest = guide.partition("<!-- settings -->\n")
     table, _, _ = rest.partition("<!-- /settings -->")
-    assert table == settings_table(), "write distca.train.config.settings_table() between the guide's two marks"
+    assert table == settings_table(), "write distca.train.settings.settings_table() between the guide's two marks"
 
 
 def _commands(text):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.spec import MODELS, model_named
-from distca.train.fits import check_pipeline, check_tensor
+from distca.train.degrees import check_pipeline, check_tensor
 
 Value = int | float | bool | str
 KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.spec import model_named
-from distca.train.config import Settings
-from distca.train.fits import check_pipeline, check_tensor
+from distca.train.settings import Settings
+from distca.train.degrees import check_pipeline, check_tensor
 
 if TYPE_CHECKING:
     import torch
