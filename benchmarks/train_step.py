@@ -24,10 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.spec import ModelShape
-from distca.train.settings import Settings, load_settings
-from distca.train.data import Batch
+from distca.train.data import Batch, step_plan
 from distca.train.launch import launch
-from distca.train.step_plan import step_plan
+from distca.train.settings import Settings, load_settings
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("home", "disaggregated")

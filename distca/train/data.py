@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,12 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distca.planning.step import StepPlan, StepSummary
+from distca.baselines.at_home import at_home_step
+from distca.baselines.per_document_cp import per_document_cp_step
+from distca.cost.attention_time import AttentionTime
+from distca.cost.shipped import find_table
+from distca.planning.step import StepPlan, StepSummary, plan_step
+from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
-from distca.train.settings import MODES, Settings
 from distca.train.corpora import Corpus
-from distca.train.step_plan import attention_time, step_plan
+from distca.train.settings import MODES, Settings
 from distca.workload.packing import NanoBatch
 
 IGNORED = -100  # the label of a token that has no next one
@@ -265,6 +269,31 @@ class Loader:
             raise ValueError(f"document {document} of the corpus {what}, where model {self._model.name!r} knows tokens "
                              f"0 to {self._model.vocab - 1}; give the data that its tokenizer made")
         return tokens
+
+
+def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | None:
+    """What `attention.cost` knows of this model's seconds; None where causal pairs are balanced."""
+    if not settings.attention.cost:
+        return None
+    return AttentionTime.of(find_table(settings.attention.cost), model, settings.parallel.tensor)
+
+
+def step_plan(
+    lengths: Sequence[np.ndarray], settings: Settings, model: ModelShape, num_data: int,
+    cost: AttentionTime | None = None,
+) -> StepPlan:
+    """`lengths[m]` are the documents of micro-batch m, laid over `num_data` ranks.
+
+    Attention at home and per-document context parallelism say themselves where documents live, and have no ping-pong.
+    """
+    attention, tp = settings.attention, settings.parallel.tensor
+    layers = layers_of_stages(model.num_layers, settings.parallel.pipeline)
+    if attention.mode == "home":
+        return at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    if attention.mode == "per_document_cp":
+        return per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    return plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
+                     placement=attention.placement, tolerance=attention.tolerance, cost=cost)
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

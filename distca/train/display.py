@@ -24,8 +24,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from distca.train.settings import Settings
 from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json
+from distca.train.settings import Settings
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left

@@ -30,9 +30,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distca.train.settings import Settings
-from distca.train.preflight import check_machine, threads_for
 from distca.train.memory_kills import MemoryKills
+from distca.train.preflight import check_machine, threads_for
+from distca.train.settings import Settings
 
 Main = Callable[[Settings], int]
 

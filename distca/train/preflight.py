@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.spec import model_named
-from distca.train.settings import Settings
 from distca.train.degrees import check_pipeline, check_tensor
+from distca.train.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def check_machine(settings: Settings) -> None:
 def _check_cost(settings: Settings) -> None:
     """A latency table that can be read and knows the model's heads; a loaded model is compared once it is loaded."""
     from distca.cost.shipped import find_table
-    from distca.train.step_plan import attention_time
+    from distca.train.data import attention_time
 
     try:
         if settings.model.load:

@@ -31,17 +31,16 @@ from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.checkpoint import Checkpointer, SaveError
 from distca.train.collectives import gather_json, set_timeouts
-from distca.train.settings import Settings
 from distca.train.corpora import corpus_from
 from distca.train.data import Batch, Loader
-from distca.train.export import config_of, load_hf
-from distca.train.preflight import device_for, dtype_for
-from distca.train.model import Decoder, DecoderShape, decoder_shape
 from distca.train.display import Observer
-from distca.train.parallel import clip_grad_norm, parallelize
+from distca.train.export import config_of, load_hf
 from distca.train.metrics import StepRecord
-from distca.train.stage_work import StageWork
-from distca.train.stages import stage_of
+from distca.train.model import Decoder, DecoderShape, decoder_shape
+from distca.train.parallel import clip_grad_norm, parallelize
+from distca.train.preflight import device_for, dtype_for
+from distca.train.settings import Settings
+from distca.train.stages import StageWork, stage_of
 
 LOG = logging.getLogger("distca")
 

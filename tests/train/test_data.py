@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from distca.runtime.prepared import digest
 from distca.spec import model_named
 from distca.testing import random_lengths
-from distca.train.settings import MODES, Settings
 from distca.train.corpora import MemoryCorpus, corpus_from
 from distca.train.data import Loader, Piece, Stream
+from distca.train.settings import MODES, Settings
 
 MODEL = replace(model_named("tiny"), vocab=1_000_000)
 seeds = st.integers(0, 2**32)

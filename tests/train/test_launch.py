@@ -14,10 +14,10 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.settings import Settings
 from distca.train.launch import Place, first_host, launch, place_in
-from distca.train.preflight import check_machine, device_for, dtype_for, threads_for
 from distca.train.memory_kills import MemoryKills
+from distca.train.preflight import check_machine, device_for, dtype_for, threads_for
+from distca.train.settings import Settings
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1
 ROOT = Path(distca.__file__).parents[1]
@@ -372,7 +372,8 @@ def test_the_commands_exit_code_is_the_runs(monkeypatch, code):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_starts_the_same_mains(tmp_path):
-    code = ("import sys, rank_mains\nfrom distca.train.settings import Settings\nfrom distca.train.launch import launch\n"
+    code = ("import sys, rank_mains\nfrom distca.train.launch import launch\n"
+            "from distca.train.settings import Settings\n"
             f"sys.exit(launch(Settings().with_values({{'log.folder': {str(tmp_path)!r}}}), rank_mains.meet))\n")
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run(

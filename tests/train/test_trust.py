@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import distca
-from distca.train.settings import Settings
 from distca.train.launch import launch
+from distca.train.settings import Settings
 
 PACKAGE = Path(distca.__file__).parent
 UNPICKLES = {  # file -> whose pickles those are
