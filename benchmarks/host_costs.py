@@ -37,9 +37,9 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs
 from distca.simulate.execute import Step, execute
 from distca.spec import FLOAT32_BYTES, MODELS, ModelShape
-from distca.train.config import Settings, load_settings
 from distca.train.launch import here
 from distca.train.model import Decoder, chunked_cross_entropy, decoder_shape
+from distca.train.settings import Settings, load_settings
 from distca.train.trainer import start_group
 
 MODEL = ModelShape("tiny", 4, 64, 2, 1, 32, 176, 257)

@@ -46,12 +46,11 @@ from distca.runtime import ping_pong
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import MODELS, ModelShape
-from distca.train.config import Settings, load_settings
-from distca.train.data import Batch
+from distca.train.data import Batch, step_plan
 from distca.train.launch import Place, here, launch
 from distca.train.model import Decoder
-from distca.train.stage_work import RowPlans, StageWork
-from distca.train.step_plan import step_plan
+from distca.train.settings import Settings, load_settings
+from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
 
 RESULTS = Path(__file__).parent / "results"

@@ -43,10 +43,10 @@ from distca.planning.pipeline_ticks import one_forward_one_backward
 from distca.profiling import versions
 from distca.spec import MODELS, ModelShape, model_named
 from distca.trace import StepTrace
-from distca.train.config import Settings, load_settings
+from distca.train.data import step_plan
 from distca.train.launch import here, launch
-from distca.train.stage_work import RowPlans, StageWork
-from distca.train.step_plan import step_plan
+from distca.train.settings import Settings, load_settings
+from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
 from distca.workload.documents import fill, sample_lengths
 from distca.workload.packing import PLACEMENTS

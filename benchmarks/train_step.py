@@ -24,10 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.spec import ModelShape
-from distca.train.config import Settings, load_settings
-from distca.train.data import Batch
+from distca.train.data import Batch, step_plan
 from distca.train.launch import launch
-from distca.train.step_plan import step_plan
+from distca.train.settings import Settings, load_settings
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("home", "disaggregated")
@@ -57,7 +56,7 @@ def skewed_batch(rank: int, ranks: int, tokens: int, short: int, settings: Setti
 def rank_main(settings: Settings) -> int:
     """Every rank: train both modes in turn, the first rank writes what it saw."""
     from distca.train import launch as place
-    from distca.train.machine import device_for
+    from distca.train.preflight import device_for
     from distca.train.trainer import Trainer, start_group
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text())

@@ -30,9 +30,9 @@ from common import GivenBatches, num_cores, random_batch
 from host_costs import MODEL, Launches, Machine, Probe, launches_of, on_cores, profile_main, simulated
 
 from distca.spec import MODELS
-from distca.train.config import Settings, load_settings
+from distca.train.data import StepPlan, step_plan
 from distca.train.launch import here, launch
-from distca.train.step_plan import StepPlan, step_plan
+from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
 
 PROBE_TOKENS, PROBE_SHORT = 512, 128  # per rank and micro-batch: next to nothing to compute, but tiles to move

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import distca
+from distca.cli.checkpoint import checkpoint_app
 from distca.cli.paper import paper_command
 from distca.cli.plan import plan_command
 from distca.cli.profile import profile_command
@@ -33,6 +34,7 @@ def _root(
         print(context.get_help())
 
 
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("paper")(paper_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)

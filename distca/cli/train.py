@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distca.train.config import Settings, known_settings, load_settings, unknown_setting
+from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
 
 
 def _train(settings: Settings) -> int:

@@ -1,48 +1,65 @@
 """Save a run so that it can go on, whatever killed it and on however many ranks.
 
-Tensors are copied first and written by a background thread, so training goes on meanwhile; what a save leaves behind
-when it is cut short is passed over by name, and the last good checkpoint is used. torch.distributed.checkpoint does the
-sharding: every tensor is stored under its own name with its global shape, so another number of ranks can read it. Ranks
-may hold different names, as the stages of a pipeline do: together they are the model, and each reads its own.
+Tensors are copied first and written by a background thread, so training goes on meanwhile. Every rank writes its own
+part of every tensor, under the tensor's name and with its place in the global shape, so another number of ranks can
+read it. Ranks may hold different names, as the stages of a pipeline do: together they are the model, and each reads
+its own. Loading executes nothing and checks every byte it uses; what is torn or damaged is passed over by name, and the
+newest good checkpoint is used.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from distca.train.manifest import (
+from distca.train.background import in_background
+from distca.train.checkpoint_files import (
+    Held,
+    Reader,
+    describe,
+    held,
+    local_part,
+    tensor_table,
+    write_file,
+    writers,
+)
+from distca.train.checkpoint_folder import (
     FORMAT,
+    MANIFEST,
     VERSION,
+    Block,
+    DamagedError,
+    FileFacts,
     Manifest,
+    cause,
     check_folder,
     judge,
     make_room,
-    newest_good,
+    manifest_bytes,
+    manifest_from,
     prune,
     read_manifest,
+    step_folders,
     step_name,
     write_manifest,
 )
+from distca.train.collectives import first_says, gather_json
+from distca.train.folder_lock import FolderLock
 
-METADATA = ".metadata"
 LOG = logging.getLogger("distca")
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,94 +71,77 @@ class TrainState:
     num_ranks: int           # that saved it
 
 
-def describe(model: torch.nn.Module) -> dict[str, str]:
-    """Name, dtype and global shape of all that this rank's model holds."""
-    return {name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            for name, value in get_model_state_dict(model).items() if isinstance(value, torch.Tensor)}
+class SaveError(OSError):
+    """A checkpoint was not written; the one before it is still there."""
 
 
-def describe_whole(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """What all ranks of the group hold together, every rank taking part: what a checkpoint must match."""
-    parts = [describe(model)]
-    if dist.is_initialized():
-        parts *= dist.get_world_size(group)
-        dist.all_gather_object(parts, parts[0], group=group)
-    whole: dict[str, str] = {}
-    for part in parts:
-        assert all(whole.get(name, told) == told for name, told in part.items())
-        whole |= part
-    return whole
+class _Save(NamedTuple):
+    """A save in flight."""
 
-
-def latest(folder: str | Path, model: torch.nn.Module) -> Path | None:
-    """The newest good checkpoint for this model; a newer one that is torn or foreign is named in a warning."""
-    return newest_good(Path(folder), describe_whole(model))
-
-
-def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-         group: dist.ProcessGroup | None = None) -> TrainState:
-    """Fill the model and the optimizer in place; every rank of the group takes part.
-
-    To be called before the first backward. Parameter groups keep the options they were built with: a weight decay or
-    learning rate that was changed is meant. Random states come back on the number of ranks that saved them.
-    """
-    return _load(Path(path), model, optimizer, describe_whole(model, group), group)
-
-
-def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: Mapping[str, str],
-          group: dist.ProcessGroup | None) -> TrainState:
-    verdict, reason = judge(path, whole)
-    if verdict != "good":
-        raise ValueError(f"checkpoint {path} is {verdict}: {reason}")
-    manifest = read_manifest(path)
-    state, optimizer_state = _state(model, optimizer, manifest.optimizer)
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rng = _rng_states(model)
-    with_rng = (manifest.num_ranks, manifest.rng) == (num_ranks, sorted(rng))
-    if with_rng:
-        state["rng"] = {str(rank): rng}
-    else:
-        LOG.info("checkpoint %s was saved by %d ranks on %s: random states start anew from the seed", path,
-                 manifest.num_ranks, "+".join(manifest.rng))
-    try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group,
-                 no_dist=not dist.is_initialized())
-    except dcp.CheckpointException as error:                     # not an Exception
-        raise RuntimeError(f"checkpoint {path} could not be read: {_cause(error)}") from error
-    set_state_dict(model, optimizer if manifest.optimizer else (), model_state_dict=state["model"],
-                   optim_state_dict=optimizer_state)
-    if with_rng:
-        _set_rng_states(rng)
-    return TrainState(manifest.step, manifest.loader, manifest.num_ranks)
+    step: int
+    future: Future[None]
 
 
 class Checkpointer:
-    """Saves in the background, one checkpoint at a time, and resumes from the last good one; the same on every rank."""
+    """Saves in the background, one checkpoint at a time, and resumes from the last good one; the same on every rank.
 
-    def __init__(self, folder: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
-                 keep: int = 2, resume: bool = True) -> None:
+    `run` are the settings that must not change on a run's way, by name: a folder of a run with others is refused.
+    `config` is stored beside the weights for whoever exports them. The folder is this run's alone until `close`.
+    """
+
+    def __init__(
+        self, folder: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2,
+        resume: bool = True, timeout_seconds: float = 600.0, run: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
         self.folder, self.keep, self.model, self.optimizer = Path(folder), keep, model, optimizer
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.run, self.config, self.timeout_seconds = dict(run or {}), dict(config or {}), timeout_seconds
+        self._group = (dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+                       if dist.is_initialized() else None)
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._pending: tuple[int, Future[Any]] | None = None
+        self._pending: _Save | None = None
         self._newest: int | None = None                          # saved, being saved, or resumed from
+        self._writes: dict[bool, set[str]] = {}                  # names this rank writes, without and with optimizer
+        self._lock: FolderLock | None = None
         self._check_folder(resume)
-        self._whole = describe_whole(model, self._group)
+        self._whole = self._describe()
 
     @property
     def in_flight(self) -> bool:
-        return self._pending is not None and not self._pending[1].done()
+        return self._pending is not None and not self._pending.future.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed; `finish` says why."""
+        return self._pending is not None and self._pending.future.done() and bool(self._pending.future.exception())
 
     def resume(self) -> TrainState | None:
-        """Go on from the newest good checkpoint, if there is one."""
-        path = self._from_first(lambda: newest_good(self.folder, self._whole))
-        if path is None:
-            return None
-        state = _load(path, self.model, self.optimizer, self._whole, self._group)
-        self._newest = state.step
-        return state
+        """Go on from the newest good checkpoint, if there is one; a ValueError where going on would lose a run."""
+        damaged: list[str] = []
+        for name in first_says(lambda: [path.name for path in reversed(step_folders(self.folder))], self._group):
+            path = self.folder / name
+            content = first_says(lambda path=path: self._candidate(path, damaged), self._group)  # type: ignore[misc]
+            if content is None:
+                continue
+            error, state = None, None
+            try:
+                state = load(path, self.model, self.optimizer, manifest_from(content.encode()))
+            except DamagedError as found:
+                error = str(found)
+            errors = [line for line in gather_json(error, self._group) if line is not None]
+            if not errors:
+                assert state is not None
+                self._newest = state.step
+                return state
+            damaged.append(name)
+            if self._rank == 0:
+                LOG.warning("checkpoint %s is damaged and not used: %s", path, errors[0])
+        for name in first_says(lambda: damaged[:1], self._group):
+            raise ValueError(f"checkpoint.folder = {str(self.folder)!r} holds {name} but no checkpoint that is whole; "
+                             "restore one, or name another folder to begin anew")
+        return None
 
     def save(self, step: int, loader_state: Mapping[str, Any]) -> None:
         """Copy everything, then write it in the background; waits first for the save before. A step is saved once."""
@@ -149,17 +149,18 @@ class Checkpointer:
         if step == self._newest:
             return
         with_optimizer = len(self.optimizer.state) > 0
-        state, _ = _state(self.model, self.optimizer, with_optimizer)
+        tensors, _ = _named(self.model, self.optimizer, with_optimizer)
+        if with_optimizer not in self._writes:
+            everyone = gather_json([held(*item) for item in tensors.items()], self._group)
+            self._writes[with_optimizer] = writers([[Held(*part) for part in parts] for parts in everyone])[self._rank]
         rng = _rng_states(self.model)
-        state["rng"] = {str(self._rank): rng}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in self._writes[with_optimizer]}
+        tensors |= {f"rng.{self._rank}.{kind}": state for kind, state in rng.items()}
+        staged = [(held(name, tensor), local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()]
         manifest = Manifest(
-            FORMAT, VERSION, step, self._num_ranks, str(torch.__version__), self._whole, with_optimizer,
-            sorted(rng), json.loads(json.dumps(loader_state)), {})
-        stager = DefaultStager(StagingOptions(False, False, False, False))       # staged when async_save returns
-        future = dcp.async_save(state, storage_writer=_Writer(self.folder, manifest, self.keep), async_stager=stager,
-                                process_group=self._group, no_dist=self._group is None)
-        stager.close()
-        self._pending, self._newest = (step, cast("Future[Any]", future)), step
+            FORMAT, VERSION, step, self._num_ranks, str(torch.__version__), self.run, with_optimizer, sorted(rng),
+            json.loads(json.dumps(loader_state)), self.config, {}, {})
+        self._pending, self._newest = _Save(step, in_background(self._write, manifest, staged)), step
 
     def finish(self) -> None:
         """Wait until the save in flight is complete; raises if it failed, and the one before it is then still there.
@@ -169,98 +170,165 @@ class Checkpointer:
         if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
-        error = future.exception()
+        try:
+            error = future.exception(timeout=2 * self.timeout_seconds)  # its collectives give up before
+        except TimeoutError:
+            error = OSError(f"it took longer than {2 * self.timeout_seconds:g} s (run.timeout_seconds)")
         if error is None:
             return
         self._newest = None
-        raise RuntimeError(f"checkpoint {self.folder / step_name(step)} was not written: {_cause(error)}") from error
+        reason = " ".join(str(error).split())
+        raise SaveError(f"checkpoint {self.folder / step_name(step)} was not written: {reason}") from error
+
+    def close(self) -> None:
+        """Finish, and leave the folder to others."""
+        try:
+            self.finish()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _candidate(self, path: Path, damaged: list[str]) -> str | None:
+        """The manifest of a checkpoint that may be good; a warning and None, or a ValueError, where it is not."""
+        verdict, reason = judge(path, self._whole, self.run)
+        if verdict == "good":
+            return manifest_bytes(read_manifest(path)).decode()
+        if verdict == "old":
+            raise ValueError(f"checkpoint {path} cannot be read: {reason}")
+        if verdict == "another run's":
+            raise ValueError(f"checkpoint.folder = {str(self.folder)!r} holds {path.name} of another run: {reason}; "
+                             "set it back, or name another folder")
+        if verdict == "damaged":
+            damaged.append(path.name)
+        LOG.warning("checkpoint %s is %s and not used: %s", path, verdict, reason)
+        return None
+
+    def _write(self, manifest: Manifest, staged: Sequence[tuple[Held, torch.Tensor]]) -> None:
+        """In the background, on every rank, with the same outcome on all of them."""
+        target = self.folder / step_name(manifest.step)
+        sizes = gather_json(sum(about.num_bytes for about, _ in staged), self._group)
+        first_says(lambda: self._prepare(target, sum(sizes)), self._group)
+        everyone = gather_json(self._write_files(target, staged), self._group)
+        first_says(lambda: self._complete(target, manifest, everyone), self._group)
+
+    def _prepare(self, target: Path, num_bytes: int) -> None:
+        try:
+            make_room(target, self._whole, self.run)
+            free = shutil.disk_usage(self.folder).free
+            if free < num_bytes:
+                raise OSError(errno.ENOSPC, f"no space: it needs {num_bytes:,} bytes and {free:,} are free")
+            target.mkdir()
+        except OSError as error:
+            raise ValueError(cause(error)) from None
+
+    def _write_files(self, target: Path, staged: Sequence[tuple[Held, torch.Tensor]]) -> dict[str, Any]:
+        written: dict[str, Any] = {"files": {}, "blocks": [], "error": None}
+        try:
+            target.mkdir(exist_ok=True)                          # a network file system may show it late
+            for kind in ("model", "state"):
+                parts = [part for part in staged if part[0].name.startswith("model.") is (kind == "model")]
+                if parts:
+                    file = target / f"{kind}-{self._rank:05d}.safetensors"
+                    written["files"][file.name], blocks = write_file(file, parts)
+                    written["blocks"] += blocks
+        except OSError as error:
+            written["error"] = f"rank {self._rank}: {cause(error)}"
+        return written
+
+    def _complete(self, target: Path, manifest: Manifest, everyone: Sequence[Mapping[str, Any]]) -> None:
+        """Rank 0 writes the manifest and drops what is no longer kept, or what could not be completed."""
+        try:
+            for one in everyone:
+                if one["error"] is not None:
+                    raise OSError(one["error"])
+            blocks = [(Held(*about), Block(*block)) for one in everyone for about, block in one["blocks"]]
+            files = {name: FileFacts(*facts) for one in everyone for name, facts in one["files"].items()}
+            write_manifest(target, replace(manifest, files=files, tensors=tensor_table(blocks)))
+            verdict, reason = judge(target, self._whole, self.run)
+            if verdict != "good":
+                raise OSError(f"{target} reads back {verdict}: {reason}")
+            prune(self.folder, self.keep, self._whole, self.run)
+        except OSError as error:
+            if not (target / MANIFEST).exists():
+                shutil.rmtree(target, ignore_errors=True)        # so that there is space again
+            raise ValueError(cause(error)) from None
 
     def _check_folder(self, resume: bool) -> None:
-        """Every rank can write, and all see the same folder; otherwise the same one line on every rank."""
+        """Every rank can write, all see the same folder and no other run does; else the same one line on every rank."""
         error = None
         try:
             check_folder(self.folder, resume=resume)
         except ValueError as refused:
             error = str(refused)
-        for line in self._from_all(error):
+        for line in gather_json(error, self._group):
             if line is not None:
                 raise ValueError(line)
-        marker = self.folder / self._from_first(lambda: f".shared-{secrets.token_hex(8)}")
+        marker = self.folder / first_says(lambda: f".shared-{secrets.token_hex(8)}", self._group)
         if self._rank == 0:
             marker.touch()
-        self._from_all(None)                                     # nobody looks before it is there
-        seen = self._from_all(marker.exists())
+        gather_json(None, self._group)                           # nobody looks before it is there
+        seen = gather_json(marker.exists(), self._group)
         if self._rank == 0:
             marker.unlink()
         if not all(seen):
             raise ValueError(f"checkpoint.folder = {str(self.folder)!r} is another folder on rank {seen.index(False)} "
                              "than on rank 0; name one on a file system that all ranks share")
+        first_says(self._take_lock, self._group)
 
-    def _from_all(self, value: Value) -> list[Value]:
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+    def _take_lock(self) -> None:
+        self._lock = FolderLock(self.folder)
 
-    def _from_first(self, ask: Callable[[], Value]) -> Value:
-        """Rank 0's answer, on every rank: they must not disagree about what is on disk."""
-        answer: list[Any] = [ask() if self._rank == 0 else None]
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        return cast(Value, answer[0])
+    def _describe(self) -> dict[str, str]:
+        """What all ranks hold together: what a checkpoint must match."""
+        whole: dict[str, str] = {}
+        for part in gather_json(describe(self.model), self._group):
+            assert all(whole.get(name, told) == told for name, told in part.items())
+            whole |= part
+        return whole
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Writes into a clean folder; its first rank adds the manifest and drops what is no longer kept."""
+def load(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None
+) -> TrainState:
+    """Fill the model and the optimizer in place; DamagedError where a byte is not what was written.
 
-    def __init__(self, folder: Path, manifest: Manifest, keep: int) -> None:
-        super().__init__(folder / step_name(manifest.step))
-        self.folder, self.manifest, self.keep = folder, manifest, keep
-        self.target = folder / step_name(manifest.step)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan                                              # the folder is made below, before anyone writes
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        make_room(self.target, self.manifest.model)
-        self.target.mkdir()
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        self.target.mkdir(exist_ok=True)                         # a network file system may show it late
-        return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        files: dict[str, int] = {}
-        for written in (result.storage_data for part in results for result in part):
-            files[written.relative_path] = max(files.get(written.relative_path, 0), written.offset + written.length)
-        files[METADATA] = (self.target / METADATA).stat().st_size
-        write_manifest(self.target, Manifest(**{**asdict(self.manifest), "files": files}))
-        verdict, reason = judge(self.target, self.manifest.model)
-        if verdict != "good":
-            raise OSError(f"{self.target} reads back {verdict}: {reason}")
-        prune(self.folder, self.keep, self.manifest.model)
+    To be called before the first backward. Parameter groups keep the options they were built with: a weight decay or
+    learning rate that was changed is meant. Random states come back on the number of ranks that saved them.
+    """
+    manifest = manifest or read_manifest(path)
+    if not manifest.optimizer:
+        optimizer.state.clear()                                  # of a newer checkpoint that turned out damaged
+    tensors, optimizer_state = _named(model, optimizer, manifest.optimizer)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rng = _rng_states(model)
+    with_rng = (manifest.num_ranks, manifest.rng) == (num_ranks, sorted(rng))
+    with Reader(path, manifest) as reader, torch.no_grad():
+        for name, tensor in tensors.items():
+            reader.fill(name, tensor)
+        for kind, state in rng.items() if with_rng else ():
+            reader.fill(f"rng.{rank}.{kind}", state)
+    set_state_dict(model, optimizer if manifest.optimizer else (), optim_state_dict=optimizer_state, model_state_dict={
+        name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    if with_rng:
+        _set_rng_states(rng)
+    else:
+        LOG.info("checkpoint %s was saved by %d ranks on %s: random states start anew from the seed", path,
+                 manifest.num_ranks, "+".join(manifest.rng))
+    return TrainState(manifest.step, manifest.loader, manifest.num_ranks)
 
 
-def _cause(error: BaseException) -> str:
-    """In one line, with the rank where it is known."""
-    where = ""
-    if isinstance(error, dcp.CheckpointException):
-        rank, (error, _) = next(iter(error.failures.items()))
-        where = f"rank {rank}: "
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-           with_optimizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is written, by name, and the optimizer's own form around it."""
+def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+           with_optimizer: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Every tensor under the name it is stored by, and the optimizer's own form around its tensors."""
     model_state, optimizer_state = get_state_dict(model, optimizer if with_optimizer else ())
-    state: dict[str, Any] = {"model": model_state}
+    states = cast("dict[str, Any]", optimizer_state)
+    tensors: dict[str, Any] = {f"model.{name}": value for name, value in model_state.items()}
     if with_optimizer:
-        state["optimizer"] = optimizer_state["state"]
-    return state, cast("dict[str, Any]", optimizer_state)
+        tensors |= {f"optimizer.{name}.{key}": value for name, values in states["state"].items()
+                    for key, value in values.items()}
+    assert all(isinstance(value, torch.Tensor) for value in tensors.values())
+    return tensors, states
 
 
 def _rng_states(model: torch.nn.Module) -> dict[str, torch.Tensor]:

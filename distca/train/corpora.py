@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from distca.spec import unknown_name
-from distca.train.config import Settings
 from distca.train.megatron_files import MegatronCorpus
+from distca.train.settings import Settings
 
 SOURCES = ("stdlib", "text", "jsonl", "megatron")
 END_OF_DOCUMENT = 256  # behind the bytes 0 to 255

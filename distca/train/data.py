@@ -12,25 +12,28 @@ it stays one. A corpus that runs out begins anew in another order, within a batc
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from distca.planning.step import StepPlan, StepSummary
+from distca.baselines.at_home import at_home_step
+from distca.baselines.per_document_cp import per_document_cp_step
+from distca.cost.attention_time import AttentionTime
+from distca.cost.shipped import find_table
+from distca.planning.step import StepPlan, StepSummary, plan_step
+from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ModelShape, unknown_name
-from distca.train.config import MODES, Settings
+from distca.train.background import in_background
 from distca.train.corpora import Corpus
-from distca.train.step_plan import attention_time, step_plan
+from distca.train.settings import MODES, Settings
 from distca.workload.packing import NanoBatch
 
 IGNORED = -100  # the label of a token that has no next one
-Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
@@ -188,12 +191,12 @@ class Loader:
     def next(self) -> Batch:
         """The batch at the current position. What went wrong while it was made is raised here."""
         begin = time.perf_counter()
-        ahead = self._ahead or _in_background(self._draft, self._position)
+        ahead = self._ahead or in_background(self._draft, self._position)
         self._ahead = None
-        draft = ahead.result()
+        draft = self._wait(ahead)
         wait_seconds = time.perf_counter() - begin
         self._position = draft.position
-        self._ahead = _in_background(self._draft, self._position)
+        self._ahead = in_background(self._draft, self._position)
         micro_batches = tuple(
             tuple(Row(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
                       micro_batch.key_runs(nano, self._rank)) for nano, (tokens, labels, positions) in enumerate(rows))
@@ -217,8 +220,14 @@ class Loader:
     def close(self) -> None:
         """Wait for the batch in the making and forget it."""
         if self._ahead is not None:
-            wait([self._ahead])
+            wait([self._ahead], timeout=self._settings.run.timeout_seconds)
             self._ahead = None
+
+    def _wait(self, ahead: Future[_Draft]) -> _Draft:
+        seconds = self._settings.run.timeout_seconds
+        if not wait([ahead], timeout=seconds).done:
+            raise TimeoutError(f"the next batch was not read and planned within {seconds} s (run.timeout_seconds)")
+        return ahead.result()
 
     def _draft(self, position: dict[str, int | str]) -> _Draft:
         self._stream.load(position)
@@ -262,18 +271,29 @@ class Loader:
         return tokens
 
 
-def _in_background(call: Callable[..., Result], *args: Any) -> Future[Result]:
-    """Run the call on a thread that no process waits for; the future holds its result or what it raised."""
-    future: Future[Result] = Future()
+def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | None:
+    """What `attention.cost` knows of this model's seconds; None where causal pairs are balanced."""
+    if not settings.attention.cost:
+        return None
+    return AttentionTime.of(find_table(settings.attention.cost), model, settings.parallel.tensor)
 
-    def run() -> None:
-        try:
-            future.set_result(call(*args))
-        except BaseException as error:
-            future.set_exception(error)
 
-    threading.Thread(target=run, name="distca-loader", daemon=True).start()
-    return future
+def step_plan(
+    lengths: Sequence[np.ndarray], settings: Settings, model: ModelShape, num_data: int,
+    cost: AttentionTime | None = None,
+) -> StepPlan:
+    """`lengths[m]` are the documents of micro-batch m, laid over `num_data` ranks.
+
+    Attention at home and per-document context parallelism say themselves where documents live, and have no ping-pong.
+    """
+    attention, tp = settings.attention, settings.parallel.tensor
+    layers = layers_of_stages(model.num_layers, settings.parallel.pipeline)
+    if attention.mode == "home":
+        return at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    if attention.mode == "per_document_cp":
+        return per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    return plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
+                     placement=attention.placement, tolerance=attention.tolerance, cost=cost)
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

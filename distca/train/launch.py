@@ -3,14 +3,15 @@
 Every rank runs `main(settings)` in the environment that torchrun defines (RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whoever launched it, so that nothing further on needs to know.
 
-Local ranks are processes of this machine that meet at a store in the launcher: its port is free because the store
-already holds it. SIGTERM, and Ctrl-C once, ask the ranks to save and stop; Ctrl-C twice ends them. When a rank fails
-the others cannot go on: they get a moment to say what they saw, then they are ended, and the first failure is the
-run's.
+Local ranks are processes of this machine that meet at a store in the launcher, which listens on the loopback interface
+alone: its port is free because the store already holds it. SIGTERM, and Ctrl-C once, ask the ranks to save and stop;
+Ctrl-C twice ends them. When a rank fails the others cannot go on: they get a moment to say what they saw, then they are
+ended, and the first failure is the run's. A rank that a signal ended is the first: what others saw, they saw of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -23,18 +24,21 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distca.train.config import Settings
-from distca.train.machine import check_machine, threads_for
+from distca.train.memory_kills import MemoryKills
+from distca.train.preflight import check_machine, threads_for
+from distca.train.settings import Settings
 
 Main = Callable[[Settings], int]
 
 FAILURE_GRACE_SECONDS = 2.0
 POLL_SECONDS = 0.2
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_REPORT = 16_384  # characters of a traceback: it must fit a pipe that nobody reads yet
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,6 +67,7 @@ class Failure:
     rank: int
     code: int
     text: str
+    signal: int | None = None  # that ended it, unless it is how processes end themselves
 
 
 def launch(settings: Settings, main: Main) -> int:
@@ -160,6 +165,15 @@ class _ToStderr(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
+def _loopback_store(timeout_seconds: int) -> Any:
+    """Where local ranks meet. torch's own socket would listen on every interface, for anybody to write to."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    return TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
+                    timeout=timedelta(seconds=timeout_seconds), master_listen_fd=listener.detach())
+
+
 class _LocalRanks:
     """The ranks of this machine, from their start to the last one's end."""
 
@@ -169,11 +183,10 @@ class _LocalRanks:
         self.reports: list[Connection] = []
         self.ended: dict[int, float] = {}  # rank -> when
         self.asked: list[int] = []  # signals that asked the run to stop
+        self.memory_kills = MemoryKills.of(Path("/"))
 
     def run(self) -> int:
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = _loopback_store(self.settings.run.timeout_seconds)
         before = self._handle_signals()
         try:
             for rank in range(self.settings.run.ranks):
@@ -221,7 +234,7 @@ class _LocalRanks:
         if self.asked:  # ranks that had not begun to listen ended as they were asked
             failures = [failure for failure in failures if failure.code != 128 + signal.SIGTERM]
         if failures:
-            first = min(failures, key=lambda failure: failure.when)
+            first = min(failures, key=lambda failure: (failure.signal is None, failure.when))
             print(first.text, file=sys.stderr, flush=True)
             return first.code
         if not self.asked:
@@ -240,7 +253,12 @@ class _LocalRanks:
         except EOFError:
             pass
         if code < 0:
-            return Failure(when, rank, 128 - code, f"distca: rank {rank} was ended by {signal.Signals(-code).name}")
+            text = f"distca: rank {rank} was ended by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL and self.memory_kills.risen():
+                text += (f": memory ran out, by the kernel's count ({self.memory_kills.file}); use fewer tokens per "
+                         "rank, more ranks, or a machine with more memory")
+            cause = None if -code in (signal.SIGABRT, signal.SIGTERM) else -code
+            return Failure(when, rank, 128 - code, text, cause)
         return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
 
     def _kill(self) -> list[int]:
@@ -266,19 +284,21 @@ class _LocalRanks:
 def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> None:
     """One local rank. It tells the launcher what went wrong, and does not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every rank; the launcher asks them
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    _end_with_launcher()
     os.environ.update(place.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback[0])
     code = 1
     try:
         _prepare(settings, place)
         code = main(settings)
     except Exception as error:
         text = f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip()
-        if isinstance(error, ValueError) and _is_ours(error):
-            code, text = 2, f"distca: error: {' '.join(str(error).split())}"
+        if isinstance(error, (ValueError, OSError)) and _is_ours(error):
+            code = 2 if isinstance(error, ValueError) else 1
+            text = f"distca: error: {' '.join(str(error).split())}"
         tell.send(Failure(time.time(), place.rank, code, text))
     tell.close()
     sys.stdout.flush()
@@ -286,13 +306,20 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
     os._exit(code)  # the interpreter's own end would race with threads of torch that are still ending
 
 
-def _is_ours(error: ValueError) -> bool:
+def _is_ours(error: Exception) -> bool:
     """Whether this package raised it: then the message is for people and says the remedy."""
     return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _end_with_launcher() -> None:
+    """However that ends: by the kernel's hand, which ends a stopped process too, or by a thread that watches."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
-    launcher.join()
-    os._exit(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()          # finds it too where the launcher is gone already

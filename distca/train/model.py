@@ -27,7 +27,7 @@ from distca.spec import ModelShape, model_named
 from distca.train.loss import chunked_cross_entropy
 
 if TYPE_CHECKING:
-    from distca.train.config import Model
+    from distca.train.settings import Model
 
 __all__ = ["Decoder", "DecoderShape", "RopeScaling", "chunked_cross_entropy", "decoder_shape", "write_parameter"]
 
@@ -67,7 +67,7 @@ class DecoderShape:
 def decoder_shape(model: Model, vocab: int) -> DecoderShape:
     """The shape that settings ask for: the named one, widened to the corpus's vocabulary, or that of a loaded model."""
     if model.load:
-        from distca.train.hf import shape_from_hf
+        from distca.train.export import shape_from_hf
 
         shape = shape_from_hf(model.load)
         if vocab > shape.model.vocab:

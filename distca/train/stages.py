@@ -7,18 +7,38 @@ the half that ends the earlier stage and the half that begins the later one; x t
     Middle           x, out -> x, q, k, v
     Exit or Last     x, out -> x or hidden
 
-Every parameter keeps its name in the whole decoder, so that a checkpoint knows nothing of stages.
+Every parameter keeps its name in the whole decoder, so that a checkpoint knows nothing of stages. `StageWork` is what a
+rank then computes of a pipeline's micro-batches: its stage's segments, and on the last stage the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from distca.train.model import Decoder, Middle, Post, Pre, Rotary, Segment
+from distca.planning.plan import Plan
+from distca.runtime import ping_pong
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.prepared import Shapes
+from distca.train.data import Batch
+from distca.train.model import (
+    Decoder,
+    First,
+    Last,
+    Middle,
+    Post,
+    Pre,
+    Rotary,
+    Segment,
+    chunked_cross_entropy,
+)
+from distca.train.parallel import accumulating
+
+RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 
 
 class Entry(Segment):
@@ -82,3 +102,58 @@ def stage_of(decoder: Decoder, stage: int, num_stages: int, layers: Sequence[int
     part.segments = Segments(segments, first=begin)
     part.head = decoder.head if end == model.num_layers else None
     return part
+
+
+class StageWork:
+    """A stage of the decoder on one rank, for one batch after another; `total` is the summed loss of its labels."""
+
+    def __init__(
+        self, decoder: Decoder, attention: CoreAttention, *, tensor: int, dtype: torch.dtype, device: torch.device,
+        loss_chunk_tokens: int,
+    ) -> None:
+        self.decoder, self.attention, self.loss_chunk_tokens = decoder, attention, loss_chunk_tokens
+        self.device, self.tensor = device, tensor
+        model, segments = decoder.shape.model, list(decoder.segments)
+        self.first, self.last = isinstance(segments[0], First), isinstance(segments[-1], Last)
+        self.num_layers = len(segments) - 1
+        self.shapes = Shapes(model.num_heads // tensor, model.num_kv_heads // tensor, model.head_dim, dtype, device)
+
+    def begin(self, batch: Batch) -> None:
+        self.num_labels = batch.num_labels
+        self.rows = [[(row.tokens.to(self.device), row.labels.to(self.device), row.positions.to(self.device))
+                      for row in rows] for rows in batch.micro_batches]
+        self.reads = [[row.reads for row in rows] for rows in batch.micro_batches]
+        self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def activations(self, micro_batch: int) -> list[torch.Size]:
+        """Under tensor parallelism a rank holds its share of the tokens, padded to whole shares."""
+        hidden = self.decoder.shape.model.hidden
+        return [torch.Size((-(-len(tokens) // self.tensor), hidden)) for tokens, _, _ in self.rows[micro_batch]]
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self.shapes.dtype, device=self.device)
+
+    def forward(
+        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+    ) -> list[torch.Tensor]:
+        rows = self.rows[micro_batch]
+
+        def run(decoder: Decoder) -> list[torch.Tensor]:
+            inputs = [(tokens,) for tokens, _, _ in rows] if self.first else [(x,) for x in received]
+            rotaries = [decoder.rotary(positions) for _, _, positions in rows]
+            states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention, backward_plans,
+                                       self.reads[micro_batch])
+            return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
+
+        return self.decoder(run)
+
+    def loss(self, decoder: Decoder, states: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This micro-batch's part of the mean over all labels of all ranks."""
+        losses = [chunked_cross_entropy(hidden, decoder.head_weight, wanted, self.loss_chunk_tokens)[0]
+                  for hidden, wanted in zip(states, labels, strict=True)]
+        total = torch.stack(losses).sum()
+        self.total += total.detach()
+        return total / self.num_labels
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return accumulating(self.decoder, last=last)

@@ -8,9 +8,11 @@ knows that other ranks exist, apart from FSDP, the neighbouring stages and the g
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import signal
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.core_attention import CoreAttention
@@ -28,18 +29,20 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
-from distca.train.checkpoint import Checkpointer
-from distca.train.config import Settings
+from distca.train.checkpoint import Checkpointer, SaveError
+from distca.train.collectives import gather_json, set_timeouts
 from distca.train.corpora import corpus_from
 from distca.train.data import Batch, Loader
-from distca.train.hf import load_hf
-from distca.train.machine import device_for, dtype_for
+from distca.train.display import Observer
+from distca.train.export import config_of, load_hf
+from distca.train.metrics import StepRecord
 from distca.train.model import Decoder, DecoderShape, decoder_shape
-from distca.train.observe import Observer
 from distca.train.parallel import clip_grad_norm, parallelize
-from distca.train.records import StepRecord
-from distca.train.stage_work import StageWork
-from distca.train.stages import stage_of
+from distca.train.preflight import device_for, dtype_for
+from distca.train.settings import Settings
+from distca.train.stages import StageWork, stage_of
+
+LOG = logging.getLogger("distca")
 
 
 def run(settings: Settings) -> int:
@@ -47,10 +50,8 @@ def run(settings: Settings) -> int:
     place = launch.here()
     device = device_for(settings, place.local_rank)
     start_group(settings, device, place.local_world)
-    try:
-        Trainer(settings, device).train()
-    finally:
-        dist.destroy_process_group()
+    Trainer(settings, device).train()
+    dist.destroy_process_group()                                 # not after a failure, which others must not tell first
     return 0
 
 
@@ -88,17 +89,19 @@ class Trainer:
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
-        for group in (self.pool, *self.mesh.get_all_groups()):   # made by the mesh with a timeout of its own
-            _set_pg_timeout(timeout, group)
         self.neighbours = connect(self.mesh["pipeline"], timeout)
+        set_timeouts(timeout)
         self.step, self.stopping = 0, False
-        self.checkpoints = self.open_checkpoints()
+        self.checkpoints = self.open_checkpoints(shape, dtype)
 
-    def open_checkpoints(self) -> Checkpointer | None:
+    def open_checkpoints(self, shape: DecoderShape, dtype: torch.dtype) -> Checkpointer | None:
         chosen = self.settings.checkpoint
         if not chosen.folder:
             return None
-        checkpoints = Checkpointer(chosen.folder, self.decoder, self.optimizer, keep=chosen.keep, resume=chosen.resume)
+        checkpoints = Checkpointer(
+            chosen.folder, self.decoder, self.optimizer, keep=chosen.keep, resume=chosen.resume,
+            timeout_seconds=self.settings.run.timeout_seconds, run=lasting(self.settings, shape, dtype),
+            config=config_of(shape, next(self.decoder.parameters()).dtype))
         state = checkpoints.resume() if chosen.resume else None
         if state is not None:
             self.loader.load(state.loader)
@@ -119,7 +122,7 @@ class Trainer:
             self.loader.close()
             observer.close(stopped=self.stopping)
         if self.checkpoints is not None:
-            self.checkpoints.finish()
+            self.checkpoints.close()
 
     def one_step(self) -> StepRecord:
         began = perf_counter()
@@ -166,27 +169,50 @@ class Trainer:
 
     def save(self) -> None:
         if self.checkpoints is not None:
+            self.finish_save()
             self.checkpoints.save(self.step, self.loader.state())
+
+    def finish_save(self) -> None:
+        """Wait for the save in flight; where it failed, stop or go on as `checkpoint.on_error` says."""
+        assert self.checkpoints is not None
+        try:
+            self.checkpoints.finish()
+        except SaveError as error:
+            if self.settings.checkpoint.on_error == "stop":
+                raise
+            LOG.warning("%s; training goes on (checkpoint.on_error is 'continue')", error)
 
     def ask_to_stop(self, number: int, frame: Any) -> None:
         self.stopping = True
 
     def agreed_to_stop(self) -> bool:
-        """Every rank stops at the same step, when any was asked to."""
-        asked = torch.tensor(int(self.stopping))
+        """Every rank stops at the same step, when any was asked to; and hears of a save that failed at the same one."""
+        failed = self.checkpoints is not None and self.checkpoints.failed
+        asked = torch.tensor([int(self.stopping), int(failed)])
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        self.stopping = bool(asked)
+        self.stopping = bool(asked[0])
+        if asked[1]:
+            self.finish_save()
         return self.stopping
 
     def write_trace(self, trace: StepTrace) -> None:
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, trace.to_json())
+        gathered = gather_json(trace.to_json())
         if self.rank == 0:
             folder = Path(self.settings.log.folder)
             folder.mkdir(parents=True, exist_ok=True)
             traces = [StepTrace.from_json(data) for data in gathered]
             write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
             (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
+
+
+def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
+    """What a run's curve depends on and its tensors do not show: settings that it cannot change on its way."""
+    facts = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
+             "run.dtype": str(dtype).removeprefix("torch.")}
+    if settings.model.load:
+        scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
+        return facts | {"model.load's norm_eps": shape.norm_eps, "model.load's rope_scaling": scaling}
+    return facts | {"model.name": settings.model.name}
 
 
 def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dNeighbours:

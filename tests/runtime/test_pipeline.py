@@ -28,8 +28,7 @@ from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, scattered_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
-from distca.train.stage_work import StageWork
-from distca.train.stages import stage_of
+from distca.train.stages import StageWork, stage_of
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")

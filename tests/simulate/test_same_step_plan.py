@@ -16,8 +16,8 @@ from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
 from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
 from distca.spec import MODELS, cluster_named
-from distca.train.config import load_settings
-from distca.train.step_plan import attention_time, step_plan
+from distca.train.data import attention_time, step_plan
+from distca.train.settings import load_settings
 from distca.workload.contexts import Source, batch_sequences
 
 

@@ -3,10 +3,12 @@
 They leave what they saw in the log folder, a file for each rank.
 """
 
+import errno
 import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 from distca.train import launch
@@ -19,16 +21,26 @@ def _say(settings, **facts):
     os.replace(path.with_suffix(".part"), path)
 
 
+def _listening(pid):
+    """Addresses, in the kernel's hex, on which a process listens."""
+    held = {os.readlink(entry).removeprefix("socket:[").removesuffix("]") for entry in Path(f"/proc/{pid}/fd").iterdir()
+            if entry.is_symlink() and os.readlink(entry).startswith("socket:")}
+    rows = [line.split() for kind in ("tcp", "tcp6") if Path(f"/proc/{pid}/net/{kind}").exists()
+            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in held]
+
+
 def meet(settings):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     place = launch.here()
     total = torch.tensor([10.0**place.rank])
     dist.all_reduce(total)
     _say(settings, rank=place.rank, world=place.world, local_rank=place.local_rank, total=total.item(),
-         threads=torch.get_num_threads(), ranks=settings.run.ranks)
+         threads=torch.get_num_threads(), ranks=settings.run.ranks,
+         listening=[_listening(pid) for pid in (os.getpid(), os.getppid())])
     dist.destroy_process_group()
     return 0
 
@@ -55,10 +67,60 @@ def second_returns_five(settings):
 
 
 def second_is_killed(settings):
+    """Rank 0 learns of it by an exchange that fails, and says so at once."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.barrier()
     if launch.here().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(100)
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+
+def group_timeouts(settings):
+    """Every process group of a training rank, with the seconds that it waits."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    from distca.train.trainer import Trainer, start_group
+
+    start_group(settings, torch.device("cpu"), launch.here().local_world)
+    trainer = Trainer(settings, torch.device("cpu"))
+    groups = list(distributed_c10d._world.pg_map)
+    seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    _say(settings, seconds=seconds)
+    trainer.checkpoints.close()
     return 0
+
+
+def train_with_a_full_disk(settings):
+    """The first save finds no space."""
+    from distca.train import checkpoint, trainer
+
+    write, failed = checkpoint.write_file, []
+
+    def full(path, tensors):
+        if "step_00000001" in str(path):
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, tensors)
+
+    checkpoint.write_file = full
+    return trainer.run(settings)
+
+
+def train_and_stop_in_the_last_save(settings):
+    """As a debugger, a hung disk or a scheduler would leave a rank."""
+    from distca.train import checkpoint, trainer
+
+    def stopped(path, tensors):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if launch.here().rank == 1:
+        checkpoint.write_file = stopped
+    return trainer.run(settings)
 
 
 def stop_when_asked(settings):

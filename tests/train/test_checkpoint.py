@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,19 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distca.testing import run_processes
-from distca.train import checkpoint, manifest
-from distca.train.checkpoint import Checkpointer, describe, latest, load
-from distca.train.manifest import judge, step_folders
+from distca.train import checkpoint, checkpoint_folder
+from distca.train.checkpoint import Checkpointer, SaveError, describe, load
+from distca.train.checkpoint_folder import judge, step_folders
+from distca.train.folder_lock import FolderLock
 
-pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-              pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")]
 KILLED = 17
 WAIT_SECONDS = 30
 
@@ -107,13 +106,28 @@ class Gate:
 
     def __init__(self, patch):
         self.open = threading.Event()
-        write = FileSystemWriter.write_data
+        write = checkpoint.write_file
 
-        def wait_and_write(writer, plan, planner):
+        def wait_and_write(path, tensors):
             assert self.open.wait(WAIT_SECONDS)
-            return write(writer, plan, planner)
+            return write(path, tensors)
 
-        patch.setattr(FileSystemWriter, "write_data", wait_and_write)
+        patch.setattr(checkpoint, "write_file", wait_and_write)
+
+
+def newest(folder, model=None):
+    """The newest folder that is good by its manifest."""
+    model = describe(model or build()[0])
+    return [path for path in step_folders(Path(folder)) if judge(path, model, {})[0] == "good"][-1]
+
+
+def resumed(folder, pair, **options):
+    """What a run that resumes gets; the folder is free again."""
+    saver = Checkpointer(folder, *pair, **options)
+    try:
+        return saver.resume()
+    finally:
+        saver.close()
 
 
 def save_in_flight(transport, folder, kinds):
@@ -130,12 +144,12 @@ def save_in_flight(transport, folder, kinds):
         with pytest.MonkeyPatch.context() as patch:
             gate = Gate(patch)
             saver.save(3, {"epoch": 1, "index": [7]})
-            assert saver.in_flight and not list(Path(folder).glob(f"{kind}/*/{manifest.MANIFEST}"))
+            assert saver.in_flight and not list(Path(folder).glob(f"{kind}/*/{checkpoint_folder.MANIFEST}"))
             train(*run, range(3, 5))
             dist.barrier()
             assert saver.in_flight
             gate.open.set()
-            saver.finish()
+            saver.close()
         assert not saver.in_flight
         assert_same(everything(*run), uninterrupted)
         if transport.rank == 0:
@@ -147,7 +161,7 @@ def resume_each(transport, folders, kinds, into):
     for number, folder in enumerate(folders):
         for kind in kinds:
             run = build(kind, seed=5)
-            state = Checkpointer(folder, *run).resume()
+            state = resumed(folder, run)
             loaded = everything(*run)
             later = None
             if state.num_ranks == transport.size and Path(folder).name == kind:
@@ -199,15 +213,13 @@ def die_at(stage, patch):
         os._exit(KILLED)
 
     if stage == "nothing written":
-        patch.setattr(FileSystemWriter, "write_data", end)
+        patch.setattr(checkpoint, "write_file", end)
     elif stage == "data written":
-        patch.setattr(FileSystemWriter, "finish", end)
-    elif stage == "metadata written":
-        patch.setattr(checkpoint, "write_manifest", end)
+        patch.setattr(checkpoint, "tensor_table", end)
     elif stage == "manifest written but not in place":
         patch.setattr(Path, "rename", end)
     elif stage == "old ones half removed":
-        patch.setattr(manifest.shutil, "rmtree", end)
+        patch.setattr(checkpoint_folder.shutil, "rmtree", end)
 
 
 def crash(transport, folder, stage, victim):
@@ -238,17 +250,17 @@ def resume_and_save(transport, folder):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("ranks", "stage", "good_step"), [
-    (1, "nothing written", 1), (2, "data written", 1), (1, "metadata written", 1),
+    (1, "nothing written", 1), (2, "data written", 1),
     (1, "manifest written but not in place", 1), (1, "old ones half removed", 2)])
 def test_killed_while_saving(tmp_path, caplog, ranks, stage, good_step):
     outcomes = run_processes(ranks, crash, str(tmp_path), stage, 0)
     assert outcomes[0].exit_code == KILLED
     for other in outcomes[1:]:
-        assert other.error.startswith("RuntimeError: checkpoint ") and "was not written" in other.error
+        assert other.error.startswith("SaveError: checkpoint ") and "was not written" in other.error
         assert "\n" not in other.error and other.seconds < 15
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000001", "step_00000002"]
     with caplog.at_level(logging.WARNING, "distca"):
-        assert latest(tmp_path, build()[0]) == tmp_path / f"step_{good_step:08d}"
+        assert resumed(tmp_path, build()).step == good_step
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == (good_step == 1)
     assert all("step_00000002 is torn and not used: it has no manifest.json" in line for line in warned)
@@ -256,7 +268,7 @@ def test_killed_while_saving(tmp_path, caplog, ranks, stage, good_step):
     begun = values(run_processes(ranks, resume_and_save, str(tmp_path)))[0]
     assert begun == (good_step, {"at": good_step})
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000003"]
-    assert latest(tmp_path, build()[0]) is not None
+    assert newest(tmp_path).name == "step_00000003"
 
 
 def die_while_both_write(transport, folder):
@@ -277,7 +289,7 @@ def test_a_rank_that_dies_while_saving_is_reported_by_the_others(tmp_path):
     outcomes = run_processes(2, die_while_both_write, str(tmp_path))
     assert outcomes[1].exit_code == KILLED
     assert "step_00000002 was not written" in outcomes[0].error
-    assert latest(tmp_path, build()[0]).name == "step_00000001"
+    assert newest(tmp_path).name == "step_00000001"
 
 
 def disagree(transport, folder):
@@ -302,13 +314,15 @@ def test_ranks_that_do_not_share_a_folder_are_refused_in_one_line(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "file"]
 
 
-def save_steps(folder, steps, keep=10, width=6):
+def save_steps(folder, steps, keep=10, width=6, close=True):
     run = build(width=width)
     saver = Checkpointer(folder, *run, keep=keep)
     for step in steps:
         train(*run, range(step, step + 1))
         saver.save(step, {"at": step})
     saver.finish()
+    if close:
+        saver.close()
     return run, saver
 
 
@@ -324,37 +338,110 @@ def copy(three, tmp_path):
     return Path(shutil.copytree(three, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("how", ["no manifest", "truncated", "other model"])
-def test_a_torn_or_foreign_checkpoint_is_refused_and_the_last_good_one_used(copy, caplog, how):
-    newest = copy / "step_00000003"
-    verdict = "foreign" if how == "other model" else "torn"
+@pytest.mark.parametrize("how", ["no manifest", "truncated", "one bit"])
+def test_a_torn_or_damaged_checkpoint_is_named_and_the_last_good_one_used(copy, caplog, how):
+    newest, verdict = copy / "step_00000003", "damaged"
+    file = newest / "model-00000.safetensors"
     if how == "no manifest":
-        (newest / manifest.MANIFEST).unlink()
+        verdict = "torn"
+        (newest / checkpoint_folder.MANIFEST).unlink()
     elif how == "truncated":
-        os.truncate(newest / "__0_0.distcp", 1000)
+        os.truncate(file, file.stat().st_size - 1)
     else:
-        shutil.rmtree(newest)
-        save_steps(copy, (3,), width=4)
-    model, optimizer = build(seed=5)
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 4
+        file.write_bytes(content)
+    run = build(seed=5)
     with caplog.at_level(logging.WARNING, "distca"):
-        state = Checkpointer(copy, model, optimizer).resume()
+        state = resumed(copy, run)
     assert state.step == 2 and state.loader == {"at": 2}
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"{newest} is {verdict} and not used: " in line
-    with pytest.raises(ValueError, match=f"step_00000003 is {verdict}: "):
-        load(newest, model, optimizer)
+    if how == "one bit":
+        assert "model-00000.safetensors does not match its checksum in bytes" in line
+    with pytest.raises(ValueError, match=r"is no file|ends at byte|does not match"):
+        load(newest, *run)
+
+
+def test_a_changed_run_is_refused_by_name(copy):
+    """Other sizes, or other settings that the tensors do not show; nothing begins anew over an old run."""
+    saver = Checkpointer(copy, *build(), run={"model.tied": True, "run.dtype": "float32"})
+    saver.save(4, {})
+    saver.close()
+    for width, settings, words in (
+        (6, {"model.tied": False, "run.dtype": "float32"}, "model.tied is True there and False here"),
+        (6, {"model.tied": True, "run.dtype": "bfloat16"}, "run.dtype is 'float32' there and 'bfloat16' here"),
+        (4, {"model.tied": True}, r"down.bias is float32 \[6\] there and float32 \[4\] here")):
+        with pytest.raises(ValueError, match=f"holds step_00000004 of another run: {words}; set it back, or name"):
+            resumed(copy, build(width=width), run=settings)
+        shutil.rmtree(copy / "step_00000003", ignore_errors=True)
+    assert resumed(copy, build(), run={"model.tied": True, "run.dtype": "float32", "unknown then": 1}).step == 4
+
+
+def test_a_run_with_nothing_good_left_does_not_begin_anew(tmp_path):
+    save_steps(tmp_path, (1,))
+    os.truncate(tmp_path / "step_00000001" / "state-00000.safetensors", 9)
+    with pytest.raises(ValueError, match=r"holds step_00000001 but no checkpoint that is whole; restore one"):
+        resumed(tmp_path, build())
+
+
+def test_an_old_folder_asks_to_be_converted(tmp_path):
+    (tmp_path / "step_00000001").mkdir()
+    old = {"format": "distca checkpoint", "version": 1}
+    (tmp_path / "step_00000001" / checkpoint_folder.MANIFEST).write_text(json.dumps(old))
+    with pytest.raises(ValueError, match=rf"distca checkpoint convert {tmp_path} --trust"):
+        resumed(tmp_path, build())
+
+
+def test_after_a_damaged_one_an_older_one_without_optimizer_has_none(tmp_path):
+    run = build()
+    saver = Checkpointer(tmp_path, *run)
+    saver.save(0, {})
+    train(*run, range(1))
+    saver.save(1, {})
+    saver.close()
+    file = tmp_path / "step_00000001" / "state-00000.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    model, optimizer = build(seed=5)
+    assert resumed(tmp_path, (model, optimizer)).step == 0
+    assert not optimizer.state
+    train(model, optimizer, range(1))
+    assert_same(everything(model, optimizer), everything(*run))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(FolderLock.__init__, "__defaults__", (0.2,))
+    first = Checkpointer(tmp_path, *build())
+    with pytest.raises(ValueError) as refused:
+        Checkpointer(tmp_path, *build())
+    assert f"is in use by process {os.getpid()} on " in str(refused.value) and " since 20" in str(refused.value)
+    first.close()
+    Checkpointer(tmp_path, *build()).close()
+
+
+def test_safetensors_reads_what_is_written(three):
+    """The files are safetensors to others too, with the tensors' own names."""
+    from safetensors.torch import load_file
+
+    run = build(seed=5)
+    resumed(three, run)
+    found = load_file(three / "step_00000003" / "model-00000.safetensors")
+    expected = {name.removeprefix("model."): value for name, value in everything(*run).items()
+                if name.startswith("model.")}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_older_ones_go_only_once_a_newer_one_is_complete(tmp_path, monkeypatch):
-    run, saver = save_steps(tmp_path, (1, 2, 3), keep=2)
+    run, saver = save_steps(tmp_path, (1, 2, 3), keep=2, close=False)
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000002", "step_00000003"]
     gate = Gate(monkeypatch)
     saver.save(4, {})
     assert saver.in_flight
-    assert [judge(path, describe(run[0]))[0] for path in step_folders(tmp_path)][:2] == ["good", "good"]
-    assert latest(tmp_path, run[0]).name == "step_00000003"
+    assert [judge(path, describe(run[0]), {})[0] for path in step_folders(tmp_path)][:2] == ["good", "good"]
+    assert newest(tmp_path, run[0]).name == "step_00000003"
     gate.open.set()
-    saver.finish()
+    saver.close()
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000003", "step_00000004"]
 
 
@@ -362,59 +449,68 @@ def test_more_files_of_a_crashed_save_do_not_remain(tmp_path):
     """A save of four ranks was cut short; the same step is then saved by one."""
     (tmp_path / "step_00000001").mkdir()
     for rank in range(4):
-        (tmp_path / "step_00000001" / f"__{rank}_0.distcp").touch()
+        (tmp_path / "step_00000001" / f"state-{rank:05d}.safetensors").touch()
     save_steps(tmp_path, (1,))
     assert sorted(path.name for path in (tmp_path / "step_00000001").iterdir()) == [
-        ".metadata", "__0_0.distcp", "manifest.json"]
+        "manifest.json", "model-00000.safetensors", "state-00000.safetensors"]
 
 
-def test_a_save_that_fails_says_so_and_leaves_the_last_one(tmp_path, monkeypatch):
-    run, saver = save_steps(tmp_path, (1,), keep=1)
+def test_a_full_disk_says_no_space_and_leaves_the_last_one(tmp_path, monkeypatch):
+    _, saver = save_steps(tmp_path, (1,), keep=1, close=False)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSystemWriter, "write_data", full)
-        saver.save(2, {})
-        with pytest.raises(RuntimeError, match=r"step_00000002 was not written: rank 0: OSError: .*No space left"):
-            saver.finish()
-    assert latest(tmp_path, run[0]).name == "step_00000001"
+    for module, name, reason in ((checkpoint, "write_file", "rank 0: no space: No space left on device"),
+                                 (checkpoint.shutil, "disk_usage", "no space: No space left on device")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            saver.save(2, {})
+            while saver.in_flight:
+                time.sleep(0.01)
+            assert saver.failed                                  # known before anybody waits for it
+            with pytest.raises(SaveError, match=rf"step_00000002 was not written: {reason}$"):
+                saver.finish()
+        assert [path.name for path in step_folders(tmp_path)] == ["step_00000001"]
     saver.save(2, {})
-    saver.finish()
+    saver.close()
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000002"]
 
 
-def test_bytes_that_changed_are_an_error_with_the_path(copy):
-    file = copy / "step_00000003" / ".metadata"
-    file.write_bytes(b"\0" * file.stat().st_size)
-    with pytest.raises(RuntimeError, match="step_00000003 could not be read: rank 0: "):
-        load(file.parent, *build())
+def test_space_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
+    _, saver = save_steps(tmp_path, (1,), close=False)
+    needed = sum(file.stat().st_size for file in (tmp_path / "step_00000001").glob("*.safetensors"))
+    usage = checkpoint.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=needed // 2))
+    monkeypatch.setattr(checkpoint, "write_file", None)
+    saver.save(2, {})
+    with pytest.raises(SaveError, match=r"no space: it needs [\d,]+ bytes and [\d,]+ are free$"):
+        saver.finish()
+    saver.close()
 
 
 def test_a_step_is_saved_once(tmp_path, monkeypatch):
-    run, saver = save_steps(tmp_path, (1,))
+    run, _ = save_steps(tmp_path, (1,))
     again = Checkpointer(tmp_path, *run)
     assert again.resume().step == 1
 
     def never(*_):
         raise AssertionError("a complete checkpoint is not written again")
 
-    monkeypatch.setattr(FileSystemWriter, "write_data", never)
-    for one in (saver, again):
-        one.save(1, {})
-        one.finish()
+    monkeypatch.setattr(checkpoint, "write_file", never)
+    again.save(1, {})
+    again.close()
 
 
 def test_saving_before_the_first_step_changes_nothing(tmp_path):
     model, optimizer = build()
     saver = Checkpointer(tmp_path, model, optimizer)
     saver.save(0, {"at": 0})
-    saver.finish()
+    saver.close()
     assert not optimizer.state
     train(model, optimizer, range(2))
     other, fresh = build(seed=5)
-    assert Checkpointer(tmp_path, other, fresh).resume().step == 0
+    assert resumed(tmp_path, (other, fresh)).step == 0
     assert not fresh.state
     train(other, fresh, range(2))
     assert_same(everything(other, fresh), everything(model, optimizer))
@@ -422,7 +518,7 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path):
 
 def test_options_of_the_optimizer_are_the_new_runs_own(three):
     model, optimizer = build(seed=5, betas=(0.5, 0.6))
-    assert Checkpointer(three, model, optimizer).resume().step == 3
+    assert resumed(three, (model, optimizer)).step == 3
     assert [(group["betas"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
         ((0.5, 0.6), 1e-2, 0.1), ((0.5, 0.6), 1e-2, 0.0)]
 

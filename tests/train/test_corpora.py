@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.train.config import Settings
 from distca.train.corpora import corpus_from, standard_library_files
 from distca.train.megatron_files import MegatronCorpus
+from distca.train.settings import Settings
 from distca.workload.documents import standard_library_lengths
 
 TYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}

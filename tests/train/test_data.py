@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from distca.runtime.prepared import digest
 from distca.spec import model_named
 from distca.testing import random_lengths
-from distca.train.config import MODES, Settings
 from distca.train.corpora import MemoryCorpus, corpus_from
 from distca.train.data import Loader, Piece, Stream
+from distca.train.settings import MODES, Settings
 
 MODEL = replace(model_named("tiny"), vocab=1_000_000)
 seeds = st.integers(0, 2**32)
@@ -385,7 +385,7 @@ def test_a_batch_in_the_making_does_not_keep_the_process_alive():
         import time
         import numpy as np
         from distca.spec import model_named
-        from distca.train.config import Settings
+        from distca.train.settings import Settings
         from distca.train.corpora import MemoryCorpus
         from distca.train.data import Loader
 

@@ -14,10 +14,12 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.config import Settings
 from distca.train.launch import Place, first_host, launch, place_in
-from distca.train.machine import check_machine, device_for, dtype_for, threads_for
+from distca.train.memory_kills import MemoryKills
+from distca.train.preflight import check_machine, device_for, dtype_for, threads_for
+from distca.train.settings import Settings
 
+LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1
 ROOT = Path(distca.__file__).parents[1]
 FOLDER = Path(__file__).parent
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node3",
@@ -83,6 +85,8 @@ def test_local_ranks_meet(mains, settings, tmp_path):
     assert [one["threads"] for one in said] == [threads, threads]
     assert len({os.getpid(), *(one["pid"] for one in said)}) == 3
     assert "RANK" not in os.environ
+    addresses = [address for one in said for process in one["listening"] for address in process]
+    assert addresses and set(addresses) <= {LOOPBACK, LOOPBACK_6}  # the ranks' own, and the launcher's store
 
 
 @pytest.mark.multiprocess
@@ -149,18 +153,60 @@ def test_ranks_that_do_not_stop_in_time_are_ended(mains, settings, tmp_path):
     assert not _is_running(_said(tmp_path)[0]["pid"])
 
 
+def test_a_signal_comes_before_what_others_saw_of_it(settings, mains, monkeypatch, capsys):
+    """The launcher may see the death after another rank has reported the exchange that it cut."""
+    ranks = launching._LocalRanks(settings, mains.meet)
+    ranks.processes = [type("Ended", (), {"exitcode": code}) for code in (1, -signal.SIGKILL, -signal.SIGABRT)]
+    ranks.ended = {0: 10.0, 1: 10.4, 2: 10.2}
+    told = launching.Failure(10.0, 0, 1, "distca: rank 0 failed: an exchange did not complete")
+    silent = type("Silent", (), {"poll": staticmethod(lambda: False)})
+    ranks.reports = [type("Told", (), {"poll": lambda _: True, "recv": lambda _: told})(), silent, silent]
+    for kills, words in ((0, "SIGKILL\n"), (1, "SIGKILL: memory ran out, by the kernel's count")):
+        monkeypatch.setattr(launching.MemoryKills, "risen", lambda _, kills=kills: bool(kills))
+        assert ranks._code([ranks._failure(rank) for rank in range(3)], []) == 128 + signal.SIGKILL
+        assert f"distca: rank 1 was ended by {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cgroup", "file", "text"), [
+    ("0::/user/run\n", "user/run/memory.events", "low 0\nhigh 0\nmax 9\noom 1\noom_kill {}\noom_group_kill 0\n"),
+    ("0::/user/run\n", "memory.events", "oom_kill {}\n"),
+    ("5:devices:/x\n4:memory:/user/run\n0::/\n", "memory/user/run/memory.oom_control",
+     "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"),
+])
+def test_the_kernels_count_of_memory_kills_is_found(tmp_path, cgroup, file, text):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    counts = tmp_path / "sys/fs/cgroup" / file
+    assert not MemoryKills.of(tmp_path).risen()
+    counts.parent.mkdir(parents=True)
+    counts.write_text(text.format(3))
+    kills = MemoryKills.of(tmp_path)
+    assert (kills.file, kills.before, kills.risen()) == (counts, 3, False)
+    counts.write_text(text.format(4))
+    assert kills.risen()
+    counts.unlink()
+    assert not kills.risen()
+
+
 @pytest.mark.multiprocess
-def test_ranks_do_not_outlive_their_launcher(tmp_path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_do_not_outlive_their_launcher(tmp_path, stopped):
     code = f"""if __name__ == "__main__":
     import rank_mains
-    from distca.train.config import Settings
+    from distca.train.settings import Settings
     from distca.train.launch import launch
     launch(Settings().with_values({{"log.folder": {str(tmp_path)!r}, "run.ranks": 1}}), rank_mains.never_stop)
 """
     (tmp_path / "launcher.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
     launcher = subprocess.Popen([sys.executable, str(tmp_path / "launcher.py")], env=environment, cwd=tmp_path)
-    _once_ready(tmp_path, 1, launcher.kill).join()
+
+    def end():
+        if stopped:
+            os.kill(_said(tmp_path)[0]["pid"], signal.SIGSTOP)
+        launcher.kill()
+
+    _once_ready(tmp_path, 1, end).join()
     assert launcher.wait(timeout=60) == -signal.SIGKILL
     pid = _said(tmp_path)[0]["pid"]
     deadline = time.monotonic() + 20
@@ -277,21 +323,21 @@ def _llama_folder(tmp_path, **changes):
 def test_what_this_machine_cannot_do_is_refused(settings, tmp_path, monkeypatch, values, words):
     import torch
 
-    from distca.train import machine
+    from distca.train import preflight
 
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "tensorboard" else "there")
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "tensorboard" else "there")
     with pytest.raises(ValueError) as refused:
         check_machine(settings.with_values(values))
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
 
 
 def test_a_loaded_models_own_heads_are_checked(settings, tmp_path, monkeypatch):
-    from distca.train import machine
+    from distca.train import preflight
 
-    monkeypatch.setattr(machine, "find_spec", lambda name: "there")
+    monkeypatch.setattr(preflight, "find_spec", lambda name: "there")
     loaded = settings.with_values({"model.load": _llama_folder(tmp_path), "run.ranks": 6})
     check_machine(loaded.with_values({"parallel.tensor": 3}))
     with pytest.raises(ValueError, match="3 KV heads"):
@@ -326,7 +372,8 @@ def test_the_commands_exit_code_is_the_runs(monkeypatch, code):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_starts_the_same_mains(tmp_path):
-    code = ("import sys, rank_mains\nfrom distca.train.config import Settings\nfrom distca.train.launch import launch\n"
+    code = ("import sys, rank_mains\nfrom distca.train.launch import launch\n"
+            "from distca.train.settings import Settings\n"
             f"sys.exit(launch(Settings().with_values({{'log.folder': {str(tmp_path)!r}}}), rank_mains.meet))\n")
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run(

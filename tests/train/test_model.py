@@ -11,8 +11,8 @@ from distca.baselines.at_home import at_home
 from distca.kernels import dense_attention
 from distca.spec import MODELS, ModelShape
 from distca.testing import on_fake_ranks
-from distca.train.config import Model
 from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
+from distca.train.settings import Model
 from distca.workload.packing import pack
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))

@@ -13,7 +13,7 @@ from distca.kernels import dense_attention
 from distca.runtime.core_attention import CoreAttention
 from distca.spec import ModelShape
 from distca.testing import misplaced_plan, row_index, run_processes
-from distca.train.hf import load_hf, save_hf
+from distca.train.export import load_hf, save_hf
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, write_parameter
 from distca.train.parallel import check_tensor, clip_grad_norm, parallelize
 from distca.workload.packing import pack

@@ -19,12 +19,11 @@ from distca.runtime.core_attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import MODELS, ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, run_processes
-from distca.train.config import Settings
+from distca.train.data import step_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.parallel import parallelize
-from distca.train.stage_work import StageWork
-from distca.train.stages import stage_of
-from distca.train.step_plan import step_plan
+from distca.train.settings import Settings
+from distca.train.stages import StageWork, stage_of
 from distca.train.trainer import connect
 
 SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers

@@ -152,6 +152,37 @@ def test_a_killed_run_resumes_where_it_was(tmp_path):
 
 
 @pytest.mark.multiprocess
+def test_a_changed_run_over_an_old_folder_is_refused_and_loses_nothing(tmp_path):
+    options = ("--run.steps", "3", "--checkpoint.folder", str(tmp_path / "saved"))
+    train(tmp_path / "log", 1, *options)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("step*/*") if path.is_file()}
+    before[tmp_path / "log/steps.jsonl"] = (tmp_path / "log/steps.jsonl").read_bytes()
+    for name, value, words in (("model.tied", "true", "model.tied is False there and True here"),
+                               ("run.dtype", "float64", "run.dtype is 'float32' there and 'float64' here")):
+        changed = command(tmp_path / "log", 1, *options, f"--{name}", value)
+        done = subprocess.run(changed, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert "holds step_00000003 of another run: " in done.stderr and words in done.stderr
+        assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    options = ("--run.steps", "1000", "--checkpoint.folder", str(tmp_path / "saved"), "--checkpoint.every", "5")
+    first = subprocess.Popen(command(tmp_path / "log", 1, *options), stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "saved").glob("step_*/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = subprocess.run(command(tmp_path / "other", 1, *options), capture_output=True, text=True, timeout=120)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert second.returncode == 2 and second.stderr.count("\n") == 1
+    assert "is in use by process " in second.stderr and " since 20" in second.stderr
+
+
+@pytest.mark.multiprocess
 def test_sigterm_saves_and_exits_well(tmp_path):
     options = ("--run.steps", "1000", "--checkpoint.folder", str(tmp_path / "saved"))
     process = subprocess.Popen(command(tmp_path / "log", 2, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.spec import model_named
-from distca.train.config import Settings
-from distca.train.fits import check_pipeline, check_tensor
+from distca.train.degrees import check_pipeline, check_tensor
+from distca.train.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def check_machine(settings: Settings) -> None:
 def _check_cost(settings: Settings) -> None:
     """A latency table that can be read and knows the model's heads; a loaded model is compared once it is loaded."""
     from distca.cost.shipped import find_table
-    from distca.train.step_plan import attention_time
+    from distca.train.data import attention_time
 
     try:
         if settings.model.load:
@@ -89,7 +89,8 @@ def _require_packages(settings: Settings) -> None:
     if find_spec("torch") is None:
         raise ValueError("train needs torch, which is not installed; run: pip install 'distca[train]'")
     for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
-                                 ("safetensors", "model.load", settings.model.load)):
+                                 ("safetensors", "model.load", settings.model.load),
+                                 ("xxhash", "checkpoint.folder", settings.checkpoint.folder)):
         if value and find_spec(package) is None:
             raise ValueError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
                              f"{package}")

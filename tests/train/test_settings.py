@@ -17,7 +17,7 @@ from distca import cli
 from distca.kernels import choose, kernel_named
 from distca.runtime.core_attention import STATES
 from distca.train import launch as launching
-from distca.train.config import KERNELS, Settings, known_settings, load_settings, settings_table
+from distca.train.settings import KERNELS, Settings, known_settings, load_settings, settings_table
 
 ROOT = Path(distca.__file__).parents[1]
 KNOWN = known_settings()
@@ -242,7 +242,7 @@ def test_the_guide_lists_every_setting():
     guide = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     _, _, rest = guide.partition("<!-- settings -->\n")
     table, _, _ = rest.partition("<!-- /settings -->")
-    assert table == settings_table(), "write distca.train.config.settings_table() between the guide's two marks"
+    assert table == settings_table(), "write distca.train.settings.settings_table() between the guide's two marks"
 
 
 def _commands(text):
@@ -259,6 +259,8 @@ def test_commands_of_the_guide_and_the_examples_are_ones_that_start(run, tmp_pat
     (tmp_path / "run.toml").write_text("[run]\nsteps = 5\n")
     for words in commands:
         arguments = words[words.index("distca") + 1:]
+        if arguments[0] == "checkpoint":                         # those run where there is a checkpoint
+            continue
         assert arguments[0] == "train"
         arguments = arguments[1:arguments.index(">")] if ">" in arguments else arguments[1:]
         code, _, err = run(*(argument for argument in arguments if argument != "$@"))

@@ -8,9 +8,9 @@ import torch
 
 from distca.kernels import dense_attention
 from distca.spec import ModelShape
-from distca.train.config import Model
-from distca.train.hf import hf_name, load_hf, save_hf, shape_from_hf
+from distca.train.export import hf_name, load_hf, save_hf, shape_from_hf
 from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
+from distca.train.settings import Model
 from distca.train.stages import stage_of
 
 transformers = pytest.importorskip("transformers")

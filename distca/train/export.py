@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from distca.spec import ModelShape
+from distca.train.checkpoint_files import Reader
+from distca.train.checkpoint_folder import read_manifest
 from distca.train.model import Decoder, DecoderShape, RopeScaling, write_parameter
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -142,6 +144,36 @@ def save_hf(
     _write_json(folder / CONFIG, kept | config_of(decoder.shape, dtype))
     if source is not None and Path(source).resolve() != folder.resolve():
         _take_along(Path(source), folder)
+
+
+def export_hf(checkpoint: Path, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a checkpoint's weights where transformers can load them, in one rename, without a process group.
+
+    The weights are put together a file at a time, whatever ranks saved them.
+    """
+    save_file = _safetensors("safetensors.torch").save_file
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already holds something; name a new folder")
+    manifest = read_manifest(checkpoint)
+    if not manifest.config:
+        raise ValueError(f"{checkpoint} does not say which model its weights are; save it again with distca train")
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)                   # of an export that was cut short
+    partial.mkdir(parents=True)
+    sizes = {name.removeprefix("model."): sum(block.num_bytes for block in tensor.blocks)
+             for name, tensor in manifest.tensors.items() if name.startswith("model.")}
+    shards = _into_shards(sizes, shard_bytes)
+    index: dict[str, str] = {}
+    with Reader(checkpoint, manifest) as reader:
+        for number, names in enumerate(shards, start=1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            save_file({hf_name(name): reader.whole(f"model.{name}") for name in names}, partial / file,
+                      metadata={"format": "pt"})
+            index |= {hf_name(name): file for name in names}
+    if len(shards) > 1:
+        _write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index})
+    _write_json(partial / CONFIG, manifest.config)
+    partial.replace(folder)
 
 
 def config_of(shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.spec import MODELS, model_named
-from distca.train.fits import check_pipeline, check_tensor
+from distca.train.degrees import check_pipeline, check_tensor
 
 Value = int | float | bool | str
 KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")
@@ -155,6 +155,9 @@ class Checkpoint:
     every: int = _setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", least=0, common=True)
     keep: int = _setting(2, "How many of the newest checkpoints stay.", least=1)
     resume: bool = _setting(True, "Continue from the newest good checkpoint in the folder.")
+    on_error: str = _setting("stop", "When a checkpoint cannot be written: end the run, or warn and try again at the "
+                                     "next one. The last one's error always ends the run.",
+                             choices=("stop", "continue"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which ways of sharing a model out its shape allows, said in the words of the settings.
+"""Check that tensor- and pipeline-parallel degrees divide the model, in the words of the settings.
 
 Asked before any process starts: of a named shape by the settings, of a model to load by the machine that holds it.
 """

@@ -1,7 +1,8 @@
 """What a person sees of a run: a live display in a terminal, plain lines elsewhere, a log for programs, a summary.
 
-Rank 0 does all of it; on other ranks an Observer does nothing. `steps.jsonl` always holds one curve: a run that resumes
-at a step takes the place of whatever an earlier run had logged from there on.
+Rank 0 does all of it; on other ranks an Observer does nothing. `steps.jsonl` always holds one curve. Where a run goes
+on from a step that an earlier one had logged already, the earlier log stays beside it as `steps.1.jsonl`,
+`steps.2.jsonl` and so on: nothing that was logged is ever erased.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import tempfile
 from collections import deque
+from itertools import count, takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, TextIO
@@ -20,8 +24,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from distca.train.config import Settings
-from distca.train.records import RECENT, RunSummary, StepRecord, Tally, as_json
+from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json
+from distca.train.settings import Settings
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
@@ -146,20 +150,27 @@ class _LiveDisplay:
 
 
 def open_log(path: Path, step: int) -> TextIO:
-    """The log to append to, without what it says of this step and later ones, and without a line that was torn."""
-    kept = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                earlier = int(json.loads(line)["step"]) < step
-            except (ValueError, KeyError, TypeError):
-                break
-            if earlier:
-                kept.append(line + "\n")
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(kept), encoding="utf-8")
-        os.replace(fresh, path)
+    """The log to append to, up to this step. What it said of this step and later ones stays in a numbered copy."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
+    kept = list(takewhile(lambda line: _is_before(line, step), lines))
+    if len(kept) < len(lines):
+        numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        shutil.copyfile(path, next(free for free in numbered if not os.path.lexists(free)))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".steps-", delete=False) as fresh:
+            fresh.writelines(kept)
+        os.replace(fresh.name, path)
     return path.open("a", encoding="utf-8")
+
+
+def _is_before(line: bytes, step: int) -> bool:
+    """Whether a whole line of the log is about an earlier step; a torn one, or none of ours, is not."""
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) < step
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return False
 
 
 def plain_line(record: StepRecord, steps: int) -> str:

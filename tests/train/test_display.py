@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from distca.train.config import Settings, load_settings
-from distca.train.observe import BARS, Observer, clock, curve, size
-from distca.train.records import StepRecord, Tally
+from distca.train.display import BARS, Observer, clock, curve, size
+from distca.train.metrics import StepRecord, Tally
+from distca.train.settings import Settings, load_settings
 
 RECORD = StepRecord(
     step=1, loss=5.5, lr=1e-3, grad_norm=2.25, tokens=8192, seconds=2.0, tokens_per_second=4096.0, work_before=1.75,
@@ -132,14 +132,32 @@ def test_the_log_holds_every_step_and_the_settings(settings):
     assert load_settings(_folder(settings) / "settings.toml", {}) == settings.with_values({"log.every": 50})
 
 
-def test_a_resumed_run_continues_the_curve_and_a_new_one_starts_it_again(settings):
-    _observed(settings, _four(), _console())
-    with (_folder(settings) / "steps.jsonl").open("a") as log:
-        log.write('{"step": 5, "lo')  # torn by a crash
+def test_a_resumed_run_continues_the_curve_and_nothing_logged_is_erased(settings):
+    log = _folder(settings) / "steps.jsonl"
+    _observed(settings, _four()[:3], _console())
+    first = log.read_bytes()
+    _observed(settings, _four()[3:], _console())
+    assert log.read_bytes().startswith(first) and len(_steps(settings)) == 4  # goes on: only appended to
+    assert [path.name for path in log.parent.glob("steps*")] == ["steps.jsonl"]
+    with log.open("a") as file:
+        file.write('{"step": 5, "lo')  # torn by a crash
+    whole = log.read_bytes()
     _observed(settings, [replace(RECORD, step=3, loss=9.0)], _console())
     assert [(one["step"], one["loss"]) for one in _steps(settings)] == [(1, 5.0), (2, 4.0), (3, 9.0)]
+    resumed = log.read_bytes()
     _observed(settings, [RECORD], _console())
     assert [one["step"] for one in _steps(settings)] == [1]
+    assert [log.with_name(f"steps.{number}.jsonl").read_bytes() for number in (1, 2)] == [whole, resumed]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b'{"step": 1e999}\n', b"[1]\n", b'{"step": 0}'])
+def test_a_log_that_is_none_is_kept_aside(settings, content):
+    log = _folder(settings) / "steps.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(content)
+    _observed(settings, [RECORD], _console())
+    assert [one["step"] for one in _steps(settings)] == [1]
+    assert log.with_name("steps.1.jsonl").read_bytes() == content
 
 
 def test_a_loss_that_is_no_number_is_still_json(settings):

@@ -1,0 +1,86 @@
+"""`distca checkpoint`: is a checkpoint whole, old ones made safe to read, and weights for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+checkpoint_app = typer.Typer(help="Verify, convert and export checkpoints of `distca train`.", no_args_is_help=True)
+Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_… folder of it.", show_default=False)]
+
+
+@checkpoint_app.command("verify")
+def verify_command(folder: Folder) -> None:
+    """Read every byte of every checkpoint and say which are what was written; exit code 1 where one is not."""
+    from distca.train.checkpoint_folder import DamagedError, verify
+
+    bad = 0
+    for path in _checkpoints(folder):
+        try:
+            manifest = verify(path)
+        except DamagedError as error:
+            bad += 1
+            print(f"{path.name}  damaged: {error}")
+        except ValueError as error:
+            bad += 1
+            print(f"{path.name}  not read: {error}")
+        else:
+            num_bytes = sum(facts.num_bytes for facts in manifest.files.values())
+            print(f"{path.name}  good: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
+                  f"{num_bytes:,} bytes")
+    raise typer.Exit(1 if bad else 0)
+
+
+@checkpoint_app.command("convert")
+def convert_command(
+    folder: Folder,
+    trust: Annotated[bool, typer.Option("--trust", help="Whoever wrote the folder may run code here.")] = False,
+) -> None:
+    """Make checkpoints of version 1 readable; their metadata is a pickle, which can run code."""
+    paths = _checkpoints(folder)
+    if not trust:
+        raise ValueError(f"checkpoints of version 1 hold a pickle, and reading {str(folder)!r} can run whatever code "
+                         "its writer put there; add --trust if you trust who wrote it")
+    from distca.train.convert_checkpoint import convert
+
+    print(f"trusting {folder}: reading pickled metadata")
+    converted = convert(paths)
+    for path in converted:
+        print(f"{path.name}  converted; the old one is {path.name}.old")
+    if not converted:
+        print("nothing to convert")
+
+
+@checkpoint_app.command("export")
+def export_command(
+    folder: Folder,
+    target: Annotated[Path, typer.Argument(help="A new folder for config.json and model.safetensors.",
+                                           show_default=False)],
+) -> None:
+    """Write the newest good checkpoint's weights as a Hugging Face model that `from_pretrained` loads."""
+    from distca.train.checkpoint_folder import DamagedError
+    from distca.train.export import export_hf
+
+    for path in reversed(_checkpoints(folder)):
+        try:
+            export_hf(path, target)
+        except DamagedError as error:
+            print(f"{path.name}  damaged and not used: {error}")
+        else:
+            print(f"{path.name}  exported to {target}")
+            return
+    raise ValueError(f"{folder}: holds no checkpoint that is whole; verify says what is wrong with each")
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    from distca.train.checkpoint_folder import STEP_NAME, step_folders
+
+    if STEP_NAME.fullmatch(folder.absolute().name) and folder.is_dir():
+        return [folder.absolute()]
+    found = step_folders(folder)
+    if not found:
+        raise ValueError(f"{folder}: holds no step_… folder; give a checkpoint.folder of distca train, or one of its "
+                         "checkpoints")
+    return found

@@ -1,0 +1,170 @@
+"""`distca checkpoint`: what verify says, that old folders are read only when trusted, and what export writes."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import distca
+from distca.spec import ModelShape
+from distca.train.checkpoint import Checkpointer
+from distca.train.checkpoint_folder import MANIFEST, verify
+from distca.train.export import config_of, hf_name
+from distca.train.model import Decoder, DecoderShape
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SHAPE = DecoderShape(ModelShape("small", num_layers=2, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,
+                                vocab=20))
+
+
+def build(seed=0):
+    decoder = Decoder(SHAPE)
+    decoder.reset_parameters(torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    if seed == 0:
+        for parameter in decoder.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return decoder, optimizer
+
+
+def save(folder, steps=(1, 2)):
+    run = build()
+    saver = Checkpointer(folder, *run, config=config_of(SHAPE, torch.float32))
+    for step in steps:
+        saver.save(step, {"at": step})
+    saver.close()
+    return run
+
+
+def save_old(folder, step=3):
+    """A checkpoint as version 1 wrote it: DCP's files and a manifest without checksums."""
+    decoder, optimizer = build()
+    model, states = get_state_dict(decoder, optimizer)
+    path = folder / f"step_{step:08d}"
+    dcp.save({"model": model, "optimizer": states["state"], "rng": {"0": {"cpu": torch.get_rng_state()}}},
+             storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    files = {file.name: file.stat().st_size for file in path.iterdir()}
+    described = {name: f"float32 {list(value.shape)}" for name, value in model.items()}
+    (path / MANIFEST).write_text(json.dumps({
+        "format": "distca checkpoint", "version": 1, "step": step, "num_ranks": 1, "torch": torch.__version__,
+        "model": described, "optimizer": True, "rng": ["cpu"], "loader": {"at": step}, "files": files}))
+    return decoder, optimizer
+
+
+def test_verify_tells_good_from_damaged(run, tmp_path):
+    save(tmp_path / "saved")
+    code, out, err = run("checkpoint", "verify", "saved")
+    lines = out.splitlines()
+    assert code == 0 and not err and [line.split()[0] for line in lines] == ["step_00000001", "step_00000002"]
+    size = sum(file.stat().st_size for file in (tmp_path / "saved/step_00000001").glob("*.safetensors"))
+    assert all(f"good: {4 * len(list(Decoder(SHAPE).parameters())) + 1} tensors in 2 files, {size:,} bytes" in line
+               for line in lines)                                # weights, both moments, steps; one random state
+    file = tmp_path / "saved/step_00000002/state-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    code, out, err = run("checkpoint", "verify", "saved")
+    assert code == 1 and not err and "step_00000001  good" in out
+    assert "step_00000002  damaged: state-00000.safetensors does not match its checksum" in out
+    assert run("checkpoint", "verify", "saved/step_00000001")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "convert"])
+def test_a_folder_without_checkpoints_is_one_line(run, command):
+    code, out, err = run("checkpoint", command, "nowhere")
+    assert (code, out) == (2, "") and err.startswith("distca: error: nowhere: holds no step_") and err.count("\n") == 1
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_but_a_trusted_conversion_unpickles(run, tmp_path):
+    """A planted pickle runs in no command and no resume until its folder is trusted."""
+    folder, ran = tmp_path / "saved", tmp_path / "ran"
+    save_old(folder)
+    (folder / "step_00000003/.metadata").write_bytes(pickle.dumps(Payload(ran)))
+    manifest = json.loads((folder / "step_00000003" / MANIFEST).read_text())
+    manifest["files"][".metadata"] = (folder / "step_00000003/.metadata").stat().st_size
+    (folder / "step_00000003" / MANIFEST).write_text(json.dumps(manifest))
+    saver = Checkpointer(folder, *build(1))
+    with pytest.raises(ValueError, match=r"distca checkpoint convert .* --trust"):
+        saver.resume()
+    saver.close()
+    assert run("checkpoint", "verify", "saved")[0] == 1
+    assert run("checkpoint", "export", "saved", "out")[0] == 2
+    code, _, err = run("checkpoint", "convert", "saved")
+    assert code == 2 and "add --trust" in err and err.count("\n") == 1
+    assert not ran.exists()
+    with pytest.raises(Exception):                               # noqa: B017  (whatever DCP makes of it)
+        run("checkpoint", "convert", "saved", "--trust")
+    assert ran.exists()                                          # not vacuous: the payload does run there
+
+
+def test_resuming_looks_up_no_class_by_name(tmp_path):
+    """Python tells its audit hooks of every class or function that an unpickler looks up."""
+    save(tmp_path)
+    code = ("import os, pickle, runpy, sys\n"
+            "names = runpy.run_path(sys.argv[1])\n"
+            "told = lambda event, _: event == 'pickle.find_class' and os._exit(17)\n"
+            "run = names['build'](1)\nsys.addaudithook(told)\n"
+            "saver = names['Checkpointer'](sys.argv[2], *run)\nassert saver.resume().step == 2\n"
+            "saver.save(3, {})\nsaver.close()\nnames['verify'](saver.folder / 'step_00000003')\n"
+            "print('whole')\npickle.loads(pickle.dumps(os.getcwd))\n")
+    done = subprocess.run([sys.executable, "-c", code, __file__, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (17, "whole\n"), done.stderr  # only the last line's own pickle is told
+
+
+def test_a_trusted_conversion_keeps_every_bit(run, tmp_path):
+    decoder, optimizer = save_old(tmp_path / "saved")
+    code, out, err = run("checkpoint", "convert", "saved", "--trust")
+    assert code == 0, err
+    assert out.startswith("trusting saved") and "step_00000003  converted; the old one is step_00000003.old" in out
+    assert verify(tmp_path / "saved/step_00000003").step == 3
+    other, fresh = build(1)
+    saver = Checkpointer(tmp_path / "saved", other, fresh)
+    state = saver.resume()
+    saver.close()
+    assert (state.step, state.loader) == (3, {"at": 3})
+    for (name, ours), theirs in zip(other.named_parameters(), decoder.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        for key, value in optimizer.state[theirs].items():
+            assert torch.equal(fresh.state[ours][key], value)
+    assert run("checkpoint", "convert", "saved", "--trust")[1].endswith("nothing to convert\n")
+
+
+def test_the_guides_commands_run(run, tmp_path):
+    save(tmp_path / "saved")
+    guide = (Path(distca.__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^distca (checkpoint .*?) *#", guide, re.MULTILINE)
+    assert {command.split()[1] for command in commands} == {"verify", "export", "convert"}
+    for command in commands:
+        code, _, err = run(*command.split())
+        assert (code, err) == (0, ""), command
+
+
+def test_export_is_a_model_that_transformers_loads(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    decoder, _ = save(tmp_path / "saved")
+    (tmp_path / "saved/step_00000002/model-00000.safetensors").write_bytes(b"")
+    code, out, err = run("checkpoint", "export", "saved", "out")
+    assert code == 0, err
+    assert "step_00000002  damaged and not used" in out and "step_00000001  exported to out" in out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    for name, value in decoder.named_parameters():
+        assert torch.equal(loaded[hf_name(name)], value), name
+    code, _, err = run("checkpoint", "export", "saved", "out")
+    assert code == 2 and "out already holds something; name a new folder" in err
