@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # public name -> the module that is, or defines, it
-_NEED_TORCH = {"CoreAttention": "distca.runtime.core_attention", "kernels": "distca.kernels"}
+_NEED_TORCH = {"CoreAttention": "distca.runtime.attention", "kernels": "distca.kernels"}
 
 
 def plan(

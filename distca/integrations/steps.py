@@ -22,8 +22,8 @@ from distca.cost.latency_table import LatencyTable
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.roles import PLANS_REMEMBERED
+from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import PLANS_REMEMBERED
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld, TransportError
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows

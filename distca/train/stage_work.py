@@ -9,8 +9,8 @@ import torch
 
 from distca.planning.plan import Plan
 from distca.runtime import ping_pong
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.prepared import Shapes
+from distca.runtime.attention import CoreAttention
+from distca.runtime.call import Shapes
 from distca.train.data import Batch
 from distca.train.model import Decoder, First, Last, chunked_cross_entropy
 from distca.train.parallel import accumulating

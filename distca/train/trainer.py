@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from distca.planning.tick_plans import layers_of_stages
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.neighbours import C10dNeighbours
+from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
+from distca.runtime.transport import C10dPointToPoint
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.checkpoint import Checkpointer
@@ -179,21 +179,21 @@ class Trainer:
         return self.stopping
 
     def write_trace(self, trace: StepTrace) -> None:
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, trace.to_json())
+        traces: list[Any] = [None] * self.world
+        dist.all_gather_object(traces, trace)
         if self.rank == 0:
             folder = Path(self.settings.log.folder)
             folder.mkdir(parents=True, exist_ok=True)
-            traces = [StepTrace.from_json(data) for data in gathered]
             write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
+            content = json.dumps([one.to_json() for one in traces])
+            (folder / f"step_{trace.step}.json").write_text(content, encoding="utf-8")
 
 
-def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dNeighbours:
+def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
     """This rank's neighbours: one process group for activations, another for gradients."""
     chain = pipeline.mesh.flatten().tolist()
     back = dist.new_group(chain, timeout=timeout, use_local_synchronization=True)
-    return C10dNeighbours(chain, down=pipeline.get_group(), up=back)
+    return C10dPointToPoint(chain, down=pipeline.get_group(), up=back)
 
 
 def build_decoder(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import distca
 from distca import cli
 from distca.kernels import choose, kernel_named
-from distca.runtime.core_attention import STATES
+from distca.runtime.attention import STATES
 from distca.train import launch as launching
 from distca.train.config import KERNELS, Settings, known_settings, load_settings, settings_table
 
