@@ -71,9 +71,10 @@ class CoreAttention:
         Where the layout has key-only slices on this rank, their keys and values stand behind its own. Gradients go by
         the same plan, or by `backward`.
         """
-        pending = self.start(q, k, v, plan, backward=backward, scale=scale, window=window)
-        self.serve(pending)
-        return self.finish(pending)
+        pending = self._pending(q, k, v, plan, backward, scale, window)
+        pending.token = _Start.apply(pending, q, k, v)
+        pending.token = _Serve.apply(pending, pending.token)
+        return _Finish.apply(pending, pending.token, q, k, v)
 
     @torch.compiler.disable
     def start(
@@ -88,15 +89,7 @@ class CoreAttention:
         window: int | None = None,
     ) -> Pending:
         """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""
-        way_back = plan if backward is None else backward
-        for one in (plan,) if way_back is plan else (plan, way_back):
-            self._check(q, k, v, one)
-        if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
-            raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
-                             "'resend'")
-        shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
-        pending = Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
-                          (q, k, v))
+        pending = self._pending(q, k, v, plan, backward, scale, window)
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
@@ -130,6 +123,21 @@ class CoreAttention:
         Every rank calls this with the same plans; a pool with dedicated servers compares them call by call.
         """
         self.plans.expect(plans, device)
+
+    def _pending(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: Plan | None,
+        scale: float | None, window: int | None,
+    ) -> Pending:
+        """A call that has not begun."""
+        way_back = plan if backward is None else backward
+        for one in (plan,) if way_back is plan else (plan, way_back):
+            self._check(q, k, v, one)
+        if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
+            raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
+                             "'resend'")
+        shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+        return Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
+                       (q, k, v))
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:

@@ -179,14 +179,14 @@ class Trainer:
         return self.stopping
 
     def write_trace(self, trace: StepTrace) -> None:
-        traces: list[Any] = [None] * self.world
-        dist.all_gather_object(traces, trace)
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, trace.to_json())
         if self.rank == 0:
             folder = Path(self.settings.log.folder)
             folder.mkdir(parents=True, exist_ok=True)
+            traces = [StepTrace.from_json(data) for data in gathered]
             write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            content = json.dumps([one.to_json() for one in traces])
-            (folder / f"step_{trace.step}.json").write_text(content, encoding="utf-8")
+            (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
 
 
 def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
