@@ -132,12 +132,14 @@ CLUSTERS = {
 
 
 def model_named(name: str) -> ModelShape:
+    """The shape of a model that has a name here, such as `llama3-8b`."""
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
     return MODELS[name]
 
 
 def cluster_named(name: str) -> ClusterShape:
+    """A cluster that has a name here, such as `dgx-h200`."""
     if name not in CLUSTERS:
         raise unknown_name("cluster", name, CLUSTERS)
     return CLUSTERS[name]

@@ -84,7 +84,7 @@ class Trainer:
         self.recorder = Recorder(device)
         shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       recorder=self.recorder)
+                                       transport=settings.attention.transport, recorder=self.recorder)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
