@@ -31,7 +31,7 @@ from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.kernels import TaskRows
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
-from distca.runtime.probe import measure_exchange
+from distca.profiling.network import measure_exchange
 from distca.runtime.transport import C10dTransport
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs

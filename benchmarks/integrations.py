@@ -27,7 +27,8 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distca.integrations.huggingface import enable, steps_of
+from distca.integrations.huggingface import enable
+from distca.integrations.packed import latest_plan
 from distca.testing import run_processes
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,9 +102,7 @@ def rank_main(transport: Any, options: dict[str, Any]) -> tuple[dict[str, list[t
             record = loop.step()
             if number:                                           # the first is warm-up
                 records[mode].append(record)
-    plan = steps_of(loops["distca"].inner).latest
-    assert plan is not None
-    summary = plan.summary()
+    summary = latest_plan(loops["distca"].inner).summary()
     overhead = host_overhead(options["layers"], options["overhead_steps"])
     return records, (summary.work_max_over_mean_at_home, summary.work_max_over_mean), overhead
 

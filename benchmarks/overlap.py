@@ -43,7 +43,7 @@ from rich.table import Table
 
 from distca.profiling import versions
 from distca.runtime import ping_pong
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import MODELS, ModelShape
 from distca.train.data import Batch, step_plan

@@ -17,7 +17,7 @@ import json
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -35,14 +35,15 @@ import distca
 from distca.baselines.at_home import at_home
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
-from distca.kernels import Kernel, choose
+from distca.kernels import Kernel
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
 from distca.profiling import versions
-from distca.runtime.call import Call
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.prepared import Shapes, prepare
+from distca.runtime.attention import CoreAttention
+from distca.runtime.call import BackwardCall, ForwardCall, Shapes
+from distca.runtime.exchange_torch import STAMP_BYTES, Combine, Dispatch, Tensors
+from distca.runtime.registry import PlanRegistry
 from distca.spec import ModelShape, model_named
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
@@ -164,9 +165,21 @@ def _cpu_rank(rank: int, document: int, short: int, repeats: int, folder: str) -
 class InstantTransport:
     """A pool's rank whose exchanges are done at once: random bytes arrive, nothing is sent."""
 
-    def __init__(self, rank: int, size: int, most_bytes: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.arrives = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, exchanges: Sequence[Dispatch | Combine], device: torch.device) -> None:
+        """Enough random bytes for each of these, with the stamps that a server looks for."""
+        most_bytes = max(exchange.arriving.num_bytes for exchange in exchanges)
         self.arrives = torch.randn(-(-most_bytes // 2), dtype=torch.bfloat16, device=device).view(torch.uint8)
+        for exchange in exchanges:
+            for at in exchange.arriving.stamps.values():
+                assert isinstance(exchange, Dispatch) and exchange.stamp is not None
+                self.arrives[at:at + STAMP_BYTES] = exchange.stamp.value
+
+    def gather(self, value: int, device: torch.device) -> list[int]:
+        return [value] * self.size
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> InstantHandle:
         return InstantHandle(self.arrives[:sum(recv_splits)])
@@ -212,29 +225,32 @@ class TimedKernel:
 def one_rank(plan: Plan, placement: str, rank: int, which: str, repeats: int, kernel_name: str) -> OneRank:
     device, model = torch.device("cuda"), plan.model
     shapes = Shapes(model.num_heads, model.num_kv_heads, model.head_dim, torch.bfloat16, device)
-    kernel = choose(device, shapes.dtype, shapes.head_dim, name=kernel_name)
+    transport: Any = InstantTransport(rank, plan.num_servers)
+    plans = PlanRegistry(transport, kernel_name)
     begin = perf_counter()
-    prepared = prepare(plan, rank, kernel, shapes, None)
+    prepared = plans.prepared(plan, shapes, None)
+    exchanges = prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients
     prepare_seconds = perf_counter() - begin
-    trips = (prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients)
-    transport: Any = InstantTransport(rank, plan.num_servers, max(t.arriving.num_bytes for t in trips), device)
-    timed: Any = TimedKernel(kernel)
-    call = Call(transport, timed, prepared, None, keep=False, check=False)  # random bytes carry no stamp
+    transport.fill(exchanges, device)
+    timed: Any = TimedKernel(prepared.kernel)
+    prepared.kernel = timed
     tokens = prepared.tables.row_tokens
     q, k, v, dout = (torch.randn(tokens, heads, model.head_dim, dtype=torch.bfloat16, device=device)
                      for heads in (model.num_heads, *[model.num_kv_heads] * 2, model.num_heads))
 
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        call.start_forward(q, k, v)
-        call.serve_forward()
-        return call.finish_forward()
+    def forward() -> Tensors:
+        call = ForwardCall(plans, plan, shapes)
+        call.dispatch(q, k, v)
+        call.serve()
+        return call.combine()
 
     out, lse = forward()
 
     def backward() -> object:
-        call.finish_backward(q, k, v, out, dout, lse)
-        call.serve_backward()
-        return call.start_backward()
+        call = BackwardCall(plans, plan, shapes)
+        call.dispatch(q, k, v, out, dout, lse)
+        call.serve()
+        return call.combine()
 
     backward()
     forwards, backwards = (_calls(run, timed, repeats) for run in (forward, backward))

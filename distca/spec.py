@@ -215,6 +215,7 @@ def model_named(name: str) -> ModelShape:
 
 
 def cluster_named(name: str) -> ClusterShape:
+    """A cluster that has a name here, such as `dgx-h200`."""
     if name not in CLUSTERS:
         raise unknown_name("cluster", name, CLUSTERS)
     return CLUSTERS[name]

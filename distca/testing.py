@@ -33,7 +33,7 @@ from distca.workload.packing import pack
 if TYPE_CHECKING:
     import torch
 
-    from distca.runtime.core_attention import CoreAttention
+    from distca.runtime.attention import CoreAttention
     from distca.train.data import Batch
 
 Result = TypeVar("Result")
@@ -252,8 +252,8 @@ def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 def on_fake_ranks(plan: Plan, body: Callable[[CoreAttention], Result], **options: Any) -> list[Result]:
     """Run `body` on a thread per rank of the layout, while the pool's dedicated servers serve until all are done."""
-    from distca.runtime.core_attention import CoreAttention
-    from distca.runtime.roles import serve_until_stopped, stop_servers
+    from distca.runtime.attention import CoreAttention
+    from distca.runtime.dedicated import serve_until_stopped, stop_servers
     from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 
     def one(transport: LoopbackTransport) -> Any:
@@ -318,7 +318,7 @@ def run_processes(
     is `lost` is not waited for.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "distca.runtime.core_attention"])
+    context.set_forkserver_preload(["torch", "distca.runtime.attention"])
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):

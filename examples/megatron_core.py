@@ -18,8 +18,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from distca.integrations.boundaries import latest_plan
-from distca.integrations.megatron_core import balanced
+from distca import latest_plan
+from distca.integrations.megatron_core import enable
 
 
 def documents_of(rank: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
@@ -40,7 +40,7 @@ def main(steps: int = 10) -> None:
     config = TransformerConfig(
         num_layers=4, hidden_size=256, num_attention_heads=8, num_query_groups=2, attention_dropout=0.0,
         hidden_dropout=0.0, bf16=True, params_dtype=torch.bfloat16)
-    spec = balanced(get_gpt_layer_local_spec())                  # the one line
+    spec = enable(get_gpt_layer_local_spec())                    # the one line
     model = GPTModel(config, spec, 2048, 2048, position_embedding_type="rope").cuda().bfloat16()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -5,7 +5,7 @@
 One line below turns distca on. With a config of your own, and a varlen attention backend, the same line is a flag:
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_debugmodel_varlen_attn \
-        --override.imports distca.integrations.torchtitan.balanced
+        --override.imports distca.integrations.torchtitan.enable
 
 Arguments: steps, tokens of a row, pipeline stages.
 """
@@ -21,7 +21,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn
 from torchtitan.tools.logging import init_logger
 
-from distca.integrations.boundaries import latest_plan
+from distca import latest_plan
 
 
 class SkewedDocuments(BaseDataLoader):
@@ -69,7 +69,7 @@ class NoTokenizer(BaseTokenizer):
 
 def main(steps: int = 10, seq_len: int = 2048, stages: int = 1) -> None:
     config = llama3_debugmodel_varlen_attn()
-    config.override = OverrideConfig(imports=["distca.integrations.torchtitan.balanced"])  # the one line
+    config.override = OverrideConfig(imports=["distca.integrations.torchtitan.enable"])  # the one line
     config.dataloader, config.tokenizer = SkewedDocuments.Config(), NoTokenizer.Config()
     config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, seq_len, 2
     config.parallelism.spmd_backend = "partial_dtensor"          # the others need a nightly torch

@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
     "report": {"spec", "trace"},
 }
-MAY_IMPORT_ALL = {"__init__", "__main__", "cli", "testing"}
-WITHOUT_TORCH = {"spec", "trace", "workload", "cost", "planning", "baselines", "simulate", "dispatch", "report", "cli"}
+MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli", "testing"}
+WITHOUT_TORCH = {"spec", "trace", "workload", "cost", "planning", "baselines", "simulate", "dispatch", "report", "api",
+                 "cli"}
 
 
 def _modules() -> list[Path]:

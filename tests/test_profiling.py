@@ -16,8 +16,8 @@ from distca.cost.shipped import shipped_names, shipped_table
 from distca.cost.work_list import WorkList
 from distca.kernels import kernel_named
 from distca.kernels.hopper import HopperKernel
+from distca.profiling import network as probe
 from distca.profiling import timing
-from distca.runtime import probe
 from distca.runtime.transport import LoopbackWorld
 
 

@@ -29,7 +29,7 @@ def profile_command(
                          "first")
     try:
         from distca import profiling
-        from distca.runtime.probe import measure_network
+        from distca.profiling.network import measure_network
     except ModuleNotFoundError as error:
         raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install 'distca[train]'"
                          ) from None

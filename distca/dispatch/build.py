@@ -48,6 +48,19 @@ def build(plan: Plan, rank: int) -> RankTables:
     )
 
 
+def travels(plan: Plan) -> bool:
+    """Whether any rank may send anything, without counting what: the same on every rank.
+
+    Queries travel where a server is not their home, keys where a document lies on several ranks.
+    """
+    if bool((plan.tasks.server != plan.tasks.home).any()):
+        return True
+    slices = plan.layout.keys()
+    first = np.empty(plan.layout.num_documents, dtype=np.int64)
+    first[slices.document] = slices.rank                         # one of the ranks that hold each document
+    return bool((first[slices.document] != slices.rank).any())
+
+
 def _touching(plan: Plan, rank: int) -> TaskTable:
     """Tasks of the documents that this rank owns tokens of or serves."""
     touched = np.zeros(plan.layout.num_documents, dtype=bool)

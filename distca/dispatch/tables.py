@@ -7,7 +7,7 @@ to compute in them. Every key of a document stands once in the server's buffer, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -52,15 +52,19 @@ class Side:
     local: LocalRuns
     buffer_tokens: int  # size of the server's buffer
     parts: np.ndarray   # [row tokens] servers that use each token; where more than one does, results are combined
+    is_row: bool = field(init=False)  # the buffer is the row itself: nothing comes from elsewhere, none is left out
 
     def __post_init__(self) -> None:
+        local = self.local.length
+        object.__setattr__(self, "is_row", (
+            len(self.receive.peer) == 0 and len(local) <= 1 and self.buffer_tokens == len(self.parts)
+            and int(local.sum()) == self.buffer_tokens))
         _freeze(self)
 
     @property
-    def is_row(self) -> bool:
-        """The server's buffer is the row itself: nothing comes from elsewhere and nothing is left out or reordered."""
-        return (len(self.receive.peer) == 0 and len(self.local.row) <= 1 and self.buffer_tokens == len(self.parts)
-                and int(self.local.length.sum()) == self.buffer_tokens)
+    def is_untouched(self) -> bool:
+        """Every token is served at home, once and in the row's order: the server's results are the row's."""
+        return self.is_row and len(self.send.peer) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +86,11 @@ class RankTables:
     def __post_init__(self) -> None:
         _freeze(self)
 
-    def reversed(self) -> RankTables:
-        """The way back: what was received is sent, to where it came from."""
-        return replace(self, queries=_swapped(self.queries), keys=_swapped(self.keys))
-
-
-def _swapped(side: Side) -> Side:
-    return replace(side, send=side.receive, receive=side.send)
-
 
 def _freeze(table: object) -> None:
-    for field in fields(table):  # type: ignore[arg-type]
-        value = getattr(table, field.name)
+    for one in fields(table):  # type: ignore[arg-type]
+        value = getattr(table, one.name)
         if isinstance(value, np.ndarray):
             column = np.ascontiguousarray(value, dtype=np.int64)
             column.setflags(write=False)
-            object.__setattr__(table, field.name, column)
+            object.__setattr__(table, one.name, column)

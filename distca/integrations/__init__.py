@@ -1,1 +1,30 @@
-"""Other people's trainers, one line each: what they pack is balanced over their ranks and nothing else changes."""
+"""Balanced attention inside other people's trainers: `enable` in each of them, and one check of their versions."""
+
+from __future__ import annotations
+
+import re
+
+_SUPPORTED = {  # from, and below
+    "transformers": ((5, 4), (6, 0)),
+    "torchtitan": ((0, 3), (0, 4)),
+    "megatron-core": ((0, 16), (0, 17)),
+}
+
+
+def check_version(package: str, version: str) -> None:
+    """One line for a package that its integration was not written for; extras are named like packages."""
+    first, below = _SUPPORTED[package]
+    if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < below:
+        raise ImportError(f"{package} is {version} but distca supports {_range(package)}; pip install "
+                          f"'distca[{package}]'")
+
+
+def not_installed(package: str, error: ImportError) -> ImportError:
+    """One line where an integration cannot import what it is for."""
+    return ImportError(f"this integration needs {package} {_range(package)}; pip install 'distca[{package}]' "
+                       f"({error})")
+
+
+def _range(package: str) -> str:
+    first, below = (".".join(map(str, edge)) for edge in _SUPPORTED[package])
+    return f"from {first} to below {below}"

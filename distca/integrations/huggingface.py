@@ -11,8 +11,6 @@ talk to nobody, so ranks may run unequal numbers of batches of them.
 from __future__ import annotations
 
 import logging
-import re
-import weakref
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from distca.cost.latency_table import LatencyTable
-from distca.integrations.rows import documents
-from distca.integrations.steps import PackedStep, PackedSteps
+from distca.integrations import check_version, not_installed
+from distca.integrations.document_lengths import from_batch
+from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached, latest_plan
 from distca.kernels import kernel_named
+from distca.planning.plan import Plan
+from distca.runtime.transport import Transport
 from distca.spec import ModelShape
 
 try:
@@ -33,26 +34,14 @@ try:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 except ImportError as error:
-    raise ImportError("distca.integrations.huggingface needs transformers 5; pip install 'distca[transformers]' "
-                      f"({error})") from error
+    raise not_installed("transformers", error) from error
+
+check_version("transformers", transformers.__version__)
 
 NAME = "distca"
-SUPPORTED = ((5, 4), (6, 0))                                     # transformers from, and below
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
-
-
-def check_version(version: str) -> None:
-    """One line for a transformers that this file was not written for."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not SUPPORTED[0] <= found < SUPPORTED[1]:
-        raise ImportError(f"transformers is {version} but distca.integrations.huggingface supports from "
-                          f"{SUPPORTED[0][0]}.{SUPPORTED[0][1]} to below {SUPPORTED[1][0]}; pip install "
-                          "'distca[transformers]'")
-
-
-check_version(transformers.__version__)
 
 
 def enable(
@@ -62,8 +51,9 @@ def enable(
     tolerance: float = 0.05,
     kernel: str = "auto",
     state: str = "resend",
+    transport: str | Transport = "c10d",
     cost: LatencyTable | None = None,
-) -> PackedSteps:
+) -> PackedAttention:
     """Balance this model's attention over the ranks of `group`, or refuse it by name. Call it on every rank.
 
     `group` None is the default group, also where torch.distributed is initialized later. A group of its own
@@ -82,19 +72,11 @@ def enable(
         raise _refused(inner.config, "its attention is not causal")
     if kernel != "auto":
         kernel_named(kernel)
-    steps = PackedSteps(shape_of(inner.config), group, tolerance=tolerance, kernel=kernel, state=state, cost=cost)
-    _serve(inner.config, steps)
+    attention = PackedAttention(shape_of(inner.config), group, tolerance=tolerance, kernel=kernel, state=state,
+                                transport=transport, cost=cost)
+    attach(inner.config, _Served(attention))
     inner.set_attn_implementation(NAME)
-    return steps
-
-
-def steps_of(model: torch.nn.Module) -> PackedSteps:
-    """The steps of a model that runs with distca; `latest` is the plan of its last training forward."""
-    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-    if inner is None or inner.config._attn_implementation != NAME:
-        raise ValueError(f"model is a {type(model).__name__} that does not run with distca; call enable(model) or load "
-                         f"it with attn_implementation={NAME!r}")
-    return _served(inner.config).steps
+    return attention
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -134,12 +116,12 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
 class _Forward:
     """One forward of one model, on all its layers; made with its first mask, filled by its first layer."""
 
-    def __init__(self, steps: PackedSteps) -> None:
-        self.steps = steps
+    def __init__(self, attention: PackedAttention) -> None:
+        self.attention = attention
         self.windows: set[int | None] = set()
         self.padding: torch.Tensor | None = None                 # [rows, tokens], true for tokens that count
         self.records = False
-        self.step: PackedStep | None = None
+        self.batch: PackedBatch | None = None
         self.kept: torch.Tensor | None = None                    # index of the tokens that are not padding
 
     def mask(self, window: int | None, padding: torch.Tensor | None) -> PackedMask:
@@ -148,15 +130,16 @@ class _Forward:
         self.records = torch.is_grad_enabled()                   # of the model; checkpointed layers see otherwise
         return PackedMask(self, window)
 
-    def begin(self, module: torch.nn.Module, query: torch.Tensor, about: dict[str, Any]) -> PackedStep:
-        if self.step is None:
-            batch, _, row_len, _ = query.shape
-            lengths, kept = documents(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, batch,
-                                      row_len)
+    def begin(self, module: torch.nn.Module, query: torch.Tensor, about: dict[str, Any]) -> PackedBatch:
+        if self.batch is None:
+            num_rows, _, row_len, _ = query.shape
+            lengths, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
+                                       row_len)
             self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
             away = module.training and self.records
-            self.step = self.steps.begin(lengths, query.device) if away else self.steps.at_home(lengths)
-        return self.step
+            attention = self.attention
+            self.batch = attention.begin(lengths, query.device) if away else attention.at_home(lengths)
+        return self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,28 +156,22 @@ class PackedMask:
 
 @dataclass(slots=True)
 class _Served:
-    """A config's steps, and the forward whose masks are being made."""
+    """What models and layers with one config share: their attention, and the forward whose masks are being made."""
 
-    steps: PackedSteps
+    attention: PackedAttention
     forward: _Forward | None = None
 
-
-_SERVED: dict[int, _Served] = {}                                 # by id of a config, which models and layers share
-
-
-def _serve(config: PreTrainedConfig, steps: PackedSteps) -> _Served:
-    if id(config) not in _SERVED:
-        weakref.finalize(config, _SERVED.pop, id(config), None)
-    _SERVED[id(config)] = _Served(steps)
-    return _SERVED[id(config)]
+    @property
+    def latest(self) -> Plan | None:
+        return self.attention.latest
 
 
 def _served(config: PreTrainedConfig) -> _Served:
     """A model that was only given the attention's name is served over the default group."""
-    if id(config) not in _SERVED:
+    if attached(config) is None:
         check_config(config)
-        return _serve(config, PackedSteps(shape_of(config)))
-    return _SERVED[id(config)]
+        attach(config, _Served(PackedAttention(shape_of(config))))
+    return attached(config)
 
 
 def packed_mask(
@@ -214,8 +191,8 @@ def packed_mask(
 def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torch.Tensor | None) -> PackedMask:
     served = _served(config)
     forward = served.forward
-    if forward is None or forward.step is not None or window in forward.windows:
-        forward = served.forward = _Forward(served.steps)        # makes each kind of mask once, then layers run
+    if forward is None or forward.batch is not None or window in forward.windows:
+        forward = served.forward = _Forward(served.attention)    # makes each kind of mask once, then layers run
     return forward.mask(window, padding)
 
 
@@ -236,9 +213,9 @@ def _attend(
     scaling: float | None, about: dict[str, Any],
 ) -> torch.Tensor:
     forward = mask.forward
-    step = forward.begin(module, query, about)
+    batch = forward.begin(module, query, about)
     flat = [_flat(x, forward.kept) for x in _one_dtype(query, key, value)]  # [tokens, heads, dim]
-    out = forward.steps.attend(flat[0], flat[1], flat[2], step, scale=scaling, window=mask.window)
+    out = forward.attention.attend(flat[0], flat[1], flat[2], batch, scale=scaling, window=mask.window)
     rows, heads, row_len, dim = query.shape
     if forward.kept is not None:
         out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
@@ -301,9 +278,8 @@ class AttentionWork(TrainerCallback):
         self.seen: list[tuple[float, float]] = []                # since the last log, a pair per optimizer step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        plan = steps_of(about["model"]).latest
-        if state.is_world_process_zero and plan is not None:
-            summary = plan.summary()
+        if state.is_world_process_zero:
+            summary = latest_plan(about["model"]).summary()
             self.seen.append((summary.work_max_over_mean_at_home, summary.work_max_over_mean))
 
     def on_log(self, args: Any, state: Any, control: Any, **about: Any) -> None:

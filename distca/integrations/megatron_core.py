@@ -1,6 +1,6 @@
 """Megatron-Core with balanced attention: a core-attention module for a layer spec.
 
-`balanced(layer_spec)` puts it into any decoder layer's spec, and `gpt_layer_local` is one for `--spec`. Documents come
+`enable(layer_spec)` puts it into any decoder layer's spec, and `gpt_layer_local` is one for `--spec`. Documents come
 as `packed_seq_params` (THD) that every layer gets, also where `core_attn` recomputation replays it. The pool is the
 data-parallel ranks of a pipeline stage with the same tensor-parallel index: they hold the same layers and heads and
 run the same schedule, so they call in the same order. Ranks of other stages are at another layer or in another phase
@@ -15,7 +15,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from distca.integrations.boundaries import Options, PackedLayers, check_version, layers_over
+from distca.integrations import check_version, not_installed
+from distca.integrations.packed import attach
+from distca.integrations.packed_layers import Options, PackedLayers, layers_over
+from distca.runtime.transport import Transport
 
 try:
     import megatron.core
@@ -30,10 +33,9 @@ try:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import is_layer_window_attention
 except ImportError as error:
-    raise ImportError("distca.integrations.megatron_core needs megatron-core 0.16; pip install "
-                      f"'distca[megatron-core]' ({error})") from error
+    raise not_installed("megatron-core", error) from error
 
-check_version("megatron-core", megatron.core.__version__, "megatron-core", (0, 16), (0, 17))
+check_version("megatron-core", megatron.core.__version__)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -98,18 +100,20 @@ class BalancedCoreAttention(MegatronModule):
         if self.pool is None:
             data_parallel = parallel_state.get_data_parallel_group() if self.group is None else self.group
             self.pool = layers_over(data_parallel, self.options)
+            attach(self, self.pool)
         edges, key_edges = document_edges(packed)
         return self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training,
                                 scale=self.scale, window=self.window)
 
 
-def balanced(
+def enable(
     layer_spec: ModuleSpec,
     group: dist.ProcessGroup | None = None,
     *,
     tolerance: float = 0.05,
     kernel: str = "auto",
     state: str = "resend",
+    transport: str | Transport = "c10d",
 ) -> ModuleSpec:
     """The spec of a decoder layer, with its self-attention's core replaced; the given one stays as it is.
 
@@ -119,7 +123,7 @@ def balanced(
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise ValueError(f"layer_spec builds {getattr(layer_spec.module, '__name__', layer_spec.module)} without "
                          "self-attention that has a core_attention; give the spec of a decoder layer")
-    core = partial(BalancedCoreAttention, group=group, options=Options(tolerance, kernel, state))
+    core = partial(BalancedCoreAttention, group=group, options=Options(tolerance, kernel, state, transport))
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(layer_spec, submodules=replace(layer_spec.submodules, self_attention=attention))
 
@@ -163,4 +167,4 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
     return None if left == -1 else left + 1
 
 
-gpt_layer_local = balanced(get_gpt_layer_local_spec())           # for --spec distca.integrations.megatron_core
+gpt_layer_local = enable(get_gpt_layer_local_spec())             # for --spec distca.integrations.megatron_core

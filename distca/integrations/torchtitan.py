@@ -1,4 +1,4 @@
-"""torchtitan with balanced attention: `--override.imports distca.integrations.torchtitan.balanced`.
+"""torchtitan with balanced attention: `--override.imports distca.integrations.torchtitan.enable`.
 
 torchtitan's override hook swaps the varlen inner attention of every layer for `BalancedAttention`, a subclass, so that
 the trainer goes on building its packing metadata. The pool is the data-parallel ranks of a pipeline stage with the same
@@ -16,17 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.integrations.boundaries import Options, PackedLayers, check_version, layers_over
+from distca.integrations import check_version, not_installed
+from distca.integrations.packed import attach
+from distca.integrations.packed_layers import Options, PackedLayers, layers_over
 
 try:
     from torchtitan.config.override import derive, override
     from torchtitan.distributed.parallel_dims import ParallelDims
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 except ImportError as error:
-    raise ImportError("distca.integrations.torchtitan needs torchtitan 0.3 and triton; pip install "
-                      f"'distca[torchtitan]' ({error})") from error
+    raise not_installed("torchtitan", error) from error
 
-check_version("torchtitan", version("torchtitan"), "torchtitan", (0, 3), (0, 4))
+check_version("torchtitan", version("torchtitan"))
 
 
 class BalancedAttention(VarlenAttention):
@@ -37,11 +38,12 @@ class BalancedAttention(VarlenAttention):
         tolerance: float = 0.05
         kernel: str = "auto"
         state: str = "resend"
+        transport: str = "c10d"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.window = _window(config.window_size)
-        self.options = Options(config.tolerance, config.kernel, config.state)
+        self.options = Options(config.tolerance, config.kernel, config.state, config.transport)
         self.pool: PackedLayers | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -49,7 +51,7 @@ class BalancedAttention(VarlenAttention):
             raise ValueError(f"parallelism.context_parallel_degree is {parallel_dims.cp}; set it to 1: distca balances "
                              "documents over data-parallel ranks instead")
         mesh = parallel_dims.get_optional_mesh("batch")
-        self.pool = layers_over(None if mesh is None else mesh.get_group(), self.options)
+        self._join(None if mesh is None else mesh.get_group())
         super().parallelize(parallel_dims)
 
     def forward(
@@ -77,11 +79,12 @@ class BalancedAttention(VarlenAttention):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        return self._pool().attend(q, k, v, edges, training=self.training, scale=scale, window=self.window)
+        pool = self._join(_data_parallel_group()) if self.pool is None else self.pool
+        return pool.attend(q, k, v, edges, training=self.training, scale=scale, window=self.window)
 
-    def _pool(self) -> PackedLayers:
-        if self.pool is None:
-            self.pool = layers_over(_data_parallel_group(), self.options)
+    def _join(self, group: dist.ProcessGroup | None) -> PackedLayers:
+        self.pool = layers_over(group, self.options)
+        attach(self, self.pool)
         return self.pool
 
     def _check_call(
@@ -100,8 +103,8 @@ class BalancedAttention(VarlenAttention):
 
 
 @override(target=VarlenAttention.Config, description="attention balanced over data-parallel ranks")
-def balanced(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
-    """Every varlen attention of the model; `options` are tolerance, kernel and state."""
+def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
+    """Every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
     _window(config.window_size)
     return derive(config, BalancedAttention.Config, **options)
 

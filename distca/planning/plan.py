@@ -38,7 +38,7 @@ class PlanSummary:
     seconds: float | None         # the slowest server's attention, where seconds are known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Plan:
     """Tasks with their servers. Ranks 0 … layout.num_ranks-1 own tokens; servers beyond them are dedicated."""
 

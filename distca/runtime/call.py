@@ -1,98 +1,288 @@
-"""One attention call in flight, step by step.
+"""One attention call on one rank: three phases forward, and the same three backward.
 
-Forward is start, serve, finish; backward is finish, serve, start. Every step ends what the step before it sent and
-sends what the next one needs. Trainers drive the steps through autograd, dedicated servers drive them by announcement;
-either way a call holds only what is under way, and is empty between a forward and its backward.
+    dispatch   homes send the servers what they need: q, k and v; in backward also out, its gradient and log-sum-exp
+    serve      servers wait for it, run the kernel and send the results back
+    combine    homes wait for their results; the parts of a token that several servers computed are merged or summed
+
+A rank is a home and a server at once, or one of them with nothing to do as the other. A call holds only what is under
+way: it is empty before dispatch and after combine. Backward is a call of its own, which may follow another plan, since
+nothing of the forward stays with its servers unless they `keep` their inputs.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 
-from distca.kernels import Kernel
-from distca.runtime.prepared import Prepared
-from distca.runtime.transport import Handle, Transport
-from distca.runtime.wire import Tensors, ToHomes, ToServers
+from distca.dispatch.build import build, travels
+from distca.kernels import Kernel, TaskRows
+from distca.kernels.interface import accumulation_dtype
+from distca.planning.plan import Plan
+from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors
+from distca.runtime.recorder import Recorder
+from distca.runtime.transport import Handle
+
+if TYPE_CHECKING:
+    from distca.runtime.registry import PlanRegistry
 
 
-def another_plan(rank: int, others: list[int]) -> ValueError:
+class Phase(Enum):
+    """What a call does in one direction, in this order."""
+
+    DISPATCH = "dispatch"
+    SERVE = "serve"
+    COMBINE = "combine"
+
+
+class Shapes(NamedTuple):
+    """The tensors a plan is run with."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def q_bytes(self) -> int:
+        return self.num_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """One of key and value."""
+        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.dtype)
+
+    @property
+    def lse_bytes(self) -> int:
+        return self.num_heads * self.lse_dtype.itemsize
+
+    def empty_row(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and lse of no tokens."""
+        q = torch.empty(0, self.num_heads, self.head_dim, dtype=self.dtype, device=self.device)
+        k = torch.empty(0, self.num_kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+        return q, k, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
+
+
+class Prepared:
+    """A plan made ready for one rank, one set of shapes and one kernel, so that layers only copy, send and compute.
+
+    Where everything lies on the wire is worked out by the first call that sends it.
+    """
+
+    def __init__(
+        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, window: int | None
+    ) -> None:
+        self.digest, self.kernel, self.shapes = digest, kernel, shapes
+        self.tables = build(plan, rank)
+        rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
+        self.rows = kernel.prepare(rows, shapes.device, window)  # the kernel's own form of the tasks
+        self.travels = travels(plan)                             # False: no rank of this plan sends anything
+
+    @cached_property
+    def inputs(self) -> Dispatch:
+        """q, k and v, stamped."""
+        q, kv, _ = self._fields
+        return self._on_device(Dispatch.of(self.tables, [q, kv, kv], Stamp.of(self.digest, self.shapes.device)))
+
+    @cached_property
+    def outputs(self) -> Combine:
+        """out and lse."""
+        q, _, lse = self._fields
+        return self._on_device(Combine.of(self.tables, [q, lse], merged_heads=self.shapes.num_heads))
+
+    @cached_property
+    def backward_inputs(self) -> Dispatch:
+        """q, k, v, out, dout and lse."""
+        q, kv, lse = self._fields
+        return self._on_device(Dispatch.of(self.tables, [q, kv, kv, q, q, lse]))
+
+    @cached_property
+    def kept_backward_inputs(self) -> Dispatch:
+        """out, dout and lse, where servers keep q, k and v."""
+        q, _, lse = self._fields
+        return self._on_device(Dispatch.of(self.tables, [q, q, lse]))
+
+    @cached_property
+    def gradients(self) -> Combine:
+        """dq, dk and dv."""
+        q, kv, _ = self._fields
+        return self._on_device(Combine.of(self.tables, [q, kv, kv]))
+
+    @property
+    def _fields(self) -> tuple[tuple[str, int], ...]:
+        shapes = self.shapes
+        return ("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("q", shapes.lse_bytes)
+
+    def _on_device(self, exchange: Exchange) -> Exchange:
+        return packed_on(self.shapes.device, exchange)
+
+
+def packed_on(device: torch.device, exchange: Exchange) -> Exchange:
+    """The exchange packed in one launch on a GPU where triton is installed; elsewhere as it is, by torch's copies."""
+    if device.type != "cuda" or not _has_triton():
+        return exchange
+    from distca.runtime.exchange_triton import with_triton
+
+    return with_triton(exchange, device)
+
+
+@cache
+def _has_triton() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logging.getLogger("distca").warning("triton is not installed, so torch copies around attention, in many "
+                                            "launches; pip install triton")
+    return found
+
+
+def different_plans(rank: int, others: list[int]) -> ValueError:
     return ValueError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance and "
                       "version on every rank, and make the same calls in the same order")
 
 
-class Call:
-    """The six steps of one call on one rank, which is a home, a server, or both."""
+class Call(ABC):
+    """One direction of a call. `announce` tells dedicated servers of each phase before this rank runs it."""
 
     def __init__(
-        self, transport: Transport, kernel: Kernel, prepared: Prepared, scale: float | None, keep: bool, check: bool
+        self,
+        plans: PlanRegistry,
+        plan: Plan,
+        shapes: Shapes,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        keep: bool = False,
+        recorder: Recorder | None = None,
+        announce: Callable[[Phase], None] | None = None,
     ) -> None:
-        self.transport, self.kernel, self.prepared, self.scale, self.keep = transport, kernel, prepared, scale, keep
-        self.check = check           # look at the stamps that arrive
-        self._row: Tensors = ()      # this rank's own tensors of the step under way
-        self._buffers: Tensors = ()  # this server's results, for what stays home
+        self.plans, self.plan, self.shapes, self.scale, self.window = plans, plan, shapes, scale, window
+        self.keep, self.recorder, self.announce = keep, recorder, announce
+        self._prepared: Prepared | None = None
+        self._staying: Tensors = ()  # what was sent; this rank's own share of it does not travel
         self._handle: Handle | None = None
 
-    def start_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Home: send q, k and v to the servers."""
-        self._row = self._send((q, k, v), self.prepared.inputs)
+    @abstractmethod
+    def dispatch(self, *row: torch.Tensor) -> None:
+        """Home: begin, and send this row's tensors to the servers."""
 
-    def serve_forward(self) -> Tensors:
-        """Server: compute the tasks, send out and log-sum-exp back; returns its q, k and v for those who keep them."""
-        q, k, v = self._to_server(self.prepared.inputs)
-        self._buffers = self._send(self.kernel.forward(q, k, v, self.prepared.rows, self.scale), self.prepared.outputs)
+    @abstractmethod
+    def serve(self, *kept: torch.Tensor) -> Tensors:
+        """Server: compute its tasks and send the results back."""
+
+    @abstractmethod
+    def combine(self) -> Tensors:
+        """Home: the results of this row."""
+
+    @abstractmethod
+    def empty_row(self) -> Tensors:
+        """What a rank without tokens dispatches."""
+
+    def run_without_tokens(self, phase: Phase) -> None:
+        """The phase of a rank that brings no tokens: a dedicated server, or a stage that would idle."""
+        if phase is Phase.DISPATCH:
+            self.dispatch(*self.empty_row())
+        elif phase is Phase.SERVE:
+            self.serve()
+        else:
+            self.combine()
+
+    def _enter(self, phase: Phase) -> Prepared:
+        if self.announce is not None:
+            self.announce(phase)
+        if phase is Phase.DISPATCH:
+            self._prepared = self.plans.begin(self.plan, self.shapes, self.window)
+        assert self._prepared is not None, "dispatch comes first"
+        return self._prepared
+
+    def _send(self, tensors: Tensors, exchange: Dispatch | Combine) -> None:
+        assert self._prepared is not None
+        self._staying = exchange.ready(tensors)
+        if self._prepared.travels:
+            self._handle = self.plans.transport.exchange(
+                exchange.pack(self._staying), exchange.leaving.splits, exchange.arriving.splits)
+
+    def _receive(self, exchange: Dispatch | Combine, stamp: Stamp | None = None) -> Tensors:
+        """What arrived and what stayed, unpacked; raises where a split does not carry the stamp."""
+        handle, self._handle = self._handle, None
+        staying, self._staying = self._staying, ()
+        if handle is None:
+            return exchange.unpack(None, staying)
+        with self._noted("exchange", "wait", exchange.leaving.num_bytes + exchange.arriving.num_bytes):
+            wire = handle.wait()
+        if stamp is not None and (others := stamp.mismatched(wire, exchange.arriving)):
+            raise different_plans(self.plans.transport.rank, others)
+        return exchange.unpack(wire, staying)
+
+    def _noted(self, name: str, lane: str, num_bytes: int = 0) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.span(name, lane, num_bytes)
+
+
+class ForwardCall(Call):
+    """q, k, v -> out and log-sum-exp."""
+
+    _stamp: Stamp | None = None  # to look for on what arrives
+
+    def dispatch(self, *row: torch.Tensor) -> None:
+        """The row's q, k and v."""
+        inputs = self._enter(Phase.DISPATCH).inputs
+        is_new = self.plans.comes_up_anew(self.plan)
+        self._stamp = inputs.stamp if is_new or self.shapes.device.type == "cpu" else None  # looking waits for a GPU
+        self._send(row, inputs)
+
+    def serve(self, *kept: torch.Tensor) -> Tensors:
+        """Gives this server's q, k and v, for those who keep them."""
+        prepared = self._enter(Phase.SERVE)
+        q, k, v = self._receive(prepared.inputs, self._stamp)
+        with self._noted("attention forward", "attention"):
+            results = prepared.kernel.forward(q, k, v, prepared.rows, self.scale)
+        self._send(results, prepared.outputs)
         return q, k, v
 
-    def finish_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Home: wait for own results and merge the parts of each query."""
-        out, lse = self._to_home(self.prepared.outputs)
-        return out, lse
+    def combine(self) -> Tensors:
+        """The row's out and lse."""
+        return self._receive(self._enter(Phase.COMBINE).outputs)
 
-    def finish_backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, dout: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Home: send what the servers need for gradients; q, k and v only where servers did not keep them."""
-        if self.keep:
-            self._row = self._send((out, dout, lse), self.prepared.backward_inputs_kept)
-        else:
-            self._row = self._send((q, k, v, out, dout, lse), self.prepared.backward_inputs)
+    def empty_row(self) -> Tensors:
+        q, k, _ = self.shapes.empty_row()
+        return q, k, k
 
-    def serve_backward(self, kept: Tensors = ()) -> None:
-        """Server: compute the gradients of its tasks and send them back."""
-        if self.keep:
-            q, k, v = kept
-            out, dout, lse = self._to_server(self.prepared.backward_inputs_kept)
-        else:
-            q, k, v, out, dout, lse = self._to_server(self.prepared.backward_inputs)
-        gradients = self.kernel.backward(dout, q, k, v, out, lse, self.prepared.rows, self.scale)
-        self._buffers = self._send(gradients, self.prepared.gradients)
 
-    def start_backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Home: wait for the gradients and sum what several servers computed for one token."""
-        dq, dk, dv = self._to_home(self.prepared.gradients)
-        return dq, dk, dv
+class BackwardCall(Call):
+    """q, k, v, out, its gradient and log-sum-exp -> dq, dk, dv."""
 
-    def _send(self, tensors: Tensors, trip: ToServers | ToHomes) -> Tensors:
-        """Start the trip; returns the tensors, of which this rank still needs what stays home."""
-        tensors = trip.ready(tensors)
-        if self.prepared.travels:
-            self._handle = self.transport.exchange(trip.pack(tensors), trip.leaving.splits, trip.arriving.splits)
-        return tensors
+    def dispatch(self, *row: torch.Tensor) -> None:
+        """The row's q, k, v, out, dout and lse; where servers keep q, k and v, these stay."""
+        prepared = self._enter(Phase.DISPATCH)
+        self._send(row[3:] if self.keep else row, self._inputs(prepared))
 
-    def _arrived(self) -> torch.Tensor | None:
-        handle, self._handle = self._handle, None
-        return None if handle is None else handle.wait()
+    def serve(self, *kept: torch.Tensor) -> Tensors:
+        """`kept` are the q, k and v that this server's forward gave, where it keeps them."""
+        prepared = self._enter(Phase.SERVE)
+        q, k, v, out, dout, lse = *kept, *self._receive(self._inputs(prepared))
+        with self._noted("attention backward", "attention"):
+            results = prepared.kernel.backward(dout, q, k, v, out, lse, prepared.rows, self.scale)
+        self._send(results, prepared.gradients)
+        return ()
 
-    def _to_server(self, trip: ToServers) -> Tensors:
-        """The server's buffers of the row's tensors."""
-        wire, row, self._row = self._arrived(), self._row, ()
-        if self.check and trip.stamp is not None and wire is not None:
-            strangers = trip.stamp.strangers(wire, trip.arriving)
-            if strangers:
-                raise another_plan(self.transport.rank, strangers)
-        return trip.unpack(wire, row)
+    def combine(self) -> Tensors:
+        """The row's dq, dk and dv."""
+        return self._receive(self._enter(Phase.COMBINE).gradients)
 
-    def _to_home(self, trip: ToHomes) -> Tensors:
-        """The row's results."""
-        wire, buffers, self._buffers = self._arrived(), self._buffers, ()
-        return trip.unpack(wire, buffers)
+    def empty_row(self) -> Tensors:
+        q, k, lse = self.shapes.empty_row()
+        return q, k, k, q, q, lse
+
+    def _inputs(self, prepared: Prepared) -> Dispatch:
+        return prepared.kept_backward_inputs if self.keep else prepared.backward_inputs

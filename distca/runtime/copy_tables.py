@@ -1,8 +1,8 @@
 """Tables of blocks for copies in one launch: which bytes of which tensor go where, made once per plan.
 
-Tables count in units: the largest power of two up to 16 bytes that divides a token of every field of the trip, so that
+Tables count in units: the largest power of two up to 16 bytes that divides a token of every field exchanged, so that
 any heads and dims fit; in bf16, dims that 8 divides and heads that 4 divides give 16 bytes, the fastest. A few runs
-make a hundred thousand blocks, so runs are laid out here and the device cuts them.
+make a hundred thousand blocks, so runs are laid out here and the device cuts them. Importing this needs no triton.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from distca.dispatch.tables import Side
-from distca.runtime.wire import ALIGNMENT, STAMP_BYTES, Segments, ToHomes, ToServers, untouched
+from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES, Combine, Dispatch, WireLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Copies:
 class Sums:
     """Blocks of rows to fill with the sum of their parts, which come in the order of the dispatch tables."""
 
-    table: torch.Tensor  # int64 [blocks, 6]: field, first unit, units, units of its stretch before it, its parts [a, b)
-    parts: torch.Tensor  # int64 [parts, 2]: on the wire or in the own buffer, unit where the stretch begins there
+    table: torch.Tensor  # int64 [blocks, 6]: field, first unit, units, offset in its interval, its parts [a, b)
+    parts: torch.Tensor  # int64 [parts, 2]: on the wire or in the own buffer, unit where the interval begins there
     unit: int            # bytes
     block: int           # most bytes of a block
 
@@ -41,41 +41,40 @@ class Sums:
 class Merges:
     """Blocks of (token, head) rows to fill with the merged attention of their parts."""
 
-    table: torch.Tensor  # int64 [blocks, 5]: first row, rows, rows of its stretch before it, its parts [a, b)
-    parts: torch.Tensor  # int64 [parts, 3]: on the wire or own, where the stretch begins there: unit of out, row of lse
+    table: torch.Tensor  # int64 [blocks, 5]: first row, rows, offset in its interval, its parts [a, b)
+    parts: torch.Tensor  # int64 [parts, 3]: on the wire or own, where the interval begins: unit of out, row of lse
     unit: int            # bytes of out
     block: int           # most rows of a block; a power of two
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
+class Intervals:
     """Tokens of a row that have the same parts: own runs first, then those that come back, in the tables' order."""
 
-    begin: np.ndarray    # [stretches]
-    length: np.ndarray   # [stretches]
-    first: np.ndarray    # [stretches + 1] into the columns below
+    begin: np.ndarray    # [intervals]
+    length: np.ndarray   # [intervals]
+    first: np.ndarray    # [intervals + 1] into the columns below
     run: np.ndarray      # [parts] own runs, then runs that come back
-    skipped: np.ndarray  # [parts] tokens of the run before the stretch
+    offset: np.ndarray   # [parts] where the interval begins in the run
 
 
-def packing(trip: ToServers | ToHomes, device: torch.device, block: int) -> Copies:
+def packing(exchange: Dispatch | Combine, device: torch.device, block: int) -> Copies:
     """Fields, and the stamp as one source more, onto the wire."""
-    runs = [(field, 0, start * size, at, length * size)
-            for field, (size, copies) in enumerate(zip(trip.token_bytes, trip.leaving.copies, strict=True))
-            for start, length, at in copies]
-    runs += [(len(trip.token_bytes), 0, 0, at, STAMP_BYTES) for at in trip.leaving.stamps.values()]
-    return _copies(runs, trip.token_bytes, device, block)
+    runs = [(field, 0, start * size, at, tokens * size)
+            for field, (size, copies) in enumerate(zip(exchange.token_bytes, exchange.leaving.copies, strict=True))
+            for start, at, tokens in copies]
+    runs += [(len(exchange.token_bytes), 0, 0, at, STAMP_BYTES) for at in exchange.leaving.stamps.values()]
+    return _copies(runs, exchange.token_bytes, device, block)
 
 
-def unpacking(trip: ToServers, device: torch.device, block: int) -> Copies:
+def unpacking(exchange: Dispatch, device: torch.device, block: int) -> Copies:
     """The wire, source 0, and the row's tensors, sources 1 and on, into the server's buffers."""
     runs: list[tuple[int, int, int, int, int]] = []
-    for field, (side, size) in enumerate(zip(trip.sides, trip.token_bytes, strict=True)):
-        runs += [(0, field, at, start * size, length * size) for start, length, at in trip.arriving.copies[field]]
-        if not side.is_row:
-            runs += [(1 + field, field, row * size, buffer * size, length * size) for row, buffer, length in zip(
-                side.local.row.tolist(), side.local.buffer.tolist(), side.local.length.tolist(), strict=True)]
-    return _copies(runs, trip.token_bytes, device, block)
+    for field, size in enumerate(exchange.token_bytes):
+        runs += [(0, field, at, start * size, tokens * size) for start, at, tokens in exchange.arriving.copies[field]]
+        runs += [(1 + field, field, row * size, buffer * size, tokens * size)
+                 for row, buffer, tokens in exchange.local[field]]
+    return _copies(runs, exchange.token_bytes, device, block)
 
 
 def _copies(
@@ -109,53 +108,53 @@ def chunks(
     return run, begin, torch.minimum(edge + block, lengths) - begin
 
 
-def stretches(side: Side) -> Stretches:
+def intervals(side: Side) -> Intervals:
     start = np.concatenate([side.local.row, side.send.start])
     stop = start + np.concatenate([side.local.length, side.send.length])
     edges = np.unique(np.concatenate([[0, len(side.parts)], start, stop]))
     first = np.searchsorted(edges, start)
     num = np.searchsorted(edges, stop) - first
     run = np.repeat(np.arange(len(start)), num)
-    stretch = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
-    order = np.lexsort((run, stretch))
-    run, stretch = run[order], stretch[order]
-    return Stretches(edges[:-1], np.diff(edges), np.searchsorted(stretch, np.arange(len(edges))), run,
-                     edges[stretch] - start[run])
+    interval = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
+    order = np.lexsort((run, interval))
+    run, interval = run[order], interval[order]
+    return Intervals(edges[:-1], np.diff(edges), np.searchsorted(interval, np.arange(len(edges))), run,
+                     edges[interval] - start[run])
 
 
-def _places(side: Side, of: Stretches, field: int, size: int, arriving: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """Per part: is it on the wire, and at which byte of the wire or of the own buffer does its stretch begin."""
+def _places(side: Side, of: Intervals, field: int, size: int, arriving: WireLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Per part: is it on the wire, and at which byte of the wire or of the own buffer does its interval begin."""
     begin = np.concatenate([side.local.buffer * size,
-                            np.array([at for *_, at in arriving.copies[field]], dtype=np.int64)])
-    return of.run >= len(side.local.row), begin[of.run] + of.skipped * size
+                            np.array([at for _, at, _ in arriving.copies[field]], dtype=np.int64)])
+    return of.run >= len(side.local.row), begin[of.run] + of.offset * size
 
 
-def sums(trip: ToHomes, device: torch.device, block: int) -> Sums:
-    unit = gcd(ALIGNMENT, *trip.token_bytes)
+def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
+    unit = gcd(ALIGNMENT, *exchange.token_bytes)
     blocks, parts = [_upload(np.empty((0, 6)), device)], [np.empty((0, 2), dtype=np.int64)]
-    for field, (side, size) in enumerate(zip(trip.sides, trip.token_bytes, strict=True)):
-        if not untouched(side):
-            of, per_token = stretches(side), size // unit
+    for field, (side, size) in enumerate(zip(exchange.sides, exchange.token_bytes, strict=True)):
+        if not side.is_untouched:
+            of, per_token = intervals(side), size // unit
             first = of.first + sum(map(len, parts))
-            stretch, before, count = chunks(of.length * per_token, block // unit, of.begin * per_token, device)
-            begin, a, b = _upload(np.stack([of.begin * per_token, first[:-1], first[1:]]), device)[:, stretch]
+            interval, before, count = chunks(of.length * per_token, block // unit, of.begin * per_token, device)
+            begin, a, b = _upload(np.stack([of.begin * per_token, first[:-1], first[1:]]), device)[:, interval]
             blocks.append(torch.stack([torch.full_like(count, field), begin + before, count, before, a, b], dim=1))
-            is_on_wire, at = _places(side, of, field, size, trip.arriving)
+            is_on_wire, at = _places(side, of, field, size, exchange.arriving)
             parts.append(np.stack([is_on_wire, at // unit], axis=1))
     return Sums(torch.cat(blocks), _upload(np.concatenate(parts), device), unit, block)
 
 
-def merges(trip: ToHomes, device: torch.device, block: int) -> Merges:
+def merges(exchange: Combine, device: torch.device, block: int) -> Merges:
     """`block` is in bytes of out."""
-    assert trip.merged_heads is not None
-    side, heads, (out_size, lse_size) = trip.sides[0], trip.merged_heads, trip.token_bytes
+    assert exchange.merged_heads is not None
+    side, heads, (out_size, lse_size) = exchange.sides[0], exchange.merged_heads, exchange.token_bytes
     unit, rows = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())
-    if untouched(side):
+    if side.is_untouched:
         return Merges(_upload(np.empty((0, 5)), device), _upload(np.empty((0, 3)), device), unit, rows)
-    of = stretches(side)
-    stretch, before, count = chunks(of.length * heads, rows, of.begin * heads, device)
-    begin, a, b = _upload(np.stack([of.begin * heads, of.first[:-1], of.first[1:]]), device)[:, stretch]
-    (is_on_wire, out_at), (_, lse_at) = (_places(side, of, field, size, trip.arriving)
+    of = intervals(side)
+    interval, before, count = chunks(of.length * heads, rows, of.begin * heads, device)
+    begin, a, b = _upload(np.stack([of.begin * heads, of.first[:-1], of.first[1:]]), device)[:, interval]
+    (is_on_wire, out_at), (_, lse_at) = (_places(side, of, field, size, exchange.arriving)
                                          for field, size in enumerate((out_size, lse_size)))
     parts = np.stack([is_on_wire, out_at // unit, lse_at * heads // lse_size], axis=1)
     return Merges(torch.stack([begin + before, count, before, a, b], dim=1), _upload(parts, device), unit, rows)

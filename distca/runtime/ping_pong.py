@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from distca.planning.plan import Plan
-from distca.runtime.core_attention import CoreAttention, Pending
+from distca.runtime.attention import CoreAttention, Pending
 
 Segment = Callable[..., Any]
 Runs = Sequence[tuple[int, int]]  # tokens [start, stop) of a row, in order

@@ -19,10 +19,9 @@ import torch
 
 from distca.planning.pipeline_ticks import IDLE, Ticks
 from distca.planning.plan import Plan
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.neighbours import Neighbours
-from distca.runtime.prepared import Shapes
-from distca.runtime.transport import Handle
+from distca.runtime.attention import CoreAttention
+from distca.runtime.call import Phase, Shapes
+from distca.runtime.transport import Handle, PointToPoint
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 
@@ -67,7 +66,7 @@ class _Live(NamedTuple):
 class Pipeline:
     """One rank's stage, and the neighbours it passes activations and gradients to."""
 
-    def __init__(self, stage: Stage, attention: CoreAttention, neighbours: Neighbours) -> None:
+    def __init__(self, stage: Stage, attention: CoreAttention, neighbours: PointToPoint) -> None:
         self.stage, self.attention, self.neighbours = stage, attention, neighbours
         self.at, self.last = neighbours.stage, neighbours.num_stages - 1
 
@@ -127,14 +126,12 @@ class Pipeline:
     def _serve(self, plans: RowPlans, first_depth: int, backward: bool) -> None:
         """Take part without tokens in the tick's calls from `first_depth` on, in the order of those who bring some."""
         depths = range(first_depth, len(plans[0]) if plans else 0)
-        steps = ("finish_backward", "serve_backward", "start_backward") if backward else (
-            "start_forward", "serve_forward", "finish_forward")
         for depth in reversed(depths) if backward else depths:
             rows = reversed(plans) if backward else plans
-            calls = [self.attention.steps(row[depth], self.stage.shapes) for row in rows]
-            for step in steps:
+            calls = [self.attention.call(row[depth], self.stage.shapes, backward=backward) for row in rows]
+            for phase in Phase:
                 for call in calls:
-                    call.take_empty(step, self.stage.shapes)
+                    call.run_without_tokens(phase)
 
     def _expect(self, ticks: Ticks, tick: int) -> dict[tuple[bool, int], list[Handle]]:
         """Receive what the neighbours sent in this tick: activations from before, gradients from behind."""

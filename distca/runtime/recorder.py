@@ -1,4 +1,4 @@
-"""Measure what a rank's attention does, from outside: a transport and a kernel that note when they wait and compute.
+"""Measure what a rank does in a step: spans of computing and waiting, noted where they happen.
 
 On a GPU times come from events on the stream, read once the step is over, so that measuring does not wait; on a CPU
 from the clock. Exposed communication is the time spent waiting for exchanges that had not finished by themselves.
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from distca.kernels import Kernel, TaskRows
-from distca.runtime.transport import Handle, Transport
 from distca.trace import Span, StepTrace
 
 
@@ -73,77 +71,3 @@ def _between(outer: Span, inner: Sequence[Span]) -> Iterator[Span]:
         at = max(at, span.stop_seconds)
     if at < outer.stop_seconds:
         yield replace(outer, start_seconds=at)
-
-
-class RecordedTransport:
-    """A transport whose waits are noted."""
-
-    def __init__(self, transport: Transport, recorder: Recorder) -> None:
-        self.transport, self.recorder = transport, recorder
-
-    @property
-    def rank(self) -> int:
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        return self.transport.size
-
-    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
-        return _RecordedHandle(self.transport.exchange(send, send_splits, recv_splits), self.recorder,
-                               sum(send_splits) + sum(recv_splits))
-
-    def gather(self, value: int, device: torch.device) -> list[int]:
-        return self.transport.gather(value, device)
-
-    def tell(self, message: Any, rank: int) -> None:
-        self.transport.tell(message, rank)
-
-    def hear(self) -> Any:
-        return self.transport.hear()
-
-
-class _RecordedHandle:
-    def __init__(self, handle: Handle, recorder: Recorder, num_bytes: int) -> None:
-        self.handle, self.recorder, self.num_bytes = handle, recorder, num_bytes
-
-    def wait(self) -> torch.Tensor:
-        with self.recorder.span("exchange", "wait", self.num_bytes):
-            return self.handle.wait()
-
-
-class RecordedKernel:
-    """A kernel whose computing is noted."""
-
-    def __init__(self, kernel: Kernel, recorder: Recorder) -> None:
-        self.kernel, self.recorder = kernel, recorder
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
-        return self.kernel.supports(device, dtype, head_dim, window)
-
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Any:
-        return self.kernel.prepare(rows, device, window)
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Any, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with self.recorder.span("attention forward", "attention"):
-            return self.kernel.forward(q, k, v, prepared, scale)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        prepared: Any,
-        scale: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with self.recorder.span("attention backward", "attention"):
-            return self.kernel.backward(dout, q, k, v, out, lse, prepared, scale)

@@ -126,6 +126,9 @@ class Attention:
     kernel: str = _setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
     state: str = _setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                           choices=("resend", "keep"))
+    transport: str = _setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
+                                      "inside one node (symmetric), or the latter where it is possible (auto).",
+                              choices=("c10d", "symmetric", "auto"))
 
 
 @dataclass(frozen=True, slots=True)

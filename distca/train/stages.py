@@ -22,8 +22,8 @@ from torch import nn
 
 from distca.planning.plan import Plan
 from distca.runtime import ping_pong
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.prepared import Shapes
+from distca.runtime.attention import CoreAttention
+from distca.runtime.call import Shapes
 from distca.train.data import Batch
 from distca.train.model import (
     Decoder,

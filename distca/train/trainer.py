@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distca.planning.tick_plans import layers_of_stages
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.neighbours import C10dNeighbours
+from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
+from distca.runtime.transport import C10dPointToPoint
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.checkpoint import Checkpointer, SaveError
@@ -85,7 +85,7 @@ class Trainer:
         self.recorder = Recorder(device)
         shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       recorder=self.recorder)
+                                       transport=settings.attention.transport, recorder=self.recorder)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
@@ -215,11 +215,11 @@ def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict
     return facts | {"model.name": settings.model.name}
 
 
-def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dNeighbours:
+def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
     """This rank's neighbours: one process group for activations, another for gradients."""
     chain = pipeline.mesh.flatten().tolist()
     back = dist.new_group(chain, timeout=timeout, use_local_synchronization=True)
-    return C10dNeighbours(chain, down=pipeline.get_group(), up=back)
+    return C10dPointToPoint(chain, down=pipeline.get_group(), up=back)
 
 
 def build_decoder(

@@ -106,7 +106,7 @@ def test_an_exchange_takes_its_latency_and_its_bytes():
 
 
 def test_what_profile_writes_is_read_back(tmp_path):
-    probe = pytest.importorskip("distca.runtime.probe")
+    probe = pytest.importorskip("distca.profiling.network")
     cost = probe.ExchangeCost("gloo", 2, 1e-4, 2e9, (4096,), (1e-4,))
     table = analytic_table(model_named("llama3-8b"), 550e12)
     replace(table, metadata={"network": asdict(cost)}).save(tmp_path / "table.json")

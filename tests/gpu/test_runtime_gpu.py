@@ -13,7 +13,7 @@ from distca.kernels import TaskRows
 from distca.kernels.accuracy import expected_attention
 from distca.planning.greedy import balance
 from distca.planning.step import MicroBatch
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.runtime.ping_pong import taken
 from distca.runtime.transport import TransportError
 from distca.spec import ModelShape
@@ -37,7 +37,7 @@ def on_this_gpu(transport, kind):
     if kind == "gloo":
         return transport
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    from distca.runtime.symmetric import SymmetricTransport
+    from distca.runtime.transport.symmetric import SymmetricTransport
 
     return SymmetricTransport(transport.group, timeout_seconds=60.0)
 
@@ -178,7 +178,7 @@ def test_splits_that_do_not_match_are_named():
 
 
 def shares_by_accident(transport):
-    from distca.runtime.symmetric import SymmetricTransport
+    from distca.runtime.transport.symmetric import SymmetricTransport
 
     os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
     try:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from distca.integrations.steps import PackedSteps
+from distca.integrations.packed import PackedAttention
 from distca.spec import ModelShape
 from distca.testing import run_processes
 
@@ -64,36 +64,36 @@ def huggingface(transport, kind="llama", checkpointing=False):
     from distca.integrations.huggingface import enable
 
     model = llama(kind)
-    steps = enable(model, tolerance=0.02)
+    attention = enable(model, tolerance=0.02)
     if checkpointing:
         model.gradient_checkpointing_enable()
     graphs = same_as_eager(model, huggingface_loss, STEPS, 0 if transport is None else transport.rank)
-    tasks = steps.latest.tasks
+    tasks = attention.latest.tasks
     return graphs, bool((tasks.home != tasks.server).any())
 
 
 class Block(torch.nn.Module):
-    """A layer of one's own around `PackedSteps`."""
+    """A layer of one's own around `PackedAttention`."""
 
     def __init__(self):
         super().__init__()
         self.embed, self.qkv, self.out = torch.nn.Embedding(97, 32), torch.nn.Linear(32, 64), torch.nn.Linear(32, 97)
 
-    def forward(self, tokens, steps, step):
+    def forward(self, tokens, attention, batch):
         q, k, v = self.qkv(self.embed(tokens)).view(-1, 8, 8).split([4, 2, 2], dim=1)
-        return self.out(torch.tanh(steps.attend(q, k, v, step).flatten(1)))
+        return self.out(torch.tanh(attention.attend(q, k, v, batch).flatten(1)))
 
 
 def plain(transport):
     torch.manual_seed(0)
-    steps = PackedSteps(SHAPE, tolerance=0.02)
+    attention = PackedAttention(SHAPE, tolerance=0.02)
 
     def call(model, lengths, seed):
         tokens = torch.randint(97, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-        return torch.nn.functional.cross_entropy(model(tokens, steps, steps.begin(lengths)), tokens)
+        return torch.nn.functional.cross_entropy(model(tokens, attention, attention.begin(lengths)), tokens)
 
     graphs = same_as_eager(Block(), call, STEPS, 0 if transport is None else transport.rank)
-    tasks = steps.latest.tasks
+    tasks = attention.latest.tasks
     return graphs, bool((tasks.home != tasks.server).any())
 
 
@@ -156,10 +156,10 @@ def test_packed_steps_of_one_process():
 
 def test_a_step_that_begins_inside_what_is_compiled():
     torch.compiler.reset()
-    block, steps = Block(), PackedSteps(SHAPE)
+    block, attention = Block(), PackedAttention(SHAPE)
 
     def whole(tokens, lengths):
-        return block(tokens, steps, steps.begin(lengths)).sum()
+        return block(tokens, attention, attention.begin(lengths)).sum()
 
     for lengths in ([30, 1, 9], [4, 16]):
         tokens = torch.arange(sum(lengths))

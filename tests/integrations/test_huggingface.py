@@ -25,9 +25,10 @@ pytest.importorskip("transformers")
 import transformers as hf
 from transformers import DataCollatorWithFlattening
 
-from distca.integrations import steps as steps_module
-from distca.integrations.huggingface import check_version, enable, steps_of
-from distca.integrations.rows import documents
+from distca.integrations import packed as packed_module
+from distca.integrations.document_lengths import from_batch
+from distca.integrations.huggingface import enable
+from distca.integrations.packed import latest_plan
 
 ROOT = Path(distca.__file__).parents[1]
 SIZE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -69,17 +70,17 @@ def close(actual, expected):
 @contextmanager
 def counting():
     """Collectives of lengths."""
-    calls, plain = [], steps_module._gather
-    steps_module._gather = lambda *args: calls.append(1) or plain(*args)
+    calls, plain = [], packed_module._gather
+    packed_module._gather = lambda *args: calls.append(1) or plain(*args)
     yield calls
-    steps_module._gather = plain
+    packed_module._gather = plain
 
 
 def as_on_one_process(transport, kind, rows, checkpointing=False):
     """Logits, loss and gradients; a changed token; unequal evaluation and generation; and training again."""
     rank = transport.rank
     one, model = small(kind, attn_implementation="sdpa"), small(kind)
-    steps = enable(model, tolerance=0.02)
+    enable(model, tolerance=0.02)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
@@ -92,7 +93,8 @@ def as_on_one_process(transport, kind, rows, checkpointing=False):
         got = model(**batches[rank], num_items_in_batch=total, use_cache=False)
         got.loss.backward()
     assert len(calls) == 1, f"{len(calls)} exchanges of lengths in one step"
-    assert (steps.latest.tasks.home != steps.latest.tasks.server).any()
+    tasks = latest_plan(model).tasks
+    assert (tasks.home != tasks.server).any()
     whole = one(**joined(batches), num_items_in_batch=total, use_cache=False)
     whole.loss.backward()
     if rows[rank]:
@@ -189,10 +191,10 @@ def test_one_rank_with_padding_edges_caches_and_autocast(kind):
     batch = packed([20, 1, 30, 9], 0, edges=True)
     plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
     close(model(**batch).logits, one(**plain, use_cache=False).logits)
-    assert steps_of(model).latest.layout.lengths.tolist() == [20, 1, 30, 9]
+    assert latest_plan(model).layout.lengths.tolist() == [20, 1, 30, 9]
     del batch["position_ids"]                                    # RoPE aside, cu_seq_lens alone tell documents apart
     model(**batch)
-    assert steps_of(model).latest.layout.lengths.tolist() == [20, 1, 30, 9]
+    assert latest_plan(model).layout.lengths.tolist() == [20, 1, 30, 9]
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(**plain).logits, one(**plain, use_cache=False).logits, rtol=0.05, atol=0.05)
     ids = torch.arange(1, 61).view(2, 30)
@@ -220,7 +222,7 @@ def test_documents_are_read_from_padded_rows(rows, spare):
         begin = row_len - sum(lengths) if right else 0
         mask[row, begin:begin + sum(lengths)] = True
         position[row, mask[row]] = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.int64)
-    lengths, kept = documents(position, None, mask, len(rows), row_len)
+    lengths, kept = from_batch(position, None, mask, len(rows), row_len)
     assert lengths == [length for lengths, _ in rows for length in lengths]
     everything = mask.flatten().nonzero().flatten().tolist()
     assert (list(range(len(rows) * row_len)) if kept is None else kept.tolist()) == everything
@@ -236,7 +238,7 @@ def test_documents_are_read_from_padded_rows(rows, spare):
 ])
 def test_documents_that_cannot_be_read_are_named(about, message):
     with pytest.raises(ValueError, match=message):
-        documents(*about)
+        from_batch(*about)
 
 
 SMALLER = {**SIZE, "num_hidden_layers": 1}
@@ -269,20 +271,6 @@ def test_a_model_given_the_name_alone_is_refused_ahead_of_its_first_layer():
     model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALLER, attn_implementation="distca"))
     with pytest.raises(ValueError, match="gemma2: it has softcapping"):
         model(torch.ones(1, 4, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("version", ["4.57.1", "5.3.0", "6.0.0"])
-def test_other_versions_of_transformers_are_named(version):
-    with pytest.raises(ImportError, match=f"transformers is {version} but .* supports from 5.4 to below 6"):
-        check_version(version)
-    check_version("5.4.0")
-
-
-def test_without_transformers_one_line_says_what_to_install():
-    code = ("import sys\nsys.modules['transformers'] = None\nimport distca\nfrom distca.integrations import steps\n"
-            "import distca.integrations.huggingface")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "needs transformers 5; pip install 'distca[transformers]'" in done.stderr.splitlines()[-1]
 
 
 def launched(*command, ranks=2, seconds=120):

@@ -1,9 +1,6 @@
 """Megatron-Core's own GPT, packed over real ranks, equals itself with its own attention on one document at a time."""
 
 import importlib.util
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +8,8 @@ import pytest
 
 from distca.testing import run_processes
 
+sys.path.insert(0, str(Path(__file__).parent))
+trainers = importlib.import_module("trainers")
 HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAVE_MEGATRON, reason="megatron-core is not installed: pip install "
                                                               "'distca[megatron-core]'")
@@ -52,18 +51,6 @@ def gpt(spec, first=True, last=True, **settings):
                     share_embeddings_and_output_weights=False, parallel_output=False)
 
 
-def rows_of_tokens(rows, changed=None):
-    """Tokens and next tokens of every rank's documents; `changed` names a (rank, document) that gets another token."""
-    import torch
-
-    generator = torch.Generator().manual_seed(5)
-    documents = [[torch.randint(VOCAB, (length + 1,), generator=generator) for length in row] for row in rows]
-    if changed is not None:
-        document = documents[changed[0]][changed[1]]
-        document[0] = (document[0] + 1) % VOCAB
-    return documents
-
-
 def one_by_one(model, documents):
     """Logits of each document by itself, with Megatron's own attention and an explicit causal mask."""
     import torch
@@ -89,20 +76,13 @@ def packed(model, documents):
     return model(tokens[None], position[None], None, packed_seq_params=params)
 
 
-def total_loss(logits, documents):
-    import torch
-
-    labels = torch.cat([document[1:] for document in documents])
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-
 def expected_of(model, rows):
     """Logits of each document, and all documents' gradients by name, without packing and without other ranks."""
     import torch
 
     everyone = [document for row in rows for document in row]
     logits = one_by_one(model, everyone)
-    loss = total_loss(torch.cat(logits), everyone)
+    loss = trainers.total_loss(torch.cat(logits), everyone)
     loss.backward()
     return logits, {"loss": loss.detach(), **{name: x.grad for name, x in model.named_parameters()}}
 
@@ -115,39 +95,30 @@ def summed(named, group=None):
     return named
 
 
-def assert_same(actual, expected):
-    """To 1e-5 of the largest entry: gradients are sums over all tokens."""
-    import torch
-
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        atol = 1e-5 * float(x.abs().max())
-        torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=atol, msg=lambda m, at=name: f"{at}: {m}")
-
-
 def check_equal(transport, rows, settings):
     """Logits, loss and gradients; gives whether layers share a pool, the work per server and whether a task moved."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from distca.integrations.megatron_core import balanced
+    from distca.integrations.megatron_core import enable
+    from distca.integrations.packed import latest_plan
 
-    documents = rows_of_tokens(rows)
-    ours = gpt(balanced(get_gpt_layer_local_spec(), tolerance=0.02), **settings)
+    documents = trainers.rows_of_tokens(rows, VOCAB)
+    ours = gpt(enable(get_gpt_layer_local_spec(), tolerance=0.02), **settings)
     theirs = gpt(get_gpt_layer_local_spec())
     theirs.load_state_dict(ours.state_dict())                    # the same names: nothing of ours is saved
     mine = documents[transport.rank]
     logits = packed(ours, mine)[0]
-    loss = total_loss(logits, mine)
+    loss = trainers.total_loss(logits, mine)
     loss.backward()
     actual = summed({"loss": loss.detach(), **{name: x.grad for name, x in ours.named_parameters()}})
     alone, expected = expected_of(theirs, documents)
     first = sum(len(row) for row in rows[:transport.rank])
     torch.testing.assert_close(logits, torch.cat(alone[first:first + len(mine)]), rtol=1e-5, atol=1e-5)
-    assert_same(actual, expected)
+    trainers.assert_same(actual, expected)
     first, second = (layer.self_attention.core_attention.pool for layer in ours.decoder.layers)
-    tasks = first.latest.tasks
-    return first is second, first.latest.work().tolist(), bool((tasks.home != tasks.server).any())
+    assert latest_plan(ours) is first.latest
+    return first is second, *trainers.balance_of(first.latest)
 
 
 def tokens_unchanged(transport, rows, changed):
@@ -157,13 +128,13 @@ def tokens_unchanged(transport, rows, changed):
     from distca.integrations.megatron_core import gpt_layer_local
 
     model = gpt(gpt_layer_local)
-    before = packed(model, rows_of_tokens(rows)[transport.rank])
+    before = packed(model, trainers.rows_of_tokens(rows, VOCAB)[transport.rank])
     model.eval()
     for _ in range(transport.rank):
-        packed(model, rows_of_tokens(rows)[transport.rank])
-        one_by_one(model, rows_of_tokens(rows)[transport.rank])
+        packed(model, trainers.rows_of_tokens(rows, VOCAB)[transport.rank])
+        one_by_one(model, trainers.rows_of_tokens(rows, VOCAB)[transport.rank])
     model.train()
-    after = packed(model, rows_of_tokens(rows, changed)[transport.rank])
+    after = packed(model, trainers.rows_of_tokens(rows, VOCAB, changed)[transport.rank])
     return torch.eq(before, after)[0].all(dim=1).tolist()
 
 
@@ -189,7 +160,7 @@ def refusals():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from distca.integrations.megatron_core import balanced, gpt_layer_local
+    from distca.integrations.megatron_core import enable, gpt_layer_local
 
     core, q = gpt(gpt_layer_local).decoder.layers[0].self_attention.core_attention, torch.zeros(4, 4, 8)
 
@@ -200,18 +171,12 @@ def refusals():
         lambda: gpt(gpt_layer_local, attention_dropout=0.1),
         lambda: gpt(gpt_layer_local, softmax_type="learnable"),
         lambda: gpt(gpt_layer_local, window_size=(4, 4)),
-        lambda: balanced(get_gpt_layer_local_spec().submodules.self_attention),
+        lambda: enable(get_gpt_layer_local_spec().submodules.self_attention),
         lambda: attend(PackedSeqParams("sbhd")),
         lambda: attend(PackedSeqParams("thd", torch.tensor([0, 4]), torch.tensor([0, 2]))),
         lambda: attend(PackedSeqParams("thd", torch.tensor([0, 3]))),
     ]
-    told = []
-    for call in wrong:
-        try:
-            call()
-        except ValueError as error:
-            told.append(str(error))
-    return told
+    return trainers.refusals(wrong)
 
 
 def two_ranks(transport):
@@ -236,8 +201,9 @@ def four_ranks(transport):
     core = gpt(gpt_layer_local).decoder.layers[0].self_attention.core_attention
     nothing = check_without_tokens(transport, core)
     whole = gpt(get_gpt_layer_local_spec())
-    alone, _ = expected_of(whole, rows_of_tokens(ROWS[2]))
-    _, expected = expected_of(whole, rows_of_tokens(ROWS[2][::-1]))  # on top of the first micro-batch's gradients
+    alone, _ = expected_of(whole, trainers.rows_of_tokens(ROWS[2], VOCAB))
+    backwards = trainers.rows_of_tokens(ROWS[2][::-1], VOCAB)
+    _, expected = expected_of(whole, backwards)                  # on top of the first micro-batch's gradients
     cpu_megatron(tensor_model_parallel_size=2)
     heads = check_sharded_heads(alone)
     cpu_megatron(pipeline_model_parallel_size=2)
@@ -255,7 +221,7 @@ def check_sharded_heads(alone):
 
     replica = parallel_state.get_data_parallel_rank()
     model = gpt(gpt_layer_local, tensor_model_parallel_size=2)
-    logits = packed(model, rows_of_tokens(ROWS[2])[replica])[0]
+    logits = packed(model, trainers.rows_of_tokens(ROWS[2], VOCAB)[replica])[0]
     first = replica * len(ROWS[2][0])
     expected = torch.cat(alone[first:first + len(ROWS[2][replica])])
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -281,7 +247,7 @@ def check_pipeline(whole, expected, micro_batches):
         for name, x in whole.named_parameters():
             if name in ours:
                 ours[name].copy_(x)
-    rows = [rows_of_tokens(rows)[replica] for rows in micro_batches]
+    rows = [trainers.rows_of_tokens(rows, VOCAB)[replica] for rows in micro_batches]
     held, sent = [], []
 
     def forward(documents):
@@ -297,7 +263,7 @@ def check_pipeline(whole, expected, micro_batches):
     def backward():
         received, out, documents = held.pop(0)
         if stage == 1:
-            total_loss(out[0], documents).backward()
+            trainers.total_loss(out[0], documents).backward()
             sent.append((received.grad, dist.isend(received.grad, other)))
         else:
             grad = torch.empty_like(out)
@@ -310,78 +276,45 @@ def check_pipeline(whole, expected, micro_batches):
     for _, handle in sent:
         handle.wait()
     actual = summed({name: x.grad for name, x in ours.items()}, parallel_state.get_data_parallel_group())
-    assert_same(actual, {name: expected[name] for name in actual})
+    trainers.assert_same(actual, {name: expected[name] for name in actual})
     return stage, model.decoder.layers[0].self_attention.core_attention.pool.latest.layout.num_ranks
 
 
-def values(outcomes):
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
-
-
-def assert_balanced(result):
-    shared, work, moved = result
-    assert shared and moved
-    assert max(work) < 1.3 * sum(work) / len(work), work
+def assert_shared(result):
+    """All layers have one pool, which is balanced."""
+    shared, *balance = result
+    assert shared
+    trainers.assert_balanced(balance)
 
 
 @needs_megatron
 @pytest.mark.multiprocess
 def test_two_ranks_equal_one_document_at_a_time():
-    first, second = values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    first, second = trainers.values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for rank in (first, second):
-        assert_balanced(rank["plain"])
-        assert_balanced(rank["replayed"])
+        assert_shared(rank["plain"])
+        assert_shared(rank["replayed"])
     assert first["unchanged"] == [True] * 41 + [False] * 300 + [True] * 7 and second["unchanged"] == [True] * 27
     expected = ["attention_dropout is 0.1", "softmax_type is 'learnable'", "window_size is (4, 4)",
                 "give the spec of a", "qkv_format is 'sbhd'", "of keys differ from those of queries",
                 "[0, 3] for 4 tokens"]
-    assert all(part in line for part, line in zip(expected, first["told"], strict=True)), first["told"]
+    trainers.assert_told(first["told"], expected)
 
 
 @needs_megatron
 @pytest.mark.multiprocess
 def test_four_ranks_replay_attention_and_pool_by_heads_and_by_stage():
-    outcomes = values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    outcomes = trainers.values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for outcome in outcomes:
-        assert_balanced(outcome["replayed"])
+        assert_shared(outcome["replayed"])
         assert outcome["nothing"] == [True] * 3
     assert [outcome["heads"] for outcome in outcomes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [outcome["pipeline"] for outcome in outcomes] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-
-
-def run_example(folder, ranks, *arguments):
-    """Its printed work max/mean, at home and with distca."""
-    here = Path(__file__).parent
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-              str(here / "on_cpu.py"), "megatron"]
-    example = str(here.parents[1] / "examples" / "megatron_core.py")
-    done = subprocess.run([*launch, example, *arguments], capture_output=True, text=True, timeout=280, cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    home, balanced = re.search(r"max/mean (\S+) at home, (\S+) with distca", done.stdout).groups()
-    return float(home), float(balanced)
 
 
 @needs_megatron
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_example_trains(tmp_path):
-    home, balanced = run_example(tmp_path, 2)
+    home, balanced = trainers.run_example("megatron", "megatron_core.py", tmp_path, 2)
     assert balanced < 1.1 < home
-
-
-def test_absence_is_one_line():
-    code = "import sys; sys.modules['megatron'] = None; import distca.integrations.megatron_core"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode and "needs megatron-core 0.16; pip install 'distca[megatron-core]'" in last
-
-
-@pytest.mark.parametrize("version", ["0.15.9", "0.17.0"])
-def test_other_versions_are_one_line(version):
-    from distca.integrations.boundaries import check_version
-
-    with pytest.raises(ImportError, match=rf"megatron-core is {version} but distca supports from 0\.16 to below 0\.17"):
-        check_version("megatron-core", version, "megatron-core", (0, 16), (0, 17))
-    check_version("megatron-core", "0.16.1rc2", "megatron-core", (0, 16), (0, 17))

@@ -1,9 +1,6 @@
 """torchtitan's own models, packed over real ranks, equal themselves with its SDPA on one document at a time."""
 
 import importlib.util
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +8,8 @@ import pytest
 
 from distca.testing import run_processes
 
+sys.path.insert(0, str(Path(__file__).parent))
+trainers = importlib.import_module("trainers")
 HAVE_TORCHTITAN = all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton"))
 needs_torchtitan = pytest.mark.skipif(not HAVE_TORCHTITAN, reason="torchtitan or triton is not installed: pip install "
                                                                   "'distca[torchtitan]'")
@@ -51,7 +50,7 @@ def balanced_model(config, **options):
     from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
 
     config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))
-    flag = f"distca.integrations.torchtitan.balanced={json.dumps(options)}"
+    flag = f"distca.integrations.torchtitan.enable={json.dumps(options)}"
     assert len(apply_overrides(OverrideConfig(imports=parse_cli_imports([flag])), config)) == len(config.layers)
     return model_of(config)
 
@@ -94,18 +93,6 @@ def sharded(size, checkpointing):
     return model
 
 
-def rows_of_tokens(rows, changed=None):
-    """Tokens and next tokens of every rank's documents; `changed` names a (rank, document) that gets another token."""
-    import torch
-
-    generator = torch.Generator().manual_seed(5)
-    documents = [[torch.randint(VOCAB, (length + 1,), generator=generator) for length in row] for row in rows]
-    if changed is not None:
-        document = documents[changed[0]][changed[1]]
-        document[0] = (document[0] + 1) % VOCAB
-    return documents
-
-
 def packed(model, documents):
     """Logits of a rank's documents in one row, with the metadata that the trainer makes from positions."""
     import torch
@@ -115,23 +102,18 @@ def packed(model, documents):
     return model(tokens, position, model.get_attention_masks(position))[0]
 
 
-def total_loss(logits, documents):
-    import torch
-
-    labels = torch.cat([document[1:] for document in documents])
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-
 def check_equal(transport, rows, name, model):
     """Logits, loss and gradients; gives the work per server and whether a task moved."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    documents = rows_of_tokens(rows)
+    from distca.integrations.packed import latest_plan
+
+    documents = trainers.rows_of_tokens(rows, VOCAB)
     mine = documents[transport.rank]
     logits = packed(model, mine)
-    loss = total_loss(logits, mine)
+    loss = trainers.total_loss(logits, mine)
     loss.backward()
     actual = {"loss": loss.detach()}
     dist.all_reduce(actual["loss"])
@@ -144,21 +126,15 @@ def check_equal(transport, rows, name, model):
     plain = plain_model(name)
     everyone = [document for row in documents for document in row]
     alone = [plain(document[None, :-1], torch.arange(len(document) - 1)[None])[0] for document in everyone]
-    expected = total_loss(torch.cat(alone), everyone)
+    expected = trainers.total_loss(torch.cat(alone), everyone)
     expected.backward()
     first = sum(len(row) for row in rows[:transport.rank])
     torch.testing.assert_close(logits, torch.cat(alone[first:first + len(mine)]), rtol=1e-5, atol=1e-5)
-    for parameter, x in {"loss": expected.detach(), **{key: x.grad for key, x in plain.named_parameters()}}.items():
-        atol = 1e-5 * float(x.abs().max())
-        torch.testing.assert_close(actual[parameter], x, rtol=1e-5, atol=atol, msg=lambda m, at=parameter: f"{at}: {m}")
-    latest = pool_of(model).latest
-    return latest.work().tolist(), bool((latest.tasks.home != latest.tasks.server).any())
-
-
-def pool_of(model):
+    wanted = {"loss": expected.detach(), **{key: x.grad for key, x in plain.named_parameters()}}
+    trainers.assert_same({key: actual[key] for key in wanted}, wanted)
     pools = {module.pool for module in model.modules() if type(module).__name__ == "BalancedAttention"}
-    assert len(pools) == 1                                       # all layers share it
-    return pools.pop()
+    assert [pool.latest for pool in pools] == [latest_plan(model)]  # all layers share it
+    return trainers.balance_of(latest_plan(model))
 
 
 def tokens_unchanged(transport, rows, changed):
@@ -166,12 +142,12 @@ def tokens_unchanged(transport, rows, changed):
     import torch
 
     model = replicated(transport.size)
-    before = packed(model, rows_of_tokens(rows)[transport.rank])
+    before = packed(model, trainers.rows_of_tokens(rows, VOCAB)[transport.rank])
     model.eval()
     for _ in range(transport.rank):
-        packed(model, rows_of_tokens(rows)[transport.rank])
+        packed(model, trainers.rows_of_tokens(rows, VOCAB)[transport.rank])
     model.train()
-    after = packed(model, rows_of_tokens(rows, changed)[transport.rank])
+    after = packed(model, trainers.rows_of_tokens(rows, VOCAB, changed)[transport.rank])
     return torch.eq(before, after).all(dim=1).tolist()
 
 
@@ -180,27 +156,21 @@ def refusals():
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
-    from distca.integrations.torchtitan import BalancedAttention, balanced
+    from distca.integrations.torchtitan import BalancedAttention, enable
 
     attention = BalancedAttention.Config().build()
     q = torch.zeros(1, 4, 2, 8)
     edges = torch.tensor([0, 4])
     metadata = VarlenMetadata(edges, edges, 4, 4)
     wrong = [
-        lambda: balanced(VarlenAttention.Config(window_size=(-1, -1))),
+        lambda: enable(VarlenAttention.Config(window_size=(-1, -1))),
         lambda: attention(q, q, q, attention_masks=metadata),
         lambda: attention.parallelize(ParallelDims(1, 1, 2, 1, 1, 1, 2)),
         lambda: attention(q, q, q, attention_masks=None),
         lambda: attention(q, q, q, attention_masks=metadata, out_transform=lambda out, lse: out),
         lambda: attention(q, q, q[..., :4], attention_masks=metadata),
     ]
-    told = []
-    for call in wrong:
-        try:
-            call()
-        except ValueError as error:
-            told.append(str(error))
-    return told
+    return trainers.refusals(wrong)
 
 
 def two_ranks(transport):
@@ -224,48 +194,24 @@ def four_ranks(transport):
     return {"sharded": check_equal(transport, ROWS[4], "qwen3", sharded(transport.size, SelectiveAC.Config()))}
 
 
-def values(outcomes):
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
-
-
-def assert_balanced(result):
-    work, moved = result
-    assert moved
-    assert max(work) < 1.3 * sum(work) / len(work), work
-
-
 @needs_torchtitan
 @pytest.mark.multiprocess
 def test_two_ranks_equal_one_document_at_a_time():
-    first, second = values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    first, second = trainers.values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for rank in (first, second):
-        assert_balanced(rank["plain"])
-        assert_balanced(rank["replayed"])
+        trainers.assert_balanced(rank["plain"])
+        trainers.assert_balanced(rank["replayed"])
     assert first["unchanged"] == [True] * 41 + [False] * 300 + [True] * 7 and second["unchanged"] == [True] * 27
     expected = ["window_size is (-1, -1)", "made no mesh of data-parallel ranks", "context_parallel_degree is 2",
                 "attention_masks is a NoneType", "passes out_transform", "values have head size 4"]
-    assert all(part in line for part, line in zip(expected, first["told"], strict=True)), first["told"]
+    trainers.assert_told(first["told"], expected)
 
 
 @needs_torchtitan
 @pytest.mark.multiprocess
 def test_four_ranks_sharded_and_replayed_selectively():
-    for outcome in values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
-        assert_balanced(outcome["sharded"])
-
-
-def run_example(folder, ranks, *arguments):
-    """Its printed work max/mean, at home and with distca."""
-    here = Path(__file__).parent
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-              str(here / "on_cpu.py"), "torchtitan"]
-    example = str(here.parents[1] / "examples" / "torchtitan_train.py")
-    done = subprocess.run([*launch, example, *arguments], capture_output=True, text=True, timeout=280, cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    home, balanced = re.search(r"max/mean (\S+) at home, (\S+) with distca", done.stdout).groups()
-    return float(home), float(balanced)
+    for outcome in trainers.values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
+        trainers.assert_balanced(outcome["sharded"])
 
 
 @needs_torchtitan
@@ -275,21 +221,6 @@ def run_example(folder, ranks, *arguments):
                                                                          "install 'distca[torchtitan]'")
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
 def test_the_example_trains(tmp_path, ranks, stages):
-    home, balanced = run_example(tmp_path, ranks, "2", "512", str(stages))
+    home, balanced = trainers.run_example("torchtitan", "torchtitan_train.py", tmp_path, ranks, "2", "512",
+                                          str(stages))
     assert balanced < 1.1 < home
-
-
-def test_absence_is_one_line():
-    code = "import sys; sys.modules['torchtitan'] = None; import distca.integrations.torchtitan"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode and "needs torchtitan 0.3 and triton; pip install 'distca[torchtitan]'" in last
-
-
-@pytest.mark.parametrize("version", ["0.2.9", "0.4.0"])
-def test_other_versions_are_one_line(version):
-    from distca.integrations.boundaries import check_version
-
-    with pytest.raises(ImportError, match=rf"torchtitan is {version} but distca supports from 0\.3 to below 0\.4"):
-        check_version("torchtitan", version, "torchtitan", (0, 3), (0, 4))
-    check_version("torchtitan", "0.3.0", "torchtitan", (0, 3), (0, 4))

@@ -7,7 +7,7 @@ import torch
 from distca.planning.greedy import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import misplaced_plan, on_fake_ranks, row_index

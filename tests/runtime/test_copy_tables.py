@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.dispatch.build import build
-from distca.runtime import prepared
-from distca.runtime.copy_tables import chunks, packing, stretches, unpacking
-from distca.runtime.wire import Stamp, ToServers
+from distca.runtime import call
+from distca.runtime.copy_tables import chunks, intervals, packing, unpacking
+from distca.runtime.exchange_torch import Dispatch, Stamp
 from distca.spec import ModelShape
 from distca.testing import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
 from distca.workload.layout import layout_from_rows
@@ -42,14 +42,14 @@ def test_chunks_cover_every_run_once_and_end_on_blocks(runs, block):
 
 @settings(deadline=None)
 @given(tables())
-def test_stretches_name_every_part_of_every_token(tables):
+def test_intervals_name_every_part_of_every_token(tables):
     for side in (tables.queries, tables.keys):
-        of = stretches(side)
+        of = intervals(side)
         runs = [*zip(side.local.row, side.local.length, strict=True),
                 *zip(side.send.start, side.send.length, strict=True)]
         expected = [[(r, token - start) for r, (start, n) in enumerate(runs) if start <= token < start + n]
                     for token in range(tables.row_tokens)]
-        named = [[(of.run[p], of.skipped[p] + token) for p in range(of.first[s], of.first[s + 1])]
+        named = [[(of.run[p], of.offset[p] + token) for p in range(of.first[s], of.first[s + 1])]
                  for s in range(len(of.begin)) for token in range(of.length[s])]
         assert named == expected and [len(parts) for parts in named] == side.parts.tolist()
 
@@ -57,9 +57,9 @@ def test_stretches_name_every_part_of_every_token(tables):
 @settings(deadline=None)
 @given(tables(), st.sampled_from([(16, 32), (6, 4), (7, 5)]), st.sampled_from([16, 64, 4096]))
 def test_copies_write_every_byte_once(tables, sizes, block):
-    trip = ToServers.of(tables, [("q", sizes[0]), ("k", sizes[1])], Stamp.of(3, CPU))
-    for copies, room in ((packing(trip, CPU, block), {0: trip.leaving.num_bytes}),
-                         (unpacking(trip, CPU, block), {0: tables.queries.buffer_tokens * sizes[0],
+    exchange = Dispatch.of(tables, [("q", sizes[0]), ("k", sizes[1])], Stamp.of(3, CPU))
+    for copies, room in ((packing(exchange, CPU, block), {0: exchange.leaving.num_bytes}),
+                         (unpacking(exchange, CPU, block), {0: tables.queries.buffer_tokens * sizes[0],
                                                         1: tables.keys.buffer_tokens * sizes[1]})):
         written = {target: np.zeros(size, dtype=int) for target, size in room.items()}
         for _, target, _, here, count in copies.table.tolist():
@@ -68,20 +68,20 @@ def test_copies_write_every_byte_once(tables, sizes, block):
             written[target][here * copies.unit:(here + count) * copies.unit] += 1
         assert all((times <= 1).all() for times in written.values())
         padding = [sum(-(tokens * size) % 16 for tokens in side.send.tokens_per_peer(tables.num_ranks).tolist())
-                   for side, size in zip(trip.sides, sizes, strict=True)]
+                   for side, size in zip(exchange.sides, sizes, strict=True)]
         missing = sum(int((times == 0).sum()) for times in written.values())
         unneeded = sum(padding) if len(room) == 1 else sum(
-            room[field] for field, side in enumerate(trip.sides) if side.is_row)
+            room[field] for field, side in enumerate(exchange.sides) if side.is_row)
         assert missing == unneeded
 
 
 def test_without_triton_torch_copies_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    prepared._has_triton.cache_clear()
-    trip = ToServers.of(build(misplaced_plan(layout_from_rows([[4], [4]]), 2, MODEL), 0), [("q", 16), ("k", 16)])
+    call._has_triton.cache_clear()
+    exchange = Dispatch.of(build(misplaced_plan(layout_from_rows([[4], [4]]), 2, MODEL), 0), [("q", 16), ("k", 16)])
     with caplog.at_level(logging.WARNING, logger="distca"):
-        assert prepared.copied_on(CPU, trip) is trip and not caplog.records
+        assert call.packed_on(CPU, exchange) is exchange and not caplog.records
         for _ in range(2):
-            assert prepared.copied_on(torch.device("cuda"), trip) is trip
+            assert call.packed_on(torch.device("cuda"), exchange) is exchange
     assert [record.message.split(";")[-1] for record in caplog.records] == [" pip install triton"]
-    prepared._has_triton.cache_clear()
+    call._has_triton.cache_clear()

@@ -8,9 +8,9 @@ import torch
 
 from distca.planning.greedy import balance
 from distca.planning.tasks import TaskTable
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.prepared import digest
-from distca.runtime.roles import serve_until_stopped
+from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import serve_until_stopped
+from distca.runtime.registry import digest
 from distca.runtime.transport import LoopbackWorld, TransportError
 from distca.spec import ModelShape
 from distca.testing import misplaced_plan, on_fake_ranks, random_qkv, row_index, run_processes, scattered_plan
@@ -35,13 +35,13 @@ def odd_one_out(transport, plans):
     """Each rank follows its own plan; returns what it was told."""
     attend = CoreAttention(transport=transport)
     computed = []
-    kernel_of = attend.call
+    prepare = attend.plans.prepared
 
     def watched(*args):
         computed.append(args)
-        return kernel_of(*args)
+        return prepare(*args)
 
-    attend.call = watched
+    attend.plans.prepared = watched
     try:
         attend_once(attend, plans[transport.rank])
     except ValueError as error:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.roles import serve_until_stopped
+from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import serve_until_stopped
 from distca.spec import ModelShape
 from distca.testing import misplaced_plan, random_qkv, row_index, run_processes
 from distca.workload.layout import layout_from_rows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import (

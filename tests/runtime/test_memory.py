@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from distca.dispatch.build import build
 from distca.kernels import kernel_named
 from distca.planning.greedy import balance
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.prepared import Shapes, prepare
+from distca.runtime.attention import CoreAttention
+from distca.runtime.call import Prepared, Shapes
+from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
 from distca.runtime.transport import LoopbackWorld
-from distca.runtime.wire import ALIGNMENT, STAMP_BYTES
 from distca.spec import ModelShape
 from distca.testing import (
     LAYOUT_KINDS,
@@ -66,14 +66,14 @@ class Watching:
 
 def watch(attend):
     """Every call of `attend` runs a kernel that takes notes."""
-    seen, call = [], attend.call
+    seen, begin = [], attend.plans.begin
 
     def watched(*args):
-        made = call(*args)
-        made.kernel = Watching(seen)
-        return made
+        prepared = begin(*args)
+        prepared.kernel = Watching(seen)
+        return prepared
 
-    attend.call = watched
+    attend.plans.begin = watched
     return seen
 
 
@@ -177,7 +177,7 @@ def test_a_long_document_served_in_shards_stands_once():
     layout = pack([16384, 16384], ranks=2)
     plan = misplaced_plan(layout, 2, MODEL)
     shapes = Shapes(4, 2, 8, torch.float32, torch.device("cpu"))
-    prepared = prepare(plan, 1, kernel_named("sdpa"), shapes, None)
+    prepared = Prepared(plan, 0, 1, kernel_named("sdpa"), shapes, None)
     assert prepared.tables.keys.buffer_tokens == 16384
     expected = 16384 * (shapes.q_bytes + 2 * shapes.kv_bytes)
     assert expected <= prepared.inputs.arriving.num_bytes <= expected + 3 * ALIGNMENT + STAMP_BYTES

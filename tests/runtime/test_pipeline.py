@@ -19,12 +19,11 @@ from distca.kernels import dense_attention
 from distca.planning.pipeline_ticks import IDLE, same_phase_ticks
 from distca.planning.step import plan_step
 from distca.planning.tick_plans import plan_ticks_by
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.neighbours import LoopbackNeighbours
+from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
-from distca.runtime.roles import serve_until_stopped, stop_servers
-from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, scattered_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
@@ -129,7 +128,7 @@ def on_fake_ranks(step, make=Work, recorders=None):
             recorder=None if recorders is None else recorders[transport.rank])
         part = stage_of(step.decoder(), stage, step.num_stages, step.layers)
         work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK)
-        neighbours = LoopbackNeighbours(world, range(data, step.num_ranks, step.num_data), stage)
+        neighbours = LoopbackPointToPoint(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
             work.begin(batch_of(plan, data, SHAPE.model.vocab))
             Pipeline(work, attention, neighbours).step(plan.ticks, plan.by_stage[stage])
@@ -302,7 +301,7 @@ def test_a_stage_that_fails_ends_all_of_them():
 
 def test_ticks_and_plans_that_do_not_fit_are_refused():
     plan = Step((1, 1), 1, ((5, 3),) * 2).plan()
-    pipeline = Pipeline(None, None, LoopbackNeighbours(LoopbackWorld(2), [0, 1], 0))
+    pipeline = Pipeline(None, None, LoopbackPointToPoint(LoopbackWorld(2), [0, 1], 0))
     with pytest.raises(ValueError, match="the ticks are for 3 stages but the pipeline has 2; make them with as many"):
         pipeline.step(same_phase_ticks(3, 2), plan.by_stage[0])
     with pytest.raises(ValueError, match="there are plans for 5 ticks of 6; plan every tick"):

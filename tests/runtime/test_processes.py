@@ -6,8 +6,8 @@ import torch
 from distca.baselines.at_home import at_home
 from distca.baselines.per_document_cp import per_document_cp
 from distca.planning.greedy import balance
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.roles import serve_until_stopped, stop_servers
+from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.spec import ModelShape
 from distca.testing import (
     dense_on_one,

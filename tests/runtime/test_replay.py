@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from distca.dispatch.build import build
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import (

@@ -24,7 +24,8 @@ from distca.cost.latency_table import analytic_table
 from distca.planning.plan import server_work
 from distca.planning.step import plan_step
 from distca.runtime import ping_pong
-from distca.runtime.core_attention import Pending, _Finish, _Serve, _Start
+from distca.runtime.attention import Pending, _Finish, _Serve, _Start
+from distca.runtime.call import Phase
 from distca.runtime.pipeline import Pipeline
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
@@ -41,21 +42,27 @@ class Note(NamedTuple):
     about: Any = None
 
 
-class Steps:
-    """The three steps of one direction of a call, noted."""
+class Call:
+    """The phases of one direction of a call, noted."""
 
-    def __init__(self, notes, plan):
-        self.notes, self.plan = notes, plan
+    keep = False
 
-    def take(self, step, *tensors):
-        self.notes.append(Note(step, self.plan))
-        if step == "start_forward":
-            self.tensors = tensors
-        one = torch.zeros(1)
-        return {"serve_forward": (one,) * 3, "finish_forward": (one, one), "start_backward": (one,) * 3}.get(step)
+    def __init__(self, notes, plan, backward):
+        self.notes, self.plan, self.backward = notes, plan, backward
 
-    def take_empty(self, step, shapes):
-        self.take(step)
+    def run_without_tokens(self, phase):
+        self.notes.append(Note((phase, self.backward), self.plan))
+
+    def dispatch(self, *row):
+        self.run_without_tokens(Phase.DISPATCH)
+
+    def serve(self):
+        self.run_without_tokens(Phase.SERVE)
+        return (torch.zeros(1),) * 3
+
+    def combine(self):
+        self.run_without_tokens(Phase.COMBINE)
+        return (torch.zeros(1),) * (3 if self.backward else 2)
 
 
 class Attention:
@@ -64,11 +71,11 @@ class Attention:
     def __init__(self, notes):
         self.notes = notes
 
-    def steps(self, plan, shapes):
-        return Steps(self.notes, plan)
+    def call(self, plan, shapes, backward):
+        return Call(self.notes, plan, backward)
 
     def start(self, q, k, v, plan, *, backward):
-        pending = Pending(Steps(self.notes, plan), Steps(self.notes, backward), False, (q, k, v))
+        pending = Pending(Call(self.notes, plan, False), Call(self.notes, backward, True), (q, k, v))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
@@ -179,8 +186,7 @@ def noted(step):
     return found
 
 
-WAITS = {"serve_forward": "start_forward", "finish_forward": "serve_forward",
-         "serve_backward": "finish_backward", "start_backward": "serve_backward"}
+WAITS = {Phase.SERVE: Phase.DISPATCH, Phase.COMBINE: Phase.SERVE}
 
 
 class Timed:
@@ -224,13 +230,14 @@ class Timed:
         elif what in ("sent", "received"):
             needs = [("send", about, data), ("post", about, data)]
         else:
-            nth, backward = counts[what], what.endswith("backward")
+            nth, (phase, backward) = counts[what], what
             key = what, nth, rank
-            if what.startswith("serve"):
+            if phase is Phase.SERVE:
                 work = server_work(about.tasks, about.num_servers, self.costs.attention, backward)
                 seconds = float(work[rank - first])
-            if what in WAITS:
-                needs = [(WAITS[what], nth, first + other) for other in self._senders(about, rank - first, what)]
+            if phase in WAITS:
+                needs = [((WAITS[phase], backward), nth, first + other)
+                         for other in self._senders(about, rank - first, *what)]
         if any(need not in self.done for need in needs):
             return False
         start = max([now, *(self.done[need] for need in needs)])
@@ -242,13 +249,13 @@ class Timed:
             self.done[key] = start + seconds
         return True
 
-    def _senders(self, plan, rank, what):
+    def _senders(self, plan, rank, phase, backward):
         moved = plan.traffic()
         ways = [(moved.q_home, moved.q_server), (moved.kv_home, moved.kv_server)]
-        if what.startswith("serve"):
+        if phase is Phase.SERVE:
             return {int(home) for homes, servers in ways for home, server in zip(homes, servers, strict=True)
                     if server == rank}
-        back = ways if what == "start_backward" else ways[:1]    # forward only outputs come back
+        back = ways if backward else ways[:1]                    # forward only outputs come back
         return {int(server) for homes, servers in back for home, server in zip(homes, servers, strict=True)
                 if home == rank}
 

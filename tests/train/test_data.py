@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.runtime.prepared import digest
+from distca.runtime.registry import digest
 from distca.spec import model_named
 from distca.testing import random_lengths
 from distca.train.corpora import MemoryCorpus, corpus_from

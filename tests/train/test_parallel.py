@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from distca.kernels import dense_attention
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
 from distca.testing import misplaced_plan, row_index, run_processes
 from distca.train.export import load_hf, save_hf

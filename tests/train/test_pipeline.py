@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from distca.kernels import dense_attention
 from distca.planning.plan import max_over_mean
 from distca.planning.tick_plans import layers_of_stages
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import MODELS, ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, run_processes

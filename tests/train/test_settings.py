@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import distca
 from distca import cli
 from distca.kernels import choose, kernel_named
-from distca.runtime.core_attention import STATES
+from distca.runtime.attention import STATES
+from distca.runtime.transport import TRANSPORTS
 from distca.train import launch as launching
 from distca.train.settings import KERNELS, Settings, known_settings, load_settings, settings_table
 
@@ -101,6 +102,7 @@ def test_choices_are_those_of_the_code_behind_them():
     assert all(name in str(refused.value) for name in KERNELS)
     assert choose("cpu", __import__("torch").float32, 32).name in KERNELS
     assert KNOWN["attention.state"].choices == STATES
+    assert KNOWN["attention.transport"].choices == TRANSPORTS
     distca.pack([8, 8], ranks=2, placement=PLACEMENTS[0]), distca.pack([8, 8], ranks=2, placement=PLACEMENTS[1])
     assert KNOWN["attention.placement"].choices == PLACEMENTS
 
@@ -122,6 +124,7 @@ IMPOSSIBLE = [
     ({"attention.placement": "best"}, ["attention.placement", "'best'", "balanced"]),
     ({"attention.tolerance": "1.5"}, ["attention.tolerance", "1.5", "at most 1"]),
     ({"attention.kernel": "flash"}, ["attention.kernel", "'flash'", "sdpa"]),
+    ({"attention.transport": "nccl"}, ["attention.transport", "'nccl'", "c10d", "symmetric"]),
     ({"parallel.tensor": "3"}, ["parallel.tensor", "3", "2 ranks"]),
     ({"parallel.tensor": "3", "run.ranks": "6"}, ["parallel.tensor", "3", "8 heads"]),
     ({"parallel.tensor": "4", "run.ranks": "4"}, ["parallel.tensor", "4", "2 KV heads"]),

@@ -1,14 +1,14 @@
 """Exchanges inside one node through symmetric memory: each rank writes straight into its peers' receive buffers.
 
-A rank must know where its segment begins in each peer's buffer, and no rank can tell by itself whether the others have
-seen its splits before. So every exchange begins with a few numbers over gloo, from host to host: offsets, sizes and the
+A rank must know where its split begins in each peer's buffer, and no rank can tell by itself whether the others have
+seen its sizes before. So every exchange begins with a few numbers over gloo, from host to host: offsets, sizes and the
 room that is needed. That costs a fraction of a millisecond, never waits for a GPU, lets all ranks enlarge their buffers
 together, and finds a rank that is gone or that follows another plan before anything is launched.
 
 The bytes then move on a side stream, in the order of the calls, which is the same on every rank:
 
-    put      copy each segment into its place in the peer's slot
-    barrier  one device-side barrier of all ranks: every segment has landed
+    put      copy each split into its place in the peer's slot
+    barrier  one device-side barrier of all ranks: every split has landed
     take     copy the slot into an ordinary tensor, which belongs to the caller
 
 Two slots, used in turn, are enough for any number of exchanges in flight. A rank puts exchange n only after its barrier
@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from distca.runtime.transport import C10dTransport, Handle, TransportError
+from distca.runtime.transport.c10d import C10dTransport
+from distca.runtime.transport.interface import Handle, TransportError
 
 SLOTS = 2
 MIN_CAPACITY = 2**24
@@ -79,12 +80,12 @@ class SymmetricTransport:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             send.record_stream(self._stream)
-            segments = send.split(send_splits)
+            parts = send.split(send_splits)
             for step in range(self.size):  # every rank begins with another peer
                 peer = (self.rank + step) % self.size
                 at, length = offsets[peer], send_splits[peer]
                 if length:
-                    self._peers[peer][slot, at:at + length].copy_(segments[peer], non_blocking=True)
+                    self._peers[peer][slot, at:at + length].copy_(parts[peer], non_blocking=True)
             self._memory.barrier(channel=0, timeout_ms=self._timeout_ms)
             received = self._peers[self.rank][slot, :sum(recv_splits)].clone()
             done = torch.cuda.Event()
@@ -101,7 +102,7 @@ class SymmetricTransport:
         return self._control.hear()
 
     def _meet(self, send_splits: list[int], recv_splits: list[int]) -> tuple[list[int], int]:
-        """Where this rank's segments begin in each peer's slot, and the bytes of the fullest slot."""
+        """Where this rank's splits begin in each peer's slot, and the bytes of the fullest slot."""
         begins = [sum(recv_splits[:peer]) for peer in range(self.size)]
         total = sum(recv_splits)
         told = torch.tensor([[begins[peer], recv_splits[peer], send_splits[peer], total] for peer in range(self.size)])
@@ -129,14 +130,19 @@ class SymmetricTransport:
 
     def _check_node(self) -> None:
         """Refuse what would fail later and less clearly: several nodes, or ranks that share a GPU by accident."""
-        node = self.gather(_number(platform.node()), self.device)
+        node, gpu = places(self._control, self.device, torch.device("cpu"))
         if len(set(node)) > 1:
             away = [rank for rank, other in enumerate(node) if other != node[self.rank]]
             raise ValueError(f"ranks {away} are on another node than rank {self.rank}; use C10dTransport between nodes")
-        gpu = self.gather(_number(str(torch.cuda.get_device_properties(self.device).uuid)), self.device)
         sharing = [rank for rank, other in enumerate(gpu) if other == gpu[self.rank]]
         if len(sharing) > 1 and os.environ.get(SHARING) != "1":
             raise ValueError(f"ranks {sharing} share one GPU; give each rank its own, or set {SHARING}=1 to allow it")
+
+
+def places(transport: C10dTransport, device: torch.device, via: torch.device | None = None) -> tuple[list[int], ...]:
+    """Numbers of every rank's node and of its GPU, told over tensors on `via`, or on the GPU itself."""
+    names = platform.node(), str(torch.cuda.get_device_properties(device).uuid)
+    return tuple(transport.gather(_number(name), via or device) for name in names)
 
 
 class _SymmetricHandle:

@@ -1,18 +1,27 @@
-"""Read packed documents out of a batch of rows, as padding-free collators and padding ones give them.
+"""Read a rank's packed documents out of what trainers hand to attention.
 
-Attention that is cut by document needs nothing but lengths; how a batch tells them differs. Restarting positions and
-cumulative lengths are the two conventions in use, and rows with padding are still common where batches are small.
+Attention that is cut by document needs nothing but lengths; how a batch tells them differs. Cumulative lengths and
+restarting positions are the two conventions in use, and rows with padding are still common where batches are small.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 
-def documents(
+def from_cumulative(edges: torch.Tensor, num_tokens: int, field: str = "cumulative lengths") -> list[int]:
+    """Lengths of the documents between neighbouring edges, without empty ones; `field` names them in errors."""
+    at = edges.cpu().numpy().reshape(-1)
+    lengths = np.diff(at)
+    if len(at) < 1 or at[0] != 0 or at[-1] != num_tokens or (lengths < 0).any():
+        shown = ", ".join(str(edge) for edge in at[:8]) + (", …" if len(at) > 8 else "")
+        raise ValueError(f"{field} is [{shown}] for {num_tokens} tokens; give rising numbers from 0 to the number of "
+                         "tokens, padding included")
+    return lengths[lengths > 0].tolist()
+
+
+def from_batch(
     position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None, padding: torch.Tensor | None,
     batch: int, row_len: int,
 ) -> tuple[list[int], np.ndarray | None]:
@@ -25,14 +34,9 @@ def documents(
     if real is not None and real.all():
         real = None
     if cu_seq_lens is not None:
-        edges = cu_seq_lens.cpu().numpy().reshape(-1)
         if real is not None:
             raise ValueError("cu_seq_lens_q came with an attention_mask that has padding; give one of them")
-        if len(edges) < 1 or edges[0] != 0 or edges[-1] != batch * row_len or (np.diff(edges) < 0).any():
-            raise ValueError(f"cu_seq_lens_q is {_short(edges)} for {batch * row_len} tokens; give rising numbers from "
-                             "0 to the number of tokens")
-        lengths = np.diff(edges)
-        return lengths[lengths > 0].tolist(), None
+        return from_cumulative(cu_seq_lens, batch * row_len, "cu_seq_lens_q"), None
     if position_ids is None or position_ids.ndim != 2:
         found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
         raise ValueError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
@@ -54,8 +58,3 @@ def documents(
 
 def _runs(begins: np.ndarray) -> list[int]:
     return np.diff(np.append(np.flatnonzero(begins), len(begins))).tolist()
-
-
-def _short(values: Sequence[int] | np.ndarray) -> str:
-    shown = ", ".join(str(value) for value in values[:8])
-    return f"[{shown}, …]" if len(values) > 8 else f"[{shown}]"

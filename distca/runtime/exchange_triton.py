@@ -1,10 +1,10 @@
-"""The trips of `wire` on a GPU, where many small copies and unfused sums would cost more than the bytes they move.
+"""Dispatch and combine on a GPU, where many small copies and unfused sums would cost more than the bytes they move.
 
-Every step is one launch over a table of blocks that was made once per plan: packing copies all runs of all fields, and
-the stamps, onto the wire; unpacking copies what arrived and what stays home into the server's buffers; and coming home
-reads every part of a token once, merges or sums them in float32 and writes the result once. Parts come in a fixed
-order, so results do not change from run to run. Nothing waits for the GPU. Tensors that are not contiguous are made so
-first.
+Each is one launch to pack and one to unpack, over tables of blocks that are made once per plan. Packing copies all runs
+of all fields, and the stamps, onto the wire; a server's unpacking copies what arrived and what stays home into its
+buffers; a home's reads every part of a token once, merges or sums them in float32 and writes the result once. Parts
+come in a fixed order, so results do not change from run to run. Nothing waits for the GPU. Tensors that are not
+contiguous are made so first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from distca.runtime.copy_tables import Copies, Merges, Sums, merges, packing, sums, unpacking
-from distca.runtime.wire import ALIGNMENT, Tensors, ToHomes, ToServers, Trip, empty_wire, home_rows, server_buffers
+from distca.runtime.exchange_torch import ALIGNMENT, Combine, Dispatch, Exchange, Tensors, home_rows, server_buffers
 
 COPY_BYTES = 2**15  # one program's share of a copy
 PART_BYTES = 2**14  # and of a sum or a merge
@@ -25,7 +25,7 @@ WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class GpuToServers(ToServers):
+class TritonDispatch(Dispatch):
     packing: Copies
     unpacking: Copies
 
@@ -33,7 +33,7 @@ class GpuToServers(ToServers):
         return tuple(map(_dense, row)) if len(self.packing.table) or len(self.unpacking.table) else row
 
     def pack(self, row: Tensors) -> torch.Tensor:
-        wire = empty_wire(self.leaving, row[0].device)
+        wire = self.leaving.empty(row[0].device)
         copy(self.packing, row if self.stamp is None else (*row, self.stamp.value), (wire,))
         return wire
 
@@ -44,7 +44,7 @@ class GpuToServers(ToServers):
 
 
 @dataclass(frozen=True, slots=True)
-class GpuToHomes(ToHomes):
+class TritonCombine(Combine):
     packing: Copies
     combining: Sums | Merges
 
@@ -52,7 +52,7 @@ class GpuToHomes(ToHomes):
         return tuple(map(_dense, buffers)) if len(self.packing.table) or len(self.combining.table) else buffers
 
     def pack(self, buffers: Tensors) -> torch.Tensor:
-        wire = empty_wire(self.leaving, buffers[0].device)
+        wire = self.leaving.empty(buffers[0].device)
         copy(self.packing, buffers, (wire,))
         return wire
 
@@ -62,14 +62,16 @@ class GpuToHomes(ToHomes):
         return rows
 
 
-def on_gpu(trip: Trip, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES) -> Trip:
-    """The same trip in one launch a step; the bytes, powers of two, are what one program takes."""
-    same = {field.name: getattr(trip, field.name) for field in fields(trip)}
-    same["packing"] = packing(trip, device, copy_bytes)
-    if isinstance(trip, ToServers):
-        return GpuToServers(**same, unpacking=unpacking(trip, device, copy_bytes))
-    table = sums if trip.merged_heads is None else merges
-    return GpuToHomes(**same, combining=table(trip, device, part_bytes))
+def with_triton(
+    exchange: Exchange, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES
+) -> Exchange:
+    """The same exchange in one launch a way; the bytes, powers of two, are what one program takes."""
+    same = {field.name: getattr(exchange, field.name) for field in fields(exchange)}
+    same["packing"] = packing(exchange, device, copy_bytes)
+    if isinstance(exchange, Dispatch):
+        return TritonDispatch(**same, unpacking=unpacking(exchange, device, copy_bytes))
+    table = sums if exchange.merged_heads is None else merges
+    return TritonCombine(**same, combining=table(exchange, device, part_bytes))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,7 +155,7 @@ def _merge_block(
     tile_inside = inside[:, None]
     if PADDED_DIM != DIM:
         tile_inside = tile_inside & (dim < DIM)[None, :]
-    there = tl.load(entry + 2) + row                             # rows of a part from where the stretch begins
+    there = tl.load(entry + 2) + row                             # rows of a part from where the interval begins
     lse_wire, out_wire = wire.to(tl.pointer_type(WIDE), bitcast=True), wire.to(tl.pointer_type(KIND), bitcast=True)
 
     largest = tl.full([ROWS], float("-inf"), WIDE)

@@ -1,4 +1,4 @@
-"""Trips in one launch a step do what torch's copies do: sums to the bit, merges to rounding, attention to the formula.
+"""Packing in one launch does what torch's copies do: sums to the bit, merges to rounding, attention to the formula.
 
 Needs a GPU, or triton's interpreter: TRITON_INTERPRET=1.
 """
@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from distca.dispatch.build import build
-from distca.kernels import kernel_named
 from distca.planning.greedy import balance
-from distca.runtime import prepared
-from distca.runtime.call import Call
-from distca.runtime.prepared import Shapes, prepare
-from distca.runtime.wire import Stamp, ToHomes, ToServers
+from distca.runtime import call as call_module
+from distca.runtime.call import BackwardCall, ForwardCall, Shapes
+from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
+from distca.runtime.registry import PlanRegistry
 from distca.spec import ModelShape
 from distca.testing import (
     LAYOUT_KINDS,
@@ -35,7 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from distca.runtime.gpu_copies import on_gpu  # noqa: E402
+from distca.runtime.exchange_triton import with_triton  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
@@ -67,12 +66,12 @@ def random_tensor(generator, tokens, trailing, dtype):
     return torch.randn(tokens, *trailing, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
 
 
-def exchanged(wires, trips):
+def exchanged(wires, exchanges):
     """What arrives at every rank, when each sends its wire."""
-    segments = [wire.split(trip.leaving.splits) for wire, trip in zip(wires, trips, strict=True)]
-    for rank, trip in enumerate(trips):
-        assert [len(sent[rank]) for sent in segments] == trip.arriving.splits
-    return [torch.cat([sent[rank] for sent in segments]) for rank in range(len(trips))]
+    sends = [wire.split(exchange.leaving.splits) for wire, exchange in zip(wires, exchanges, strict=True)]
+    for rank, exchange in enumerate(exchanges):
+        assert [len(sent[rank]) for sent in sends] == exchange.arriving.splits
+    return [torch.cat([sent[rank] for sent in sends]) for rank in range(len(exchanges))]
 
 
 def same(got, want):
@@ -93,17 +92,17 @@ def test_servers_get_what_torch_would_give_them(shape, options, seed):
     names = ["q", "k", "k", "q", "lse"]
     ranks = range(plan.num_servers)
     tables = [build(plan, rank) for rank in ranks]
-    plain = [ToServers.of(table, [("k" if name == "k" else "q", kinds[name][2]) for name in names],
+    plain = [Dispatch.of(table, [("k" if name == "k" else "q", kinds[name][2]) for name in names],
                           Stamp.of(-5, DEVICE)) for table in tables]
-    fast = [on_gpu(trip, DEVICE, **options) for trip in plain]
+    fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     rows = [tuple(random_tensor(generator, table.row_tokens, *kinds[name][:2]) for name in names) for table in tables]
-    arrived = exchanged([trip.pack(trip.ready(row)) for trip, row in zip(fast, rows, strict=True)], fast)
-    for row, wire, torch_trip, trip in zip(rows, arrived, plain, fast, strict=True):
-        assert trip.stamp.strangers(wire, trip.arriving) == []
-        same(trip.unpack(wire, trip.ready(row)), torch_trip.unpack(wire, row))
-    in_torch = exchanged([trip.pack(row) for trip, row in zip(plain, rows, strict=True)], plain)
-    for row, wire, other, trip in zip(rows, arrived, in_torch, plain, strict=True):
-        same(trip.unpack(wire, row), trip.unpack(other, row))
+    arrived = exchanged([exchange.pack(exchange.ready(row)) for exchange, row in zip(fast, rows, strict=True)], fast)
+    for row, wire, by_torch, exchange in zip(rows, arrived, plain, fast, strict=True):
+        assert exchange.stamp.mismatched(wire, exchange.arriving) == []
+        same(exchange.unpack(wire, exchange.ready(row)), by_torch.unpack(wire, row))
+    in_torch = exchanged([exchange.pack(row) for exchange, row in zip(plain, rows, strict=True)], plain)
+    for row, wire, other, exchange in zip(rows, arrived, in_torch, plain, strict=True):
+        same(exchange.unpack(wire, row), exchange.unpack(other, row))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -114,15 +113,15 @@ def test_gradients_are_summed_as_torch_sums_them(shape, options, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
-    plain = [ToHomes.of(table, [("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("k", shapes.kv_bytes)])
+    plain = [Combine.of(table, [("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("k", shapes.kv_bytes)])
              for table in tables]
-    fast = [on_gpu(trip, DEVICE, **options) for trip in plain]
+    fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     results = [(random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype),
                 *(random_tensor(generator, table.keys.buffer_tokens, (kv_heads, dim), dtype) for _ in range(2)))
                for table in tables]
-    arrived = exchanged([trip.pack(buffers) for trip, buffers in zip(fast, results, strict=True)], fast)
-    for buffers, wire, torch_trip, trip in zip(results, arrived, plain, fast, strict=True):
-        got, want = trip.unpack(wire, buffers), torch_trip.unpack(wire, buffers)
+    arrived = exchanged([exchange.pack(buffers) for exchange, buffers in zip(fast, results, strict=True)], fast)
+    for buffers, wire, by_torch, exchange in zip(results, arrived, plain, fast, strict=True):
+        got, want = exchange.unpack(wire, buffers), by_torch.unpack(wire, buffers)
         if INTERPRETED and dtype == torch.bfloat16:              # the interpreter truncates to bf16, GPUs round
             torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=0.0)
         else:
@@ -135,18 +134,18 @@ def merged_both_ways(plan, shape, options, seed, unseen):
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
-    plain = [ToHomes.of(table, [("q", shapes.q_bytes), ("q", shapes.lse_bytes)], merged_heads=heads)
+    plain = [Combine.of(table, [("q", shapes.q_bytes), ("q", shapes.lse_bytes)], merged_heads=heads)
              for table in tables]
-    fast = [on_gpu(trip, DEVICE, **options) for trip in plain]
+    fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     results = []
     for table in tables:
         out = random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype)
         lse = 20 * random_tensor(generator, table.queries.buffer_tokens, (heads,), shapes.lse_dtype)
         blind = (torch.rand(lse.shape, generator=generator) < unseen).to(DEVICE)
         results.append((out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)))
-    arrived = exchanged([trip.pack(buffers) for trip, buffers in zip(fast, results, strict=True)], fast)
-    return [(trip.unpack(wire, buffers), torch_trip.unpack(wire, buffers))
-            for buffers, wire, torch_trip, trip in zip(results, arrived, plain, fast, strict=True)]
+    arrived = exchanged([exchange.pack(buffers) for exchange, buffers in zip(fast, results, strict=True)], fast)
+    return [(exchange.unpack(wire, buffers), by_torch.unpack(wire, buffers))
+            for buffers, wire, by_torch, exchange in zip(results, arrived, plain, fast, strict=True)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -195,6 +194,9 @@ class Stepping:
         self.awaited, self.number = self.number, self.number + 1
         return self
 
+    def gather(self, value, device):
+        return [value]
+
     def wait(self):
         ranks = sorted(rank for number, rank in self.posted if number == self.awaited)
         return torch.cat([self.posted[self.awaited, rank][self.rank] for rank in ranks])
@@ -218,25 +220,25 @@ def misaligned(x):
     lambda: balance(layout_from_rows([[10], [10]]), MODEL),
 ], ids=["shared", "misplaced", "balanced", "at_home"])
 def test_attention_is_exact(make, form, keep, monkeypatch):
-    monkeypatch.setattr(prepared, "copied_on", lambda device, trip: on_gpu(trip, device))
+    monkeypatch.setattr(call_module, "packed_on", lambda device, exchange: with_triton(exchange, device))
     plan = make()
     q, k, v, dout = (x.to(DEVICE) for x in random_qkv(0, plan.layout.num_tokens))
-    kernel, posted = kernel_named("dense"), {}
+    posted, shapes = {}, Shapes(4, 2, 8, torch.float64, DEVICE)
     ranks = range(plan.num_servers)
-    calls = [Call(Stepping(rank, posted), kernel,
-                  prepare(plan, rank, kernel, Shapes(4, 2, 8, torch.float64, DEVICE), None), None, keep, True)
-             for rank in ranks]
+    plans = [PlanRegistry(Stepping(rank, posted), "dense") for rank in ranks]
+    calls = [ForwardCall(one, plan, shapes, keep=keep) for one in plans]
     index = [row_index(plan.layout, rank).to(DEVICE) for rank in ranks]
     rows = [[form(x[here]) for x in (q, k, v)] for here in index]
     for call, row in zip(calls, rows, strict=True):
-        call.start_forward(*row)
-    kept = [call.serve_forward() for call in calls]
-    results = [call.finish_forward() for call in calls]
+        call.dispatch(*row)
+    kept = [call.serve() for call in calls]
+    results = [call.combine() for call in calls]
+    calls = [BackwardCall(one, plan, shapes, keep=keep) for one in plans]
     for call, row, (out, lse), here in zip(calls, rows, results, index, strict=True):
-        call.finish_backward(*row, out, form(dout[here]), lse)
+        call.dispatch(*row, out, form(dout[here]), lse)
     for call, held in zip(calls, kept, strict=True):
-        call.serve_backward(held if keep else ())
-    gradients = [call.start_backward() for call in calls]
+        call.serve(*(held if keep else ()))
+    gradients = [call.combine() for call in calls]
     actual = [(out, *grads) for (out, _), grads in zip(results, gradients, strict=True)]
     expected = dense_on_one(q, k, v, dout, plan.layout.lengths)
     for got, want in zip(zip(*actual, strict=True), expected, strict=True):
@@ -245,6 +247,6 @@ def test_attention_is_exact(make, form, keep, monkeypatch):
 
 def test_what_is_all_at_home_is_not_copied():
     plan = balance(layout_from_rows([[10], [10]]), MODEL)
-    trip = on_gpu(ToHomes.of(build(plan, 0), [("q", 64), ("k", 32)]), DEVICE)
+    exchange = with_triton(Combine.of(build(plan, 0), [("q", 64), ("k", 32)]), DEVICE)
     buffers = torch.ones(10, 4, 8, dtype=torch.bfloat16, device=DEVICE), torch.ones(10, 2, 8, device=DEVICE)
-    assert all(row is buffer for row, buffer in zip(trip.unpack(None, buffers), buffers, strict=True))
+    assert all(row is buffer for row, buffer in zip(exchange.unpack(None, buffers), buffers, strict=True))

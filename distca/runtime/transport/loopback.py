@@ -1,132 +1,18 @@
-"""Move bytes between ranks.
-
-One call, `exchange(send, send_splits, recv_splits) -> handle`, whose `wait()` gives what arrived. c10d carries it over
-NCCL or gloo; the loopback carries it between threads of one process, so that many fake ranks fit in one test. A rank
-that dies or hangs ends in an error that says so, never in a silent wait.
-"""
+"""Fake ranks as threads of one process: a whole pool, or a pipeline, in one test and without a process group."""
 
 from __future__ import annotations
 
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+
+from distca.runtime.transport.interface import Handle, TransportError
 
 Result = TypeVar("Result")
-
-
-class Handle(Protocol):
-    def wait(self) -> torch.Tensor:
-        """What arrived, segment after segment in rank order."""
-        ...
-
-
-class Transport(Protocol):
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
-        """Start sending `send` (uint8, segments in rank order) and receiving; every rank of the group takes part."""
-        ...
-
-    def gather(self, value: int, device: torch.device) -> list[int]:
-        """Every rank's value, in rank order."""
-        ...
-
-    def tell(self, message: Any, rank: int) -> None:
-        """Give one rank an object; it must call `hear`."""
-        ...
-
-    def hear(self) -> Any:
-        """Wait for the next object that rank 0 tells."""
-        ...
-
-
-class TransportError(RuntimeError):
-    """An exchange failed because another rank died, hung, or disagrees about it."""
-
-
-class C10dTransport:
-    """torch.distributed's all-to-all on a process group: NCCL between GPUs, gloo on CPUs.
-
-    `control` is the group that carries announcements to dedicated servers, gloo where the main group is NCCL.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None) -> None:
-        if not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first, "
-                             "or start the script with torchrun")
-        self.group = dist.group.WORLD if group is None else group
-        self.control = self.group if control is None else control
-        self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
-        received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=send.device)
-        try:
-            work = dist.all_to_all_single(received, send, recv_splits, send_splits, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise _lost(self, error) from error
-        return _C10dHandle(self, work, send, received)
-
-    def gather(self, value: int, device: torch.device) -> list[int]:
-        mine = torch.tensor([value], dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            dist.all_gather(everyone, mine, group=self.group)
-        except RuntimeError as error:
-            raise _lost(self, error) from error
-        return torch.cat(everyone).tolist()
-
-    def tell(self, message: Any, rank: int) -> None:
-        try:
-            dist.send_object_list([message], group=self.control, group_dst=rank)
-        except RuntimeError as error:
-            raise _lost(self, error) from error
-
-    def hear(self) -> Any:
-        box = [None]
-        try:
-            dist.recv_object_list(box, group=self.control, group_src=0)
-        except RuntimeError as error:
-            raise _lost(self, error) from error
-        return box[0]
-
-
-class _C10dHandle:
-    def __init__(self, transport: C10dTransport, work: Any, send: torch.Tensor, received: torch.Tensor) -> None:
-        self.transport, self.work, self.received = transport, work, received
-        self.send: torch.Tensor | None = send                    # must live until the exchange is done
-
-    def wait(self) -> torch.Tensor:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise _lost(self.transport, error) from error
-        self.send = None
-        return self.received
-
-
-def _lost(transport: C10dTransport, error: RuntimeError) -> TransportError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return TransportError(
-        f"rank {transport.rank} of {transport.size}: an attention exchange did not complete, because another rank "
-        "died, hung past the group's timeout, left the loop or follows another plan; restart from the last checkpoint "
-        f"({first_line})")
 
 
 class LoopbackWorld:
@@ -237,9 +123,61 @@ class _LoopbackHandle:
 
     def wait(self) -> torch.Tensor:
         rank = self.transport.rank
-        segments = [sent[rank] for sent in self.transport.world.collect(self.sequence, rank)]
-        arrived = [len(segment) for segment in segments]
+        splits = [sent[rank] for sent in self.transport.world.collect(self.sequence, rank)]
+        arrived = [len(split) for split in splits]
         if arrived != self.recv_splits:
             raise TransportError(f"rank {rank}: expected {self.recv_splits} bytes from each rank and got {arrived}; "
                                  "the ranks do not follow the same plan")
-        return torch.cat(segments)
+        return torch.cat(splits)
+
+
+class LoopbackPointToPoint:
+    """Stages as threads of one process; `chain` names their ranks in the world."""
+
+    def __init__(self, world: LoopbackWorld, chain: Sequence[int], stage: int) -> None:
+        self.world, self.chain, self._stage = world, list(chain), stage
+
+    @property
+    def stage(self) -> int:
+        return self._stage
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.chain)
+
+    def send(self, tensor: torch.Tensor, stage: int) -> Handle:
+        with self.world.changed:
+            self.world.passed.setdefault((self.chain[self.stage], self.chain[stage]), deque()).append(tensor.clone())
+            self.world.changed.notify_all()
+        return _Ready(tensor)
+
+    def receive(self, shape: Sequence[int], like: torch.Tensor, stage: int) -> Handle:
+        return _Awaited(self, stage, tuple(shape))
+
+
+class _Ready:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor
+
+
+class _Awaited:
+    def __init__(self, ends: LoopbackPointToPoint, stage: int, shape: tuple[int, ...]) -> None:
+        self.ends, self.stage, self.shape = ends, stage, shape
+
+    def wait(self) -> torch.Tensor:
+        world, chain = self.ends.world, self.ends.chain
+        way = chain[self.stage], chain[self.ends.stage]
+        with world.changed:
+            world.changed.wait_for(lambda: world.failed is not None or world.passed.get(way),
+                                   timeout=world.timeout_seconds)
+            if not world.passed.get(way):
+                reason = world.failed or f"nothing came within {world.timeout_seconds} s"
+                raise TransportError(f"stage {self.ends.stage} of {len(chain)}: stage {self.stage} failed: {reason}")
+            tensor = world.passed[way].popleft()
+        if tuple(tensor.shape) != self.shape:
+            raise TransportError(f"stage {self.ends.stage}: expected {self.shape} from stage {self.stage} and got "
+                                 f"{tuple(tensor.shape)}; the stages do not follow the same ticks")
+        return tensor

@@ -9,8 +9,10 @@ import torch
 from distca.kernels import TaskRows
 from distca.kernels.accuracy import check_attention
 from distca.planning.greedy import balance
-from distca.runtime.core_attention import CoreAttention
-from distca.runtime.roles import PLANS_REMEMBERED, serve_until_stopped, stop_servers
+from distca.runtime.attention import CoreAttention
+from distca.runtime.call import Phase
+from distca.runtime.dedicated import serve_until_stopped, stop_servers
+from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import (
@@ -26,7 +28,7 @@ from distca.testing import (
 from distca.workload.layout import layout_from_rows
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
-NUM_PLANS = PLANS_REMEMBERED + 4
+NUM_PLANS = PLANS_KEPT + 4
 
 
 def pool_plans(count=NUM_PLANS):
@@ -148,7 +150,7 @@ def test_servers_hold_nothing_between_forward_and_backward(recording):
 
             def watched():
                 heard = hear()
-                if heard is None or heard.step in ("start_forward", "finish_backward"):
+                if heard is None or heard.phase is Phase.DISPATCH:
                     alive.append((attend.transport.alive, sum(ref() is not None for ref in calls)))
                 return heard
 

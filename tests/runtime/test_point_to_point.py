@@ -5,8 +5,7 @@ import re
 import pytest
 import torch
 
-from distca.runtime.neighbours import LoopbackNeighbours
-from distca.runtime.transport import LoopbackWorld, TransportError
+from distca.runtime.transport import LoopbackPointToPoint, LoopbackWorld, TransportError
 
 LIKE = torch.empty(0, dtype=torch.float64)
 
@@ -18,7 +17,7 @@ def number(value, size=3):
 def test_each_way_keeps_its_order_whatever_the_other_does():
     """Both send all they have before either receives; sent tensors may change afterwards."""
     def body(transport):
-        ends = LoopbackNeighbours(world, [0, 1], transport.rank)
+        ends = LoopbackPointToPoint(world, [0, 1], transport.rank)
         other = 1 - ends.stage
         tensor = number(0)
         for value in range(4):
@@ -40,7 +39,7 @@ def test_what_does_not_arrive_is_said(sent, match):
     world, errors = LoopbackWorld(2, timeout_seconds=0.2), []
 
     def body(transport):
-        ends = LoopbackNeighbours(world, [0, 1], transport.rank)
+        ends = LoopbackPointToPoint(world, [0, 1], transport.rank)
         if ends.stage == 0 and isinstance(sent, Exception):
             raise sent
         if ends.stage == 0 and sent is not None:

@@ -1,4 +1,4 @@
-"""Lengths travel once per step, every rank plans the same, and attention over packed rows is exact on real ranks."""
+"""Lengths travel once per batch, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distca.cost.latency_table import analytic_table
-from distca.integrations import steps as steps_module
-from distca.integrations.steps import PackedSteps
+from distca.integrations import packed as packed_module
+from distca.integrations.packed import PackedAttention
 from distca.kernels import dense_attention
 from distca.spec import model_named
 from distca.testing import run_processes
@@ -15,20 +15,20 @@ from distca.testing import run_processes
 TINY = model_named("tiny")
 
 
-def rank_steps(transport, rows, window):
-    """Three steps with the same lengths; gives work per server, collectives of lengths and whether any task moved."""
+def rank_batches(transport, rows, window):
+    """Three batches with the same lengths; gives work per server, collectives of lengths and whether any task moved."""
     counted = []
-    plain = steps_module._gather
-    steps_module._gather = lambda *args: counted.append(1) or plain(*args)
-    steps = PackedSteps(TINY, tolerance=0.02)
+    plain = packed_module._gather
+    packed_module._gather = lambda *args: counted.append(1) or plain(*args)
+    attention = PackedAttention(TINY, tolerance=0.02)
     lengths = rows[transport.rank]
-    begun = [steps.begin(lengths) for _ in range(3)]
-    assert begun[0].plan is begun[1].plan is begun[2].plan is steps.latest
+    begun = [attention.begin(lengths) for _ in range(3)]
+    assert begun[0].plan is begun[1].plan is begun[2].plan is attention.latest
     generator = torch.Generator().manual_seed(transport.rank)
     *leaves, dout = (torch.randn(sum(lengths), heads, 16, dtype=torch.float64, generator=generator)
                      for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in leaves]
-    out = steps.attend(*leaves, begun[0], window=window)
+    out = attention.attend(*leaves, begun[0], window=window)
     actual = [out, *torch.autograd.grad(out, leaves, dout)]
     expected = [torch.empty_like(x) for x in actual]
     if lengths:
@@ -36,8 +36,8 @@ def rank_steps(transport, rows, window):
         expected[1:] = torch.autograd.grad(expected[0], leaves, dout)
     for mine, dense in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-10)
-    for _ in range(transport.rank):                              # unequal numbers of steps at home
-        steps.attend(*leaves, steps.at_home(lengths))
+    for _ in range(transport.rank):                              # unequal numbers of batches at home
+        attention.attend(*leaves, attention.at_home(lengths))
     tasks = begun[0].plan.tasks
     return begun[0].plan.work().tolist(), len(counted), bool((tasks.home != tasks.server).any())
 
@@ -49,14 +49,14 @@ def rank_steps(transport, rows, window):
     ([[700, 3], [], [80, 80]], 50, 3),
 ])
 def test_real_ranks_plan_alike_and_attend_exactly(rows, window, collectives):
-    outcomes = run_processes(3, rank_steps, rows, window)
+    outcomes = run_processes(3, rank_batches, rows, window)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert outcomes[0].value == outcomes[1].value == outcomes[2].value
     assert outcomes[0].value[1:] == (collectives, True)
 
 
 def wrong_lengths(transport):
-    PackedSteps(TINY).begin([5, -1] if transport.rank == 1 else [6])
+    PackedAttention(TINY).begin([5, -1] if transport.rank == 1 else [6])
 
 
 @pytest.mark.multiprocess
@@ -67,37 +67,37 @@ def test_wrong_lengths_of_one_rank_end_all_of_them_at_once():
 
 
 def test_one_process_needs_no_group():
-    steps = PackedSteps(TINY)
-    step = steps.begin([5, 9])
-    assert step.plan.num_servers == 1 and step.plan.layout.lengths.tolist() == [5, 9]
+    attention = PackedAttention(TINY)
+    batch = attention.begin([5, 9])
+    assert batch.plan.num_servers == 1 and batch.plan.layout.lengths.tolist() == [5, 9]
     q, k, v = (torch.randn(14, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    torch.testing.assert_close(steps.attend(q, k, v, step), dense_attention(q, k, v, [5, 9], None, None))
+    torch.testing.assert_close(attention.attend(q, k, v, batch), dense_attention(q, k, v, [5, 9], None, None))
 
 
 def test_windows_shorter_than_a_document_stay_home():
-    step = PackedSteps(TINY).begin([5, 9])
-    assert [step.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]
-    assert not PackedSteps(TINY).at_home([5]).leaves_home(None)
+    batch = PackedAttention(TINY).begin([5, 9])
+    assert [batch.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]
+    assert not PackedAttention(TINY).at_home([5]).leaves_home(None)
 
 
-def test_no_document_anywhere_is_a_step_without_a_plan():
-    steps = PackedSteps(TINY)
-    step = steps.begin([])
+def test_no_document_anywhere_is_a_batch_without_a_plan():
+    attention = PackedAttention(TINY)
+    batch = attention.begin([])
     empty = [torch.empty(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    out = steps.attend(*empty, step)
+    out = attention.attend(*empty, batch)
     out.sum().backward()
-    assert step.plan is None and out.shape == (0, 4, 16) and all(x.grad is not None for x in empty)
+    assert batch.plan is None and out.shape == (0, 4, 16) and all(x.grad is not None for x in empty)
 
 
 def test_a_tolerance_out_of_range_is_named():
     with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
-        PackedSteps(TINY, tolerance=3)
+        PackedAttention(TINY, tolerance=3)
 
 
 def test_with_a_table_gradients_have_a_plan_of_their_own():
     model = replace(model_named("llama3-8b"), num_layers=1)
     for state, apart in (("resend", True), ("keep", False)):
-        steps = PackedSteps(model, cost=analytic_table(model, 550e12), state=state)
-        step = steps.begin([300, 212])
-        assert (step.backward is not None and step.backward.backward) == apart
-        assert steps.begin([300, 212]).backward is step.backward
+        attention = PackedAttention(model, cost=analytic_table(model, 550e12), state=state)
+        batch = attention.begin([300, 212])
+        assert (batch.backward is not None and batch.backward.backward) == apart
+        assert attention.begin([300, 212]).backward is batch.backward

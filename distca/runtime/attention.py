@@ -1,0 +1,221 @@
+"""Core attention, disaggregated: every rank gets what attention at home would have given, computed where the plan says.
+
+A call is three autograd nodes, so that two nano-batches can be interleaved:
+
+    start    dispatch: homes send q, k, v to servers               backward: combine the gradients
+    serve    servers compute and send results back                 backward: serve
+    finish   combine: homes wait and merge                         backward: dispatch q, k, v, out, dout
+
+Backward runs the nodes in reverse, and each runs the mirrored phase of the call that carries the gradients. Whatever
+order forward interleaves two calls in, backward therefore mirrors it for free. Nothing but tables lives outside
+autograd's saved tensors, so replay by activation checkpointing is an ordinary forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.planning.plan import Plan
+from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
+from distca.runtime.dedicated import Announcer
+from distca.runtime.recorder import Recorder
+from distca.runtime.registry import PlanRegistry
+from distca.runtime.transport import Transport, transport_for
+
+STATES = ("resend", "keep")
+
+
+class CoreAttention:
+    """Attention over a process group. Call it with a rank's own q, k, v and the plan that all ranks share.
+
+    `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
+    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name, `transport` "c10d", "symmetric", "auto"
+    or a transport of your own. A `recorder` notes waits and computing.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        kernel: str = "auto",
+        state: str = "resend",
+        transport: str | Transport = "c10d",
+        recorder: Recorder | None = None,
+    ) -> None:
+        if state not in STATES:
+            raise ValueError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
+        self.transport = transport_for(transport, group)
+        self.plans = PlanRegistry(self.transport, kernel)
+        self.state, self.recorder = state, recorder
+        self._announcer = Announcer(self.transport)
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Plan,
+        *,
+        backward: Plan | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q.
+
+        Where the layout has key-only slices on this rank, their keys and values stand behind its own. Gradients go by
+        the same plan, or by `backward`.
+        """
+        pending = self._pending(q, k, v, plan, backward, scale, window)
+        pending.token = _Start.apply(pending, q, k, v)
+        pending.token = _Serve.apply(pending, pending.token)
+        return _Finish.apply(pending, pending.token, q, k, v)
+
+    @torch.compiler.disable
+    def start(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Plan,
+        *,
+        backward: Plan | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Pending:
+        """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""
+        pending = self._pending(q, k, v, plan, backward, scale, window)
+        pending.token = _Start.apply(pending, q, k, v)
+        return pending
+
+    @torch.compiler.disable
+    def serve(self, pending: Pending) -> None:
+        """Wait for the tasks this rank serves, compute them, send the results back."""
+        pending.token = _Serve.apply(pending, pending.token)
+
+    @torch.compiler.disable
+    def finish(self, pending: Pending) -> torch.Tensor:
+        """Wait for this rank's own results."""
+        return _Finish.apply(pending, pending.token, *pending.inputs)
+
+    def call(
+        self, plan: Plan, shapes: Shapes, scale: float | None = None, window: int | None = None, backward: bool = False
+    ) -> Call:
+        """One direction of a call that has not begun; all ranks begin the same calls in the same order."""
+        announce = None
+        if plan.num_servers > plan.layout.num_ranks:
+            if self.state == "keep":
+                raise ValueError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
+            if self.transport.rank == 0:
+                announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scale, window)
+        return (BackwardCall if backward else ForwardCall)(
+            self.plans, plan, shapes, scale=scale, window=window, keep=self.state == "keep", recorder=self.recorder,
+            announce=announce)
+
+    def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
+        """Compare many plans at once, those of an optimizer step for example, so that their calls need not stop for it.
+
+        Every rank calls this with the same plans; a pool with dedicated servers compares them call by call.
+        """
+        self.plans.expect(plans, device)
+
+    def _pending(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: Plan | None,
+        scale: float | None, window: int | None,
+    ) -> Pending:
+        """A call that has not begun."""
+        way_back = plan if backward is None else backward
+        for one in (plan,) if way_back is plan else (plan, way_back):
+            self._check(q, k, v, one)
+        if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
+            raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
+                             "'resend'")
+        shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+        return Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
+                       (q, k, v))
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+            raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; give q [tokens, "
+                             "heads, dim], k and v [tokens, kv_heads, dim] with the same tokens and dim")
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise ValueError(f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give heads that kv_heads divides")
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
+        if not q.device == k.device == v.device:
+            raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+        rank, size = self.transport.rank, self.transport.size
+        if plan.num_servers != size:
+            raise ValueError(f"the plan is for {plan.num_servers} servers but the group has {size} ranks; plan with "
+                             "one speed per rank of the group")
+        _, expected, keys = self.plans.facts(plan)
+        if q.shape[0] != expected:
+            raise ValueError(f"rank {rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; pass "
+                             "this rank's own row of the layout")
+        if k.shape[0] != keys:
+            only = f" and {keys - expected} that are keys only behind them" if keys > expected else ""
+            raise ValueError(f"rank {rank} has keys of {k.shape[0]} tokens but the plan's layout puts {expected}{only} "
+                             "there; pass the keys and values of just these")
+
+
+@dataclass(slots=True)
+class Pending:
+    """A call between its nodes: the token orders them for autograd, the inputs wait for the last one."""
+
+    forward: Call
+    backward: Call
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    token: torch.Tensor | None = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.call = pending.backward
+        pending.forward.dispatch(q, k, v)
+        return q.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.call.combine()
+
+
+class _Serve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, token: torch.Tensor) -> torch.Tensor:
+        ctx.call = pending.backward
+        kept = pending.forward.serve()
+        if pending.forward.keep:
+            ctx.save_for_backward(*kept)
+        return token.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept = ctx.saved_tensors                                 # may replay a forward, so before this phase
+        ctx.call.serve(*kept)
+        return None, grad
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pending: Pending, token: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = pending.backward
+        out, lse = pending.forward.combine()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors                    # may replay a forward, so before this phase
+        ctx.call.dispatch(q, k, v, out, dout, lse)
+        return None, dout.new_zeros(()), None, None, None

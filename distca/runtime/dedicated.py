@@ -1,0 +1,85 @@
+"""Servers that do nothing else: ranks beyond the layout's, which own no tokens and have no model.
+
+Every training rank serves in place, phase by phase of its own calls. A dedicated rank cannot know which call comes
+next, so the first trainer announces every phase to it. It holds nothing between a call's forward and its backward, so
+any of its tasks could run again elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from distca.planning.plan import Plan
+from distca.runtime.call import Call, Phase, Shapes
+from distca.runtime.registry import PLANS_KEPT, LatestUsed
+from distca.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from distca.runtime.attention import CoreAttention
+
+
+class Announcement(NamedTuple):
+    """One phase of one direction of a call."""
+
+    phase: Phase
+    backward: bool
+    call: int
+    digest: int
+    plan: Plan | None    # comes along where servers do not know it
+    shapes: Shapes
+    scale: float | None
+    window: int | None
+
+
+class Announcer:
+    """The first trainer's side of all calls; both sides see the same announcements and so evict identical plans."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._known: LatestUsed[int, bool] = LatestUsed(PLANS_KEPT)
+        self._calls = 0
+
+    def about(
+        self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scale: float | None, window: int | None
+    ) -> Callable[[Phase], None]:
+        """What tells the servers of each phase of one more call."""
+        self._calls += 1
+        about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scale, window)
+        return partial(self._tell, plan, about)
+
+    def _tell(self, plan: Plan, about: Announcement, phase: Phase) -> None:
+        known = self._known.get(about.digest)
+        self._known.put(about.digest, True)
+        message = about._replace(phase=phase, plan=None if known else plan)
+        for server in range(plan.layout.num_ranks, plan.num_servers):
+            self.transport.tell(message, server)
+
+
+def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "cpu") -> int:
+    """A dedicated rank's loop: run every announced phase until `stop_servers`; gives the number of calls served."""
+    calls: dict[int, Call] = {}
+    plans: LatestUsed[int, Plan] = LatestUsed(PLANS_KEPT)
+    served = 0
+    while (heard := attention.transport.hear()) is not None:
+        plan = heard.plan or plans.get(heard.digest)
+        assert plan is not None, "the announcer knows which plans are kept here"
+        plans.put(heard.digest, plan)
+        if heard.phase is Phase.DISPATCH:
+            calls[heard.call] = attention.call(
+                plan, heard.shapes._replace(device=torch.device(device)), heard.scale, heard.window, heard.backward)
+            served += not heard.backward
+        calls[heard.call].run_without_tokens(heard.phase)
+        if heard.phase is Phase.COMBINE:
+            del calls[heard.call]
+    return served
+
+
+def stop_servers(attention: CoreAttention, plan: Plan) -> None:
+    """Ends the loop of every dedicated server of the plan's pool; any trainer may call it, the first one speaks."""
+    if attention.transport.rank == 0:
+        for server in range(plan.layout.num_ranks, plan.num_servers):
+            attention.transport.tell(None, server)
