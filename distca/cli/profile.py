@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from distca.cli.outputs import check_output
 from distca.cli.progress import progress
 
 
@@ -24,9 +25,7 @@ def profile_command(
     quick: Annotated[bool, typer.Option("--quick", help="Every second length, few samples.")] = False,
 ) -> None:
     """Measure this machine's attention, linear layers and network into a latency table."""
-    if not output.parent.is_dir():
-        raise ValueError(f"output is {str(output)!r} but the folder {str(output.parent)!r} does not exist; create it "
-                         "first")
+    check_output("output", output)
     try:
         from distca import profiling
         from distca.runtime.probe import measure_network

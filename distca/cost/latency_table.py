@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.spec import ModelShape
-from distca.workload.documents import check_lengths, parse_json, read_text
+from distca.validation import check_name, check_number, parse_json, read_text
+from distca.workload.documents import check_lengths
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -162,9 +163,8 @@ class LatencyTable:
                 raise ValueError(
                     f"q_len's {name} is {q_len[end]} but kv_len's {name} is {kv_len[end]}; queries are aligned with "
                     "the end of their keys, so extend kv_len or trim q_len")
-        peak = self.peak_pairs_per_second
-        if isinstance(peak, bool) or not isinstance(peak, (int, float)) or not 0 < peak < float("inf"):
-            raise ValueError(f"peak_pairs_per_second is {peak!r}; give a finite number above 0")
+        check_name("name", self.name)
+        peak = check_number("peak_pairs_per_second", self.peak_pairs_per_second, above=0)
         if not isinstance(self.metadata, Mapping):
             raise ValueError(f"metadata is {self.metadata!r}; give an object of names and values")
         forward = _checked_seconds("forward_seconds", self.forward_seconds, q_len, kv_len)
