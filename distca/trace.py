@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distca.validation import check_name, check_number, check_whole, short
+from distca.validation import check_name, check_number, check_whole, short, write_own
 
 MAX_COUNT = 2**53    # of bytes, and the largest rank or step: pages count in doubles
 MAX_SECONDS = 1e9    # of a step: thirty years
@@ -99,4 +99,4 @@ def write_chrome_trace(traces: Iterable[StepTrace], path: Path | str) -> None:
             {"ph": "X", "pid": trace.rank, "tid": threads[span.lane], "name": span.name,
              "ts": span.start_seconds * 1e6, "dur": span.seconds * 1e6, "args": {"bytes": span.num_bytes}}
             for span in trace.spans]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_own(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

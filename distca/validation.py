@@ -7,12 +7,14 @@ whatever else is raised is a mistake of ours.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import tomllib
 from opcode import opname
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
 import numpy as np
 
@@ -22,6 +24,8 @@ MAX_NAME = 200                # characters of a name
 MAX_NUMBER = 1e200            # sums, and products with a unit, still are finite
 MAX_TEXT_BYTES = 2**25        # of a file of lengths, a table or a log
 MAX_TOML_BYTES = 2**17
+MAX_LOCAL_RANKS = 512         # processes of one machine
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 MAX_KEY_PARTS = 8             # of a dotted TOML key: every part opens a table, and the parser keeps each prefix
 
 _KEY_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -97,6 +101,23 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not a text file; give UTF-8 text") from None
+
+
+def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
+    """Open a text file of ours for writing, in a folder that others may write to as well: never through a link."""
+    try:
+        return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path} is a symbolic link, which nothing is written through; remove it, or name another "
+                         "folder") from None
+
+
+def write_own(path: str | Path, text: str) -> None:
+    """Write a text file of ours; see `open_own`."""
+    with open_own(path) as file:
+        file.write(text)
 
 
 def parse_json(text: str) -> Any:

@@ -9,6 +9,7 @@ import typer
 
 from distca.cli.outputs import check_output
 from distca.cli.progress import progress
+from distca.validation import MAX_LOCAL_RANKS, check_whole
 
 
 def profile_command(
@@ -26,6 +27,10 @@ def profile_command(
 ) -> None:
     """Measure this machine's attention, linear layers and network into a latency table."""
     check_output("output", output)
+    if ranks is not None:
+        check_whole("ranks", ranks, least=2, most=MAX_LOCAL_RANKS, why="the most processes that one machine starts")
+    if max_kv_len is not None:
+        check_whole("max_kv_len", max_kv_len)
     try:
         from distca import profiling
         from distca.runtime.probe import measure_network

@@ -27,7 +27,7 @@ from distca.simulate.setting import settings
 from distca.simulate.strategies import NAMES, STRATEGIES
 from distca.spec import CLUSTERS, model_named
 from distca.trace import write_chrome_trace
-from distca.validation import check_whole, plain
+from distca.validation import check_whole, plain, write_own
 from distca.workload.contexts import Source
 from distca.workload.documents import SAMPLERS, Workload, read_source, standard_library_lengths
 from distca.workload.packing import check_tolerance
@@ -88,7 +88,7 @@ def simulate_command(
     shown = _traced(comparison)
     step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
     if trace is not None and step_shown is not None and step_shown.traces is not None:
-        trace.write_text(json.dumps([one.to_json() for one in step_shown.traces]), encoding="utf-8")
+        write_own(trace, json.dumps([one.to_json() for one in step_shown.traces]))
         write_chrome_trace(step_shown.traces, trace.with_name(f"trace_{trace.name}"))
     if write_page:
         write_page(_page(comparison, shown, step_shown))

@@ -65,9 +65,6 @@ class AttentionTime:
                 f"latency table {table.name!r} was measured with head_dim {head_dim} but model {model.name!r} has "
                 f"{model.head_dim}; run distca profile --model {model.name} and give its table as --cost")
         measured = about.get("num_heads", heads), about.get("num_kv_heads", kv_heads)
-        if not all(isinstance(number, int) and number > 0 for number in measured):
-            raise ValueError(f"latency table {table.name!r} has num_heads {measured[0]!r} and num_kv_heads "
-                             f"{measured[1]!r}; profile again")
         note = None
         if measured != (heads, kv_heads):
             note = (f"attention of {heads} query and {kv_heads} KV heads is scaled from {table.name!r}, measured with "

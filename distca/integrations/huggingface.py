@@ -85,7 +85,20 @@ def enable(
     steps = PackedSteps(shape_of(inner.config), group, tolerance=tolerance, kernel=kernel, state=state, cost=cost)
     _serve(inner.config, steps)
     inner.set_attn_implementation(NAME)
+    if inner not in _CHECKED:
+        inner.register_forward_pre_hook(_refuse_numbered_mask, with_kwargs=True)
+        _CHECKED.add(inner)
     return steps
+
+
+@torch.compiler.disable(reason="looks at values")
+def _refuse_numbered_mask(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Transformers makes a mask of ones and zeros of whatever it is given, and documents 1, 1, 2, 2 become one."""
+    for mask in (*inputs[1:2], named.get("attention_mask")):
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
+            raise ValueError(f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 "
+                             "for tokens and 0 for padding, and documents by position_ids that restart or by "
+                             "cu_seq_lens_q")
 
 
 def steps_of(model: torch.nn.Module) -> PackedSteps:
@@ -179,6 +192,7 @@ class _Served:
     forward: _Forward | None = None
 
 
+_CHECKED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()   # models whose masks are looked at
 _SERVED: dict[int, _Served] = {}                                 # by id of a config, which models and layers share
 
 

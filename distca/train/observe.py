@@ -21,7 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from distca.train.config import Settings
+from distca.train.machine import MAX_LOG_BYTES
 from distca.train.records import RECENT, RunSummary, StepRecord, Tally, as_json
+from distca.validation import check_whole, open_own, parse_json, read_text, write_own
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
@@ -41,7 +43,7 @@ class Observer:
         self.console = console or Console(highlight=False)
         self.folder = Path(settings.log.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "settings.toml").write_text(settings.to_toml(), encoding="utf-8")
+        write_own(self.folder / "settings.toml", settings.to_toml())
         self.tally = Tally()
         self.start = perf_counter()
         self.log: TextIO | None = None
@@ -78,7 +80,7 @@ class Observer:
             return None
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
-        (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
         for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings.attention.mode):
             self.console.print(line, markup=False, soft_wrap=True)
         return summary
@@ -149,17 +151,17 @@ def open_log(path: Path, step: int) -> TextIO:
     """The log to append to, without what it says of this step and later ones, and without a line that was torn."""
     kept = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_text(path, MAX_LOG_BYTES).splitlines():
             try:
-                earlier = int(json.loads(line)["step"]) < step
+                earlier = check_whole("step", parse_json(line)["step"], least=0) < step
             except (ValueError, KeyError, TypeError):
                 break
             if earlier:
                 kept.append(line + "\n")
         fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(kept), encoding="utf-8")
+        write_own(fresh, "".join(kept))
         os.replace(fresh, path)
-    return path.open("a", encoding="utf-8")
+    return open_own(path, "a")
 
 
 def plain_line(record: StepRecord, steps: int) -> str:

@@ -40,6 +40,7 @@ from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.records import StepRecord
 from distca.train.stage_work import StageWork
 from distca.train.stages import stage_of
+from distca.validation import write_own
 
 
 def run(settings: Settings) -> int:
@@ -186,7 +187,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             traces = [StepTrace.from_json(data) for data in gathered]
             write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
+            write_own(folder / f"step_{trace.step}.json", json.dumps(gathered))
 
 
 def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dNeighbours:
