@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from distca.report.figures import PlannedBatch, ReportData
+from distca.validation import short
 
 PAGE_SUFFIXES = (".html", ".htm")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
     """A file of this name can be made: it is in a folder, is no folder itself and ends as it should."""
+    if not str(path).isprintable():
+        raise ValueError(f"{option} is {short(str(path))}; give a name that can be printed")
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"{option} is {str(path)!r}; give a file name that ends in {', '.join(suffixes)}")
     if not path.parent.is_dir():

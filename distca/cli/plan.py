@@ -90,7 +90,8 @@ def plan_command(
     draw = plot_writer("plot", plot) if plot else None
     write_page = page_writer("html", html) if html else None
     shape = model_named(model)
-    pool = Pool(shape, tp, tolerance, dedicated, AttentionTime.of(find_table(cost), shape, tp) if cost else None)
+    seconds = None if cost is None else AttentionTime.of(find_table(cost), shape, tp)
+    pool = Pool(shape, tp, tolerance, dedicated, seconds)
     if pool.cost is not None and pool.cost.note:
         print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)

@@ -352,6 +352,8 @@ def _from_text(known: Known, text: str) -> Value:
 
 def _check_limits(known: Known, value: Value) -> None:
     _typed(known, value)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{known.name} is {short(value)}; give text that can be printed")
     if known.choices and value not in known.choices:
         near = get_close_matches(str(value).lower(), known.choices, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""

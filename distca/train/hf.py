@@ -73,7 +73,7 @@ def shape_from_hf(folder: str | Path) -> DecoderShape:
     if not isinstance(rope, dict):
         raise ValueError(f"{folder}/{CONFIG} has rope_parameters {short(rope)}; give an object of names and values")
     where = f"{folder}/{CONFIG}:"
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    theta = next((one["rope_theta"] for one in (rope, config) if one.get("rope_theta") is not None), 10_000.0)
     return DecoderShape(
         model, rope_theta=check_number(f"{where} rope_theta", theta, above=0),
         norm_eps=check_number(f"{where} rms_norm_eps", config.get("rms_norm_eps", 1e-6), least=0),

@@ -21,6 +21,7 @@ from distca.validation import MAX_DOCUMENTS, check_name, check_whole, parse_json
 
 IntArray = npt.NDArray[np.int64]
 
+MAX_TOKENS = 2**40      # of a workload
 MAX_LENGTH = 2**31 - 1  # the pairs of one document then fit an int64
 
 QUANTILE_LEVELS = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.975, 0.99, 0.995, 0.999, 1.0)
@@ -157,8 +158,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        object.__setattr__(self, "ranks", check_whole("ranks", self.ranks))
-        object.__setattr__(self, "tokens_per_rank", check_whole("tokens_per_rank", self.tokens_per_rank))
+        for name in ("ranks", "tokens_per_rank"):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), most=MAX_TOKENS))
         if not isinstance(self.sequences, (list, tuple)) or not self.sequences:
             raise ValueError(
                 f"sequences is {short(self.sequences)}; give at least one sequence, each a list of document lengths")
