@@ -24,10 +24,8 @@ from rich.table import Table
 from selenium import webdriver
 
 import distca
-from distca.cli.figures import document_figures, transfer_figures, work_figures
-from distca.planning.plan import Plan
-from distca.planning.tasks import tasks_at_home
-from distca.report.page import ReportData, Timeline, write_page
+from distca.report.figures import PlannedBatch, ReportData, Timeline
+from distca.report.page import write_page
 from distca.trace import Span, StepTrace
 from distca.workload.documents import sample_lengths
 
@@ -50,12 +48,9 @@ class Result:
 def report(ranks: int, layers: int) -> ReportData:
     """A sampled batch's plan, and a timeline with a few spans per layer."""
     layout = distca.pack(sample_lengths("prolong", ranks * 65_536, seed=0), ranks=ranks)
-    plan = distca.plan(layout, "llama3-8b")
-    before = Plan(layout, tasks_at_home(layout), np.ones(ranks), plan.tolerance, plan.model)
     rng = np.random.default_rng(0)
     return ReportData(
-        "benchmark", work=work_figures(before, plan), transfers=transfer_figures(plan),
-        documents=document_figures(plan),
+        "benchmark", plan=PlannedBatch.of(distca.plan(layout, "llama3-8b"), "prolong"),
         timelines=(Timeline("made up", tuple(trace(rank, layers, rng) for rank in range(ranks))),))
 
 

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from distca.validation import check_number, check_whole, short
+
+MAX_SIZE = 2**31  # of a model's dimensions and a node's GPUs: products of a few fit an int64
+MAX_RATE = 1e30   # of bytes, operations and seconds
 BF16_BYTES = 2
 FLOAT32_BYTES = 4
 
@@ -16,13 +20,9 @@ FLOAT32_BYTES = 4
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a name that is not in a registry: lists what is, and the nearest where there is one."""
     names = list(known)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name).lower()[:100], names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"{kind} {name!r} is unknown; {hint}choose one of: {', '.join(names)}")
-
-
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return ValueError(f"{kind} {short(name)} is unknown; {hint}choose one of: {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,7 @@ class ModelShape:
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
         for field, value in self._numbers():
-            if not _is_positive_int(value):
-                raise ValueError(f"model {self.name!r}: {field} is {value!r}; give a whole number of at least 1")
+            check_whole(f"model {self.name!r}: {field}", value, most=MAX_SIZE)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model {self.name!r}: num_heads is {self.num_heads}, not a multiple of num_kv_heads "
@@ -94,9 +93,9 @@ class ModelShape:
 
     def heads_per_rank(self, tp: int = 1) -> int:
         """Query heads on one tensor-parallel rank."""
-        if not _is_positive_int(tp) or self.num_heads % tp:
+        if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or self.num_heads % tp:
             raise ValueError(
-                f"tp is {tp!r} but model {self.name!r} has {self.num_heads} heads; choose a tp that divides them")
+                f"tp is {short(tp)} but model {self.name!r} has {self.num_heads} heads; choose a tp that divides them")
         return self.num_heads // tp
 
     def kv_heads_per_rank(self, tp: int = 1) -> int:
@@ -141,18 +140,13 @@ class ClusterShape:
     inter_node_latency_seconds: float
 
     def __post_init__(self) -> None:
-        if not _is_positive_int(self.gpus_per_node):
-            raise ValueError(
-                f"cluster {self.name!r}: gpus_per_node is {self.gpus_per_node!r}; give a whole number of at least 1")
+        check_whole(f"cluster {self.name!r}: gpus_per_node", self.gpus_per_node, most=MAX_SIZE)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("name", "gpu", "gpus_per_node"):
                 continue
-            may_be_zero = field.name.endswith("latency_seconds")
-            if not 0 <= value < float("inf") or (value == 0 and not may_be_zero):
-                raise ValueError(
-                    f"cluster {self.name!r}: {field.name} is {value!r}; give a finite number "
-                    f"{'of at least' if may_be_zero else 'above'} 0")
+            bound = {"least": 0.0} if field.name.endswith("latency_seconds") else {"above": 0.0}
+            check_number(f"cluster {self.name!r}: {field.name}", value, most=MAX_RATE, **bound)
 
 
 _MODELS = (  # name, layers, hidden, heads, KV heads, head dim, feed-forward, vocabulary, as their config.json say

@@ -13,26 +13,27 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_PLANNING = {"spec", "trace", "workload", "cost", "planning"}
+_FIRST = {"validation", "spec", "trace"}
+_PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
-    "spec": set(),
-    "trace": {"spec"},
-    "workload": {"spec", "trace"},
-    "cost": {"spec", "trace", "workload"},
-    "planning": {"spec", "trace", "workload", "cost"},
+    "validation": set(),
+    "spec": {"validation"},
+    "trace": {"validation", "spec"},
+    "workload": _FIRST,
+    "cost": _FIRST | {"workload"},
+    "planning": _FIRST | {"workload", "cost"},
     "baselines": _PLANNING,
     "simulate": _PLANNING | {"baselines"},
     "dispatch": _PLANNING,
-    "kernels": {"spec"},
+    "kernels": {"validation", "spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
     "train": _PLANNING | {"baselines", "dispatch", "kernels", "runtime"},
     "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
-    "report": {"spec", "trace"},
+    "report": _PLANNING | {"baselines", "simulate"},
 }
 MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli", "testing"}
-WITHOUT_TORCH = {"spec", "trace", "workload", "cost", "planning", "baselines", "simulate", "dispatch", "report", "api",
-                 "cli"}
+WITHOUT_TORCH = _PLANNING | {"baselines", "simulate", "dispatch", "report", "api", "cli"}
 
 
 def _modules() -> list[Path]:

@@ -14,6 +14,7 @@ import numpy as np
 from distca.baselines.groups import fixed_rows, step_of_groups
 from distca.planning.step import StepPlan
 from distca.spec import ModelShape
+from distca.validation import check_whole
 from distca.workload.layout import Layout, layout_from_slices
 
 
@@ -28,8 +29,7 @@ def fixed_packing_step(
 
 def per_sequence_layout(layout: Layout, cp: int) -> Layout:
     """Every row of `layout` as head and tail chunks over cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
-    if isinstance(cp, bool) or not isinstance(cp, int | np.integer) or cp < 1:
-        raise ValueError(f"cp is {cp!r}; give the number of ranks of a context-parallel group, 1 or more")
+    check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     row_tokens = layout.tokens_per_rank()
     chunk = np.arange(2 * cp + 1)
     row_begin = np.cumsum(row_tokens) - row_tokens

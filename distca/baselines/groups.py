@@ -13,6 +13,7 @@ import numpy as np
 from distca.baselines.at_home import at_home
 from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
 from distca.spec import ModelShape
+from distca.validation import check_whole
 from distca.workload.layout import Layout
 from distca.workload.packing import NanoBatch, pack
 
@@ -28,8 +29,7 @@ def step_of_groups(
     rows: Sequence[Layout], cut: Cut, model: ModelShape, *, cp: int, layers: Sequence[int], tp: int = 1
 ) -> StepPlan:
     """`rows[m]` has micro-batch m's documents, one rank to a replica; `cut` spreads each over its group."""
-    if isinstance(cp, bool) or not isinstance(cp, int | np.integer) or cp < 1:
-        raise ValueError(f"cp is {cp!r}; give the number of ranks of a context-parallel group, 1 or more")
+    check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     packed = []
     for row in rows:
         layout = cut(row, cp) if cp > 1 else row

@@ -26,6 +26,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.spec import ModelShape
+from distca.validation import check_whole
 from distca.workload.layout import Layout, layout_from_slices
 
 
@@ -49,8 +50,7 @@ def per_document_cp_step(
 
 def head_tail_layout(layout: Layout, cp: int) -> Layout:
     """Every slice cut into head and tail chunks over its group's ranks; a row keeps the order of the slices."""
-    if not isinstance(cp, int | np.integer) or isinstance(cp, bool) or cp < 1:
-        raise ValueError(f"cp is {cp!r}; give the number of ranks of a context-parallel group, 1 or more")
+    check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     tokens = _tokens_of_ranks(layout, cp)                        # [slices, cp]
     head = (tokens + 1) // 2
     head[:, -1] = tokens[:, -1]                                  # the last rank's chunks are neighbours: one slice

@@ -1,14 +1,16 @@
 """The `distca` command: what would balanced attention save on your lengths, and training that gets it.
 
 Whatever a user can get wrong ends in one line on stderr and exit code 2. Modules refuse with a ValueError that names
-the field, its value and the remedy; `main` is the one place that turns it into that line.
+the field, its value and the remedy; `main` is the one place that turns it into that line. Anything else is a mistake
+of ours: it keeps its traceback and exit code 1, with a sentence on what to report.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,6 +22,10 @@ from distca.cli.profile import profile_command
 from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
+from distca.validation import plain, was_refused
+
+MAX_LINE = 2000  # characters of an error
+OURS = "This is a mistake in distca, not in what you gave. Please report it with the lines above and the command."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Balance attention over ranks.")
 
@@ -52,15 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         status = app(args=None if arguments is None else list(arguments), prog_name="distca", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    except MemoryError:
+        _fail("not enough memory for what was asked; give fewer ranks, documents or tokens")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # what the argument parser refuses has one, whoever ships its class
-            raise
-        _fail(error.format_message())
+        if isinstance(error, OSError) or (isinstance(error, ValueError) and was_refused(error)):
+            _fail(str(error))
+        if hasattr(error, "format_message"):  # what the argument parser refuses has one, whoever ships its class
+            _fail(error.format_message())
+        traceback.print_exc()
+        print(f"distca: {OURS}", file=sys.stderr)
+        sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _fail(message: str) -> None:
-    print(f"distca: error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str) -> NoReturn:
+    """One line, of printable characters, on stderr."""
+    line = plain(" ".join(message.split()))
+    print(f"distca: error: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + ' …'}", file=sys.stderr)
     sys.exit(2)

@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from distca.spec import unknown_name
+from distca.validation import MAX_DOCUMENTS, MAX_RANKS, check_whole, plain
 from distca.workload.documents import SAMPLERS, Workload, fill, read_source, sample_lengths, standard_library_lengths
 from distca.workload.packing import cut_at_ranks
 
 STANDARD_LIBRARY = "stdlib"
 DEFAULT_RANKS = 8
 DEFAULT_TOKENS_PER_RANK = 65_536
-MAX_TOKENS = 2**36  # a million ranks of 64K: beyond it a typing error is likelier than a batch
+COST_HELP = "Latency table: a file that `distca profile` wrote, or the name of a shipped one."
+MAX_TOKENS = 2**34  # 65,536 ranks of 256K, about as many documents as fit: beyond it a typing error is likelier
+DOCUMENTS_WHY = "what the columns of a plan hold in a gigabyte"
+RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as several pools"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +36,14 @@ def read_batch(
     source: str, ranks: int | None, tokens_per_rank: int | None, seed: int | None, max_document: int | None
 ) -> Batch:
     """The batch that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
+    if ranks is not None:
+        check_whole("ranks", ranks, most=MAX_RANKS, why=RANKS_WHY)
+    if tokens_per_rank is not None:
+        check_whole("tokens_per_rank", tokens_per_rank)
     wanted = (ranks or DEFAULT_RANKS) * (tokens_per_rank or DEFAULT_TOKENS_PER_RANK)
-    if wanted > MAX_TOKENS:
-        raise ValueError(f"ranks times tokens_per_rank is {wanted} tokens; give a batch of at most {MAX_TOKENS}")
+    check_whole("ranks times tokens_per_rank", wanted, most=MAX_TOKENS, why="the largest batch that is planned")
+    check_whole("the number of documents, ranks times tokens_per_rank over max_document,",
+                wanted // (max_document or wanted), least=0, most=MAX_DOCUMENTS, why=DOCUMENTS_WHY)
     if source in SAMPLERS:
         seed = 0 if seed is None else seed
         lengths = sample_lengths(source, wanted, seed=seed, max_document=max_document)
@@ -76,7 +85,8 @@ def _batch_of_workload(
     if max_document is not None and lengths.max() > max_document:
         raise ValueError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
                          "cutting it would leave its ranks unfilled; leave the option out or change the file")
-    return Batch(f"{workload.name} ({path})", lengths, workload.ranks, workload.tokens_per_rank, workload)
+    check_whole("ranks", workload.ranks, most=MAX_RANKS, why=RANKS_WHY)
+    return Batch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank, workload)
 
 
 def _batch_of_lengths(
@@ -92,7 +102,7 @@ def _batch_of_lengths(
     if tokens_per_rank == 0:
         raise ValueError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
     lengths = fill(lengths, ranks * tokens_per_rank)
-    return Batch(f"{name}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
+    return Batch(f"{plain(name)}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
 
 
 def without_spanning(batch: Batch) -> Batch:

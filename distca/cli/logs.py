@@ -5,21 +5,22 @@ The files may come from elsewhere, so everything in them is checked before it is
 
 from __future__ import annotations
 
-import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from distca.cli.figures import comparison_figures
-from distca.report.page import RunFigures, StrategyFigures
-from distca.report.render import byte_text
-from distca.trace import StepTrace
+from distca.report.figures import RunFigures, StrategyFigures, byte_text, strategies_from_json
+from distca.trace import MAX_COUNT, StepTrace
+from distca.validation import check_number, check_whole, parse_json, read_json, read_text
 
-TRACE_NAME = re.compile(r"step_(\d+)\.json")
+MAX_TRACE_BYTES = 2**28  # about two million spans
+MAX_LOG_BYTES = 2**26    # about a hundred thousand steps
+TRACE_NAME = re.compile(r"step_(\d{1,15})\.json")
 SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the unit
     "loss": "loss, nats",
     "tokens_per_second": "tokens/s",
@@ -33,6 +34,8 @@ SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the un
     "grad_norm": "gradient norm",
     "lr": "learning rate",
 }
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +56,25 @@ def read_log(path: Path) -> RunLog:
         return _read_folder(path)
     if path.suffix == ".jsonl":
         return RunLog(run=_read_steps(path))
-    content = _read_json(path)
+    content = read_json(path, MAX_TRACE_BYTES)
     if isinstance(content, list):
-        return RunLog(traces={check_traces(content, path)[0].step: path})
+        return RunLog(traces={_traces(content, path)[0].step: path})
     if isinstance(content, dict) and "strategies" in content:
-        return RunLog(comparison=comparison_figures(content, str(path)))
+        return RunLog(comparison=_named(path, strategies_from_json, content))
     if isinstance(content, dict) and "tokens_per_second" in content:
-        return RunLog(facts=_summary_facts(content, path))
+        return RunLog(facts=_named(path, _summary_facts, content))
     if isinstance(content, dict) and "traceEvents" in content:
         raise ValueError(f"{path}: a Chrome trace, which a report cannot read; give the step_N.json beside it")
     raise ValueError(f"{path}: neither a trace, a log nor a summary of a run, nor a comparison; give step_N.json, "
                      "steps.jsonl, summary.json, their folder, or what distca simulate --json printed")
+
+
+def _named(path: Path, check: Callable[[Any], T], content: Any) -> T:
+    """What the check makes of a file's content; its refusals name the file."""
+    try:
+        return check(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_folder(folder: Path) -> RunLog:
@@ -72,42 +83,37 @@ def _read_folder(folder: Path) -> RunLog:
     steps, summary = folder / "steps.jsonl", folder / "summary.json"
     if not (traces or steps in named or summary in named):
         raise ValueError(f"{folder}: holds no step_N.json, steps.jsonl or summary.json; give the log.folder of a run")
-    content = _read_json(summary) if summary in named else {}
     return RunLog(traces, _read_steps(steps) if steps in named else None,
-                  _summary_facts(content, summary) if content else ())
+                  _named(summary, _summary_facts, read_json(summary)) if summary in named else ())
 
 
 def read_traces(path: Path) -> tuple[StepTrace, ...]:
-    return check_traces(_read_json(path), path)
+    return _traces(read_json(path, MAX_TRACE_BYTES), path)
 
 
-def check_traces(content: Any, path: Path) -> tuple[StepTrace, ...]:
+def _traces(content: Any, path: Path) -> tuple[StepTrace, ...]:
+    return _named(path, traces_from_json, content)
+
+
+def traces_from_json(content: Any) -> tuple[StepTrace, ...]:
     """One step's traces, of different ranks, with spans that a chart can draw."""
-    try:
-        traces = tuple(StepTrace.from_json(trace) for trace in content)
-        for trace in traces:
-            for span in trace.spans:
-                if not (math.isfinite(span.start_seconds) and span.start_seconds <= span.stop_seconds < math.inf):
-                    raise ValueError(f"{path}: rank {trace.rank} has a span {span.name!r} from {span.start_seconds} to "
-                                     f"{span.stop_seconds} seconds; write the trace again")
-                _ = span.num_bytes + 0, span.name + span.lane, int(trace.rank), int(trace.step)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a list of step traces ({error}); give a step_N.json that a run wrote") from None
-    if not traces:
-        raise ValueError(f"{path}: holds no rank's trace; trace a step with --log.trace_step N")
-    ranks = [trace.rank for trace in traces]
-    if len(set(ranks)) < len(ranks):
-        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-        raise ValueError(f"{path}: rank {twice} is there twice; write the trace again")
+    if not isinstance(content, list) or not content:
+        raise ValueError("not a list of step traces, one per rank; trace a step with --log.trace_step N")
+    traces = tuple(StepTrace.from_json(one) for one in content)
+    seen: set[int] = set()
+    for trace in traces:
+        if trace.rank in seen:
+            raise ValueError(f"rank {trace.rank} is there twice; write the trace again")
+        seen.add(trace.rank)
     return traces
 
 
 def _read_steps(path: Path) -> RunFigures | None:
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path, MAX_LOG_BYTES).splitlines(), 1):
         try:
-            record = json.loads(line)
-            int(record["step"])
+            record = parse_json(line)
+            check_whole("step", record["step"], least=0, most=MAX_COUNT)
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: line {number} is not a step's record; remove the line") from None
         records.append(record)
@@ -116,14 +122,15 @@ def _read_steps(path: Path) -> RunFigures | None:
     found = [name for name in SERIES if all(name in record for record in records)]
     return RunFigures(
         np.array([record["step"] for record in records], dtype=np.int64),
-        tuple((SERIES[name], np.array([_number(record[name], path, name) for record in records])) for name in found))
+        tuple((SERIES[name], np.array([_figure(record[name], f"{path}: {name}") for record in records]))
+              for name in found))
 
 
-def _summary_facts(content: dict[str, Any], path: Path) -> tuple[tuple[str, str], ...]:
+def _summary_facts(content: Any) -> tuple[tuple[str, str], ...]:
     def figure(name: str) -> float:
-        if name not in content:
-            raise ValueError(f"{path}: has no {name}; give a summary.json that a run wrote")
-        return _number(content[name], path, name)
+        if not isinstance(content, dict) or name not in content:
+            raise ValueError(f"has no {name}; give a summary.json that a run wrote")
+        return _figure(content[name], name)
 
     return (
         ("steps", f"{figure('steps'):,.0f}"),
@@ -135,17 +142,8 @@ def _summary_facts(content: dict[str, Any], path: Path) -> tuple[tuple[str, str]
     )
 
 
-def _number(value: Any, path: Path, name: str) -> float:
-    if value is None:
+def _figure(value: Any, field: str) -> float:
+    """A number; a run that diverged has steps without one."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{path}: {name} is {value!r}; it should be a number")
-    return float(value)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); give step_N.json, steps.jsonl, summary.json or their folder"
-                         ) from None
+    return check_number(field, value)

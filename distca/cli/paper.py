@@ -16,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from distca.cli.progress import progress
+from distca.cli.simulate import MAX_BATCHES, MAX_WORKERS
 from distca.simulate.paper import Row, measure_all
 from distca.simulate.paper_cases import cases
 from distca.simulate.paper_claims import CLAIMS, Verdict, figures_of, marks, verdicts
+from distca.validation import check_whole
 
 QUICK_BATCHES, FULL_BATCHES = 2, 10
 
@@ -37,9 +39,8 @@ def paper_command(
     claims = tuple(name.strip() for name in only.split(",")) if only is not None else tuple(CLAIMS)
     figures = figures_of(claims)
     num_batches = batches if batches is not None else QUICK_BATCHES if quick else FULL_BATCHES
-    for field, value in (("batches", num_batches), ("workers", 1 if workers is None else workers)):
-        if value < 1:
-            raise ValueError(f"{field} is {value}; give at least 1")
+    check_whole("batches", num_batches, most=MAX_BATCHES, why="more of them change no mean")
+    check_whole("workers", 1 if workers is None else workers, most=MAX_WORKERS, why="one process for each core")
     save = _plotter(out) if plots else None
     with progress(1 + sum(len(cases(figure, quick)) for figure in figures)) as step:
         step("simulating")

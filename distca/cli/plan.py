@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from distca.cli.batches import (
+    COST_HELP,
     DEFAULT_RANKS,
     DEFAULT_TOKENS_PER_RANK,
     STANDARD_LIBRARY,
@@ -22,23 +23,21 @@ from distca.cli.batches import (
     read_batch,
     without_spanning,
 )
-from distca.cli.figures import page_writer, plan_page
+from distca.cli.outputs import page_writer, plot_writer
 from distca.cli.progress import progress
 from distca.cost.attention_time import AttentionTime
-from distca.cost.network import MeasuredNetwork
 from distca.cost.shipped import find_table
 from distca.planning.greedy import balance
-from distca.planning.plan import Plan, PlanSummary
+from distca.planning.plan import Plan
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
-from distca.report import PlanFigures, SecondsFigures, Side
+from distca.report.figures import PlannedBatch, plan_page
 from distca.report.render import print_plan
 from distca.spec import ModelShape, model_named
+from distca.validation import MAX_RANKS, check_whole
 from distca.workload.documents import SAMPLERS
 from distca.workload.layout import Layout
-from distca.workload.packing import pack, pack_workload
-
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+from distca.workload.packing import check_tolerance, pack, pack_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +58,6 @@ class Pool:
                        cost=self.cost, backward=backward)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    """A batch with its documents in order and everything computed at home, and as it was planned."""
-
-    batch: Batch
-    placement: str
-    before: Plan
-    after: Plan
-    backward: Plan       # forward's where work is causal pairs
-    plan_seconds: float
-    invalid: str | None  # why the plan failed its proof
-
-
 def plan_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=(
         f"A workload file, a lengths file, a sampler ({', '.join(SAMPLERS)}), or {STANDARD_LIBRARY} for the files of "
@@ -82,9 +68,8 @@ def plan_command(
     placement: Annotated[str, typer.Option(
         help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
     dedicated: Annotated[int, typer.Option(help="Servers that own no tokens, besides the ranks.")] = 0,
-    cost: Annotated[str | None, typer.Option(help=(
-        "Latency table: a file that `distca profile` wrote, or the name of a shipped one; work is then seconds instead "
-        "of causal pairs."))] = None,
+    cost: Annotated[str | None, typer.Option(
+        help=f"{COST_HELP} Work is then seconds instead of causal pairs.")] = None,
     ranks: Annotated[int | None, typer.Option(
         help=f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says.")] = None,
     tokens_per_rank: Annotated[int | None, typer.Option(
@@ -98,14 +83,15 @@ def plan_command(
     html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
     """Plan one batch's core attention and show it before and after."""
-    for field, value, least in (("ranks", ranks, 1), ("tokens_per_rank", tokens_per_rank, 1),
-                                ("max_document", max_document, 1), ("dedicated", dedicated, 0)):
-        if value is not None and value < least:
-            raise ValueError(f"{field} is {value}; give a whole number of at least {least}")
-    save_plot = _plotter(plot) if plot else None
-    write_page = page_writer(html, "html") if html else None
+    check_tolerance(tolerance)
+    if max_document is not None:
+        check_whole("max_document", max_document)
+    check_whole("dedicated", dedicated, least=0, most=MAX_RANKS, why="as many servers as a plan has been tried with")
+    draw = plot_writer("plot", plot) if plot else None
+    write_page = page_writer("html", html) if html else None
     shape = model_named(model)
-    pool = Pool(shape, tp, tolerance, dedicated, AttentionTime.of(find_table(cost), shape, tp) if cost else None)
+    seconds = None if cost is None else AttentionTime.of(find_table(cost), shape, tp)
+    pool = Pool(shape, tp, tolerance, dedicated, seconds)
     if pool.cost is not None and pool.cost.note:
         print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)
@@ -115,25 +101,24 @@ def plan_command(
         if no_spanning:
             batch = without_spanning(batch)
         planned = plan_batch(batch, pool, placement, step)
-        figures = figures_of(planned)
-    if save_plot:
-        save_plot(figures)
+    if draw:
+        draw(planned)
     if write_page:
-        write_page(plan_page(figures, planned.before, planned.after))
+        write_page(plan_page(planned))
     if as_json:
-        print(json.dumps(figures.as_json()))
+        print(json.dumps(planned.as_json()))
     else:
-        print_plan(figures, Console())
+        print_plan(planned, Console())
         if plot:
             print(f"Drawn in {plot}.")
         if html:
             print(f"Written to {html}.")
-    if figures.invalid is not None:
+    if planned.invalid is not None:
         raise typer.Exit(1)
 
 
-def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> Planned:
-    """Plan and prove. Only placing and balancing are timed."""
+def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> PlannedBatch:
+    """Plan, prove and measure. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:
         cost.table.require(int(batch.lengths.max()))
@@ -148,44 +133,9 @@ def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], N
     invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
     in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
-    unplanned = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost)
-    return Planned(batch, placement, unplanned, plan, backward, plan_seconds, invalid)
-
-
-def figures_of(planned: Planned) -> PlanFigures:
-    """Measure both sides."""
-    batch, plan = planned.batch, planned.after
-    summary = plan.summary()
-    return PlanFigures(
-        source=batch.source,
-        num_documents=len(batch.lengths),
-        ranks=batch.ranks,
-        tokens_per_rank=batch.tokens_per_rank,
-        model=plan.model.name,
-        tp=plan.tp,
-        placement=planned.placement,
-        tolerance=plan.tolerance,
-        before=_side(planned.before.summary()),
-        after=_side(summary),
-        smallest_shard=summary.smallest_shard,
-        backward_bytes_total=summary.backward_bytes_total,
-        plan_seconds=planned.plan_seconds,
-        invalid=planned.invalid,
-        limit=plan.limit,
-        seconds=_seconds(plan, planned.backward),
-    )
-
-
-def _seconds(forward: Plan, backward: Plan) -> SecondsFigures | None:
-    """The network is as flat as it was measured: every rank's bytes over one link, both ways at once."""
-    if forward.cost is None:
-        return None
-    there, back = forward.summary(), backward.summary()
-    network = MeasuredNetwork.of(forward.cost.table)
-    busiest = float(max(there.bytes_sent.max(), there.bytes_received.max()))
-    assert there.seconds is not None and back.seconds is not None
-    return SecondsFigures(there.seconds, back.seconds, back.work_max_over_mean,
-                          None if network is None else network.seconds(busiest))
+    before = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost)
+    return PlannedBatch.of(plan, batch.source, before=before, backward=backward, placement=placement,
+                           plan_seconds=plan_seconds, invalid=invalid)
 
 
 def _layout(batch: Batch, pool: Pool, placement: str) -> Layout:
@@ -206,40 +156,7 @@ def _failed_proof(plan: Plan) -> str | None:
     return None
 
 
-def _side(summary: PlanSummary) -> Side:
-    return Side(
-        work=summary.work,
-        work_max_over_mean=summary.work_max_over_mean,
-        bytes_sent=summary.bytes_sent,
-        bytes_received=summary.bytes_received,
-        bytes_all_gather=summary.bytes_all_gather,
-        num_tasks=summary.num_tasks,
-        num_moved=summary.num_moved,
-    )
-
-
 def _warm_up(pool: Pool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
     batch = Batch("warm-up", np.array([3072, 512, 512]), 2, 2048)
     pool.balanced(_layout(batch, pool, placement)).summary()
-
-
-def _plotter(path: Path) -> Callable[[PlanFigures], None]:
-    """What draws into `path`; refuses before planning what would fail after it."""
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"plot is {str(path)!r}; give a file name that ends in {', '.join(PLOT_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"plot is {str(path)!r} but the folder {str(path.parent)!r} does not exist; create it first")
-    try:
-        from distca.report.plots import save_plot
-    except ModuleNotFoundError as error:
-        raise ValueError(f"plot needs {error.name}, which is not installed; run: pip install 'distca[plot]'") from None
-
-    def save(figures: PlanFigures) -> None:
-        try:
-            save_plot(figures, path)
-        except OSError as error:
-            raise ValueError(f"plot is {str(path)!r} and cannot be written ({error.strerror}); give a file in a "
-                             "folder that you may write to") from None
-
-    return save

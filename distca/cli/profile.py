@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from distca.cli.outputs import check_output
 from distca.cli.progress import progress
+from distca.validation import MAX_LOCAL_RANKS, check_whole
 
 
 def profile_command(
@@ -24,9 +26,11 @@ def profile_command(
     quick: Annotated[bool, typer.Option("--quick", help="Every second length, few samples.")] = False,
 ) -> None:
     """Measure this machine's attention, linear layers and network into a latency table."""
-    if not output.parent.is_dir():
-        raise ValueError(f"output is {str(output)!r} but the folder {str(output.parent)!r} does not exist; create it "
-                         "first")
+    check_output("output", output)
+    if ranks is not None:
+        check_whole("ranks", ranks, least=2, most=MAX_LOCAL_RANKS, why="the most processes that one machine starts")
+    if max_kv_len is not None:
+        check_whole("max_kv_len", max_kv_len)
     try:
         from distca import profiling
         from distca.profiling.network import measure_network

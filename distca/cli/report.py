@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from distca.cli.batches import read_batch
-from distca.cli.figures import page_writer, plan_page
 from distca.cli.logs import RunLog, read_log, read_traces
-from distca.cli.plan import Pool, figures_of, plan_batch
+from distca.cli.outputs import page_writer
+from distca.cli.plan import Pool, plan_batch
 from distca.cli.progress import progress
-from distca.report.page import ReportData, Timeline
+from distca.report.figures import ReportData, Timeline, plan_page
 from distca.spec import model_named
 
 MAX_TIMELINES = 2
@@ -40,10 +40,7 @@ def report_command(
     """Write a report that opens in any browser, offline."""
     if not (paths or predicted or plan):
         raise ValueError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
-    for field, value in (("ranks", ranks), ("tokens_per_rank", tokens_per_rank)):
-        if value is not None and value < 1:
-            raise ValueError(f"{field} is {value}; give a whole number of at least 1")
-    write = page_writer(out, "out")
+    write = page_writer("out", out)
     data = _planned(plan, Pool(model_named(model), 1, tolerance, 0, None), placement, ranks, tokens_per_rank, seed
                     ) if plan else ReportData("distca report")
     logs = [(path, read_log(path)) for path in paths or ()]
@@ -62,8 +59,7 @@ def _planned(source: str, pool: Pool, placement: str, ranks: int | None, tokens_
              seed: int | None) -> ReportData:
     with progress() as say:
         say("reading documents")
-        planned = plan_batch(read_batch(source, ranks, tokens_per_rank, seed, None), pool, placement, say)
-        return plan_page(figures_of(planned), planned.before, planned.after)
+        return plan_page(plan_batch(read_batch(source, ranks, tokens_per_rank, seed, None), pool, placement, say))
 
 
 def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: int | None) -> tuple[Timeline, ...]:

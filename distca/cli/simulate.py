@@ -15,24 +15,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distca.cli.batches import STANDARD_LIBRARY, refuse_source
-from distca.cli.figures import comparison_page, page_writer
+from distca.cli.batches import COST_HELP, STANDARD_LIBRARY, refuse_source
+from distca.cli.outputs import check_output, page_writer
 from distca.cli.progress import progress
 from distca.cost.cluster_file import find_cluster
-from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped import shipped_names, shipped_table
-from distca.report.page import MemoryFigures, Timeline
+from distca.cost.shipped import find_table
+from distca.report.figures import ReportData, Timeline, comparison_page
 from distca.simulate.compare import Comparison, Outcome, Question, compare, replay
 from distca.simulate.execute import Step
 from distca.simulate.setting import settings
 from distca.simulate.strategies import NAMES, STRATEGIES
 from distca.spec import CLUSTERS, model_named
 from distca.trace import write_chrome_trace
+from distca.validation import check_whole, plain, write_own
 from distca.workload.contexts import Source
 from distca.workload.documents import SAMPLERS, Workload, read_source, standard_library_lengths
 from distca.workload.packing import check_tolerance
 
 DEFAULT_CONTEXT = 131_072
+MAX_BATCHES = 10_000
+MAX_WORKERS = 1024
 
 
 def simulate_command(
@@ -50,8 +52,7 @@ def simulate_command(
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
     tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
-    cost: Annotated[str, typer.Option(
-        help="Latency table: a shipped one or a file that `distca profile` wrote.")] = "h200",
+    cost: Annotated[str, typer.Option(help=COST_HELP)] = "h200",
     sequences: Annotated[int | None, typer.Option(
         help="Sequences per step; as many as give each data rank 64K tokens of a micro-batch.")] = None,
     micro_batches: Annotated[str | None, typer.Option(
@@ -66,20 +67,19 @@ def simulate_command(
 ) -> None:
     """Predict a training step under every strategy, on the same documents."""
     check_tolerance(tolerance)
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; give a whole number of at least 0")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is {workers}; give at least 1")
-    if trace is not None and not trace.parent.is_dir():
-        raise ValueError(f"trace is {str(trace)!r} but there is no folder {str(trace.parent)!r}; create it first")
-    write_page = page_writer(html, "html") if html else None
+    check_whole("seed", seed, least=0)
+    check_whole("batches", batches, most=MAX_BATCHES, why="more of them change no mean")
+    check_whole("workers", 1 if workers is None else workers, most=MAX_WORKERS, why="one process for each core")
+    if trace is not None:
+        check_output("trace", trace)
+    write_page = page_writer("html", html) if html else None
     source = read_lengths(data)
     tokens = context if context is not None else default_context(source)
     shape, machines = model_named(model), find_cluster(cluster)
     grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=_numbers("pp", pp), sequences=sequences,
                     micro_batches=None if micro_batches is None else _numbers("micro_batches", micro_batches))
     names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-    question = Question(grid, names, source, _table(cost), tolerance, batches, seed)
+    question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
     if note := question.costs(grid[0]).attention.note:
         print(f"distca: {note}", file=sys.stderr)
     with progress(batches + 1) as step:
@@ -88,10 +88,10 @@ def simulate_command(
     shown = _traced(comparison)
     step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
     if trace is not None and step_shown is not None and step_shown.traces is not None:
-        trace.write_text(json.dumps([one.to_json() for one in step_shown.traces]), encoding="utf-8")
+        write_own(trace, json.dumps([one.to_json() for one in step_shown.traces]))
         write_chrome_trace(step_shown.traces, trace.with_name(f"trace_{trace.name}"))
     if write_page:
-        write_page(comparison_page(comparison.as_json(), "simulate", *_first_batch(shown, step_shown)))
+        write_page(_page(comparison, shown, step_shown))
     if as_json:
         print(json.dumps(comparison.as_json()))
     else:
@@ -112,8 +112,8 @@ def read_lengths(data: str) -> Source:
         refuse_source(data, "data")
     content = read_source(data)
     if isinstance(content, Workload):
-        return Source(data, np.concatenate(content.sequences))
-    return Source(data, content)
+        return Source(plain(data), np.concatenate(content.sequences))
+    return Source(plain(data), content)
 
 
 def default_context(source: Source) -> int:
@@ -122,12 +122,6 @@ def default_context(source: Source) -> int:
         return DEFAULT_CONTEXT
     longest = int(source.lengths.max())
     return min(DEFAULT_CONTEXT, longest // 128 * 128 or longest)
-
-
-def _table(name: str) -> LatencyTable:
-    if not Path(name).exists() and name in shipped_names():
-        return shipped_table(name)
-    return LatencyTable.load(name)
 
 
 def _numbers(field: str, text: str) -> list[int]:
@@ -142,15 +136,12 @@ def _traced(comparison: Comparison) -> Outcome | None:
     return comparison.outcomes[-1] if comparison.outcomes else None
 
 
-def _first_batch(outcome: Outcome | None, step: Step | None) -> tuple[tuple[Timeline, ...], MemoryFigures | None]:
-    """The page's timeline and memory."""
+def _page(comparison: Comparison, outcome: Outcome | None, step: Step | None) -> ReportData:
+    """With the first batch's timeline and memory, where a strategy ran."""
     if outcome is None or step is None:
-        return (), None
-    held = step.memory
-    kinds = {"weights, gradients, optimizer": held.states, "activations": held.activations,
-             "gathered keys": held.gathered_kv, "exchange buffers": held.buffers}
-    memory = MemoryFigures(tuple(kinds), np.stack(list(kinds.values())), outcome.setting.cluster.memory_bytes)
-    return (Timeline(f"{outcome.name}, simulated, first batch", tuple(step.traces or ())),), memory
+        return comparison_page(comparison)
+    timeline = Timeline(f"{outcome.name}, simulated, first batch", tuple(step.traces or ()))
+    return comparison_page(comparison, (timeline,), step.memory)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -165,10 +156,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for title in ("", "tokens/s", "step", "idle", "exposed", "memory", "work"):
         table.add_column(title, justify="right" if title else "left")
     for outcome in comparison.rows:
-        row = outcome.as_json(comparison.rows)
-        table.add_row(outcome.name, f"{row['tokens_per_second']:,.0f}", f"{row['step_seconds']:.3g} s",
-                      f"{row['idle_share']:.1%}", f"{row['exposed_communication_share']:.1%}",
-                      f"{row['peak_memory_gb']:.0f} GB", f"{row['work_max_over_mean']:.2f}")
+        table.add_row(outcome.name, f"{outcome.tokens_per_second:,.0f}", f"{outcome.step_seconds:.3g} s",
+                      f"{outcome.idle_share:.1%}", f"{outcome.exposed_communication_share:.1%}",
+                      f"{outcome.peak_memory_gb:.0f} GB", f"{outcome.work_max_over_mean:.2f}")
     console.print(table)
     console.print(_ratios(comparison))
     for outcome in comparison.outcomes:

@@ -69,9 +69,6 @@ class AttentionTime:
                 f"{_dims(model)}; run distca profile --model {model.name} and give its table as --cost")
         flops = (model.head_dim + model.value_dim) / (2.0 * head_dim) if is_other_dim else 1.0  # type: ignore[operator]
         measured = about.get("num_heads", heads), about.get("num_kv_heads", kv_heads)
-        if not all(isinstance(number, int) and number > 0 for number in measured):
-            raise ValueError(f"latency table {table.name!r} has num_heads {measured[0]!r} and num_kv_heads "
-                             f"{measured[1]!r}; profile again")
         note = None
         if measured != (heads, kv_heads):
             note = (f"attention of {heads} query and {kv_heads} KV heads is scaled from {table.name!r}, measured with "

@@ -9,13 +9,12 @@ A file names what differs from a cluster that is known already, or everything:
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from distca.spec import CLUSTERS, ClusterShape, cluster_named, unknown_name
-from distca.workload.documents import read_text
+from distca.validation import check_name, check_number, read_toml
 
 _NAMES = tuple(field.name for field in fields(ClusterShape))
 _TEXT = ("name", "gpu")
@@ -32,11 +31,7 @@ def find_cluster(name: str) -> ClusterShape:
 
 def read_cluster(path: str | Path) -> ClusterShape:
     """The cluster in a TOML file; every refusal names the file, the field, its value and the remedy."""
-    text = read_text(path)
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: broken TOML ({error}); repair the file") from None
+    content = read_toml(path)
     try:
         return _cluster(content, Path(path).stem)
     except ValueError as error:
@@ -48,7 +43,7 @@ def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:
     for key in content:
         if key not in _NAMES:
             raise unknown_name("field", key, ("base", *_NAMES))
-    values: dict[str, Any] = {} if base is None else asdict(cluster_named(base))
+    values: dict[str, Any] = {} if base is None else asdict(cluster_named(check_name("base", base)))
     values["name"] = stem
     values |= content
     missing = [name for name in _NAMES if name not in values]
@@ -56,8 +51,5 @@ def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:
         raise ValueError(f"{', '.join(missing)} not given; add them, or base = {next(iter(CLUSTERS))!r} to take the "
                          "rest from a known cluster")
     for name in _NAMES:
-        value = values[name]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (isinstance(value, str) if name in _TEXT else number):
-            raise ValueError(f"{name} is {value!r}; give {'text' if name in _TEXT else 'a number'}")
+        (check_name if name in _TEXT else check_number)(name, values[name])
     return ClusterShape(**values)

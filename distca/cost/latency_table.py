@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.cost.work import attention_backward_flops, attention_flops
-from distca.spec import ModelShape
-from distca.workload.documents import check_lengths, parse_json, read_text
+from distca.spec import MAX_RATE, ModelShape
+from distca.validation import check_name, check_number, check_whole, parse_json, read_text, short
+from distca.workload.documents import check_lengths
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -32,6 +33,9 @@ AnyArray = npt.NDArray[Any]
 FORMAT = "distca-latency-table"
 VERSION = 1
 SUBDIVISIONS = 16
+MAX_LENGTHS = 64    # of a grid's side, which is then refined
+MAX_HEADS = 2**20
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6  # of one call
 SATURATED_Q_LEN = 128  # attention kernels reach their peak once a shard fills a tile of queries
 
 _KEYS = ("name", "q_len", "kv_len", "forward_seconds", "backward_seconds", "peak_pairs_per_second", "metadata")
@@ -162,11 +166,13 @@ class LatencyTable:
                 raise ValueError(
                     f"q_len's {name} is {q_len[end]} but kv_len's {name} is {kv_len[end]}; queries are aligned with "
                     "the end of their keys, so extend kv_len or trim q_len")
-        peak = self.peak_pairs_per_second
-        if isinstance(peak, bool) or not isinstance(peak, (int, float)) or not 0 < peak < float("inf"):
-            raise ValueError(f"peak_pairs_per_second is {peak!r}; give a finite number above 0")
+        check_name("name", self.name)
+        peak = check_number("peak_pairs_per_second", self.peak_pairs_per_second, above=0, most=MAX_RATE)
         if not isinstance(self.metadata, Mapping):
-            raise ValueError(f"metadata is {self.metadata!r}; give an object of names and values")
+            raise ValueError(f"metadata is {short(self.metadata)}; give an object of names and values")
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if name in self.metadata:
+                check_whole(f"metadata.{name}", self.metadata[name], most=MAX_HEADS)
         forward = _checked_seconds("forward_seconds", self.forward_seconds, q_len, kv_len)
         backward = None
         backward_surface = None
@@ -292,25 +298,30 @@ def analytic_table(
 
 def _checked_grid(name: str, values: IntArray) -> IntArray:
     grid = check_lengths(values, name).copy()
-    if len(grid) < 2 or not (np.diff(grid) > 0).all():
-        raise ValueError(f"{name} is {grid.tolist()}; give at least two lengths, each above the one before")
+    if not 2 <= len(grid) <= MAX_LENGTHS or not (np.diff(grid) > 0).all():
+        raise ValueError(
+            f"{name} is {short(grid.tolist())}; give at least two lengths, at most {MAX_LENGTHS}, each above "
+            "the one before")
     grid.setflags(write=False)
     return grid
 
 
 def _checked_seconds(name: str, values: npt.ArrayLike, q_len: IntArray, kv_len: IntArray) -> FloatArray:
     try:
+        if any(isinstance(value, str | bool) for value in np.asarray(values, dtype=object).ravel()):
+            raise TypeError
         seconds = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is not a table of numbers; give {len(q_len)} rows of {len(kv_len)} seconds") from None
     if seconds.shape != (len(q_len), len(kv_len)):
         raise ValueError(f"{name} has shape {seconds.shape}; give {len(q_len)} rows of {len(kv_len)} seconds")
     exists = q_len[:, None] <= kv_len
-    bad = exists & ~((seconds > 0) & (seconds < float("inf")))
+    bad = exists & ~((seconds >= LEAST_SECONDS) & (seconds <= MOST_SECONDS))
     if bad.any():
         i, j = np.argwhere(bad)[0]
         raise ValueError(
-            f"{name} at q_len {q_len[i]}, kv_len {kv_len[j]} is {seconds[i, j]}; give finite seconds above 0")
+            f"{name} at q_len {q_len[i]}, kv_len {kv_len[j]} is {seconds[i, j]}; give seconds above 0, from "
+            f"{LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     seconds[~exists] = np.nan
     seconds.setflags(write=False)
     return seconds

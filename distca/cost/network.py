@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.cost.latency_table import LatencyTable
-from distca.spec import ClusterShape
+from distca.spec import MAX_RATE, ClusterShape
+from distca.validation import check_number, check_whole, short
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -32,14 +33,14 @@ class MeasuredNetwork:
         about = table.metadata.get("network")
         if about is None:
             return None
-        found = [about.get(name) if isinstance(about, Mapping) else None
-                 for name in ("num_ranks", "latency_seconds", "bandwidth")]
-        ranks, latency, bandwidth = (value if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
-                                     for value in found)
-        if not (ranks >= 2 and 0 <= latency < float("inf") and 0 < bandwidth < float("inf")):
-            raise ValueError(f"latency table {table.name!r} has network {about!r}; give num_ranks of at least 2, "
-                             "latency_seconds and bandwidth, or profile again with --ranks")
-        return cls(int(ranks), float(latency), float(bandwidth))
+        found = about if isinstance(about, Mapping) else {}
+        try:
+            return cls(check_whole("num_ranks", found.get("num_ranks"), least=2),
+                       check_number("latency_seconds", found.get("latency_seconds"), least=0, most=MAX_RATE),
+                       check_number("bandwidth", found.get("bandwidth"), above=0, most=MAX_RATE))
+        except ValueError as error:
+            raise ValueError(f"latency table {table.name!r} has network {short(about)}: {error}; or profile again with "
+                             "--ranks") from None
 
     def seconds(self, num_bytes: float) -> float:
         """An exchange in which a rank sends so many bytes."""
@@ -57,7 +58,7 @@ class Network:
     inter_node_latency_seconds: float
 
     def __post_init__(self) -> None:
-        _check_gpus_per_node(self.gpus_per_node)
+        check_whole("gpus_per_node", self.gpus_per_node)
         for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give bytes per second above 0")
@@ -110,7 +111,7 @@ class Network:
             raise ValueError(f"matrix_bytes has shape {sent.shape}; give a square [src, dst] matrix")
         if not (sent >= 0).all():
             raise ValueError("matrix_bytes has an entry that is negative or not a number; give bytes of at least 0")
-        per_node = _check_gpus_per_node(self.gpus_per_node if gpus_per_node is None else gpus_per_node)
+        per_node = check_whole("gpus_per_node", self.gpus_per_node if gpus_per_node is None else gpus_per_node)
         rank = np.arange(sent.shape[0])
         same_node = rank[:, None] // per_node == rank // per_node  # [src, dst]
         between = np.where(same_node, 0.0, sent)
@@ -128,7 +129,7 @@ class Network:
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks!r}; give a whole number of at least 1")
-        per_node = _check_gpus_per_node(self.gpus_per_node if gpus_per_node is None else gpus_per_node)
+        per_node = check_whole("gpus_per_node", self.gpus_per_node if gpus_per_node is None else gpus_per_node)
         if num_bytes == 0 or num_ranks == 1:
             return 0.0
         if num_ranks <= per_node:
@@ -146,9 +147,3 @@ class Network:
     def all_reduce_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
         """Ring all-reduce of `num_bytes` held by every rank: a reduce-scatter, then an all-gather."""
         return 2 * self.all_gather_seconds(num_bytes, num_ranks, gpus_per_node)
-
-
-def _check_gpus_per_node(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"gpus_per_node is {value!r}; give a whole number of at least 1")
-    return value

@@ -38,7 +38,7 @@ def shipped_table(name: str) -> LatencyTable:
 def other_heads(name: str) -> list[LatencyTable]:
     """Tables that were measured like the one of this name, with other heads."""
     folder = _TABLES / name
-    if not folder.is_dir():
+    if name not in shipped_names() or not folder.is_dir():       # the name may be a file's
         return []
     with as_file(folder) as path:
         return [LatencyTable.load(file) for file in sorted(path.glob("*.json"))]

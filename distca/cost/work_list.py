@@ -18,11 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.columns import spread
+from distca.validation import check_number, check_whole, short
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 LENGTH_CLASSES = 16  # to a worker's share
+MOST_COUNT = 4_096  # of a GPU's multiprocessors and of an item's rows: several times what there is
+MOST_FACTOR = 1e3   # seconds to launch, and speed-up of an item
 MOST_ROUNDS = 40    # of dealing, unless there are more items than workers in each
 MOST_ITEMS = 2**15  # dealt in one call; where there are more, several items on as many workers count as one on one
 
@@ -63,17 +66,10 @@ class WorkList:
         missing = [name for name in names if name not in facts]
         if missing:
             raise ValueError(f"work_list has no {', '.join(missing)}; profile again")
-        workers, rows, keys, launch, speedup = (facts[name] for name in names)
-        try:
-            found = cls(int(workers), int(rows), int(keys), max(1, heads // kv_heads), kv_heads,  # type: ignore[call-overload]
-                        (float(launch[0]), float(launch[1])), (float(speedup[0]), float(speedup[1])))  # type: ignore[index]
-        except (TypeError, ValueError, IndexError):
-            raise ValueError(f"work_list is {dict(facts)!r}; profile again") from None
-        if min(found.num_workers, found.query_rows, found.key_tokens) < 1 or min(
-                *found.launch_seconds, *(speed - 1 for speed in found.idle_speedup)) < 0:
-            raise ValueError(f"work_list is {dict(facts)!r}; give counts of at least 1, seconds of at least 0 and "
-                             "speed-ups of at least 1")
-        return found
+        counts = [check_whole(f"work_list.{name}", facts[name], most=MOST_COUNT) for name in names[:3]]
+        launch, speedup = (_both(f"work_list.{name}", facts[name], least)
+                           for name, least in (("launch_seconds", 0.0), ("idle_speedup", 1.0)))
+        return cls(counts[0], counts[1], counts[2], max(1, heads // kv_heads), kv_heads, launch, speedup)
 
     @property
     def wave_tokens(self) -> int:
@@ -129,6 +125,14 @@ class WorkList:
         seconds = np.bincount(base[region][task] + at, weights=(item_seconds / mean_seen)[task] * seen,
                               minlength=int(number.sum()))
         return seconds.astype(np.float64), np.repeat(tasks.server[first], number)
+
+
+def _both(field: str, value: object, least: float) -> tuple[float, float]:
+    """Of forward and of backward."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{field} is {short(value)}; give a number for forward and one for backward")
+    return (check_number(field, value[0], least=least, most=MOST_FACTOR),
+            check_number(field, value[1], least=least, most=MOST_FACTOR))
 
 
 def _by_server(seconds: FloatArray, server: IntArray, num_servers: int) -> FloatArray:

@@ -11,6 +11,7 @@ talk to nobody, so ranks may run unequal numbers of batches of them.
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -76,7 +77,20 @@ def enable(
                                 transport=transport, cost=cost)
     attach(inner.config, _Served(attention))
     inner.set_attn_implementation(NAME)
+    if inner not in _CHECKED:
+        inner.register_forward_pre_hook(_refuse_numbered_mask, with_kwargs=True)
+        _CHECKED.add(inner)
     return attention
+
+
+@torch.compiler.disable(reason="looks at values")
+def _refuse_numbered_mask(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Transformers makes a mask of ones and zeros of whatever it is given, and documents 1, 1, 2, 2 become one."""
+    for mask in (*inputs[1:2], named.get("attention_mask")):
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
+            raise ValueError(f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 "
+                             "for tokens and 0 for padding, and documents by position_ids that restart or by "
+                             "cu_seq_lens_q")
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -164,6 +178,9 @@ class _Served:
     @property
     def latest(self) -> Plan | None:
         return self.attention.latest
+
+
+_CHECKED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()   # models whose masks are looked at
 
 
 def _served(config: PreTrainedConfig) -> _Served:

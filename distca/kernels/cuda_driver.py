@@ -8,10 +8,12 @@ call through ctypes with argument storages made beforehand, a few microseconds o
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
 import os
+import stat
 import struct
 import tempfile
 import threading
@@ -85,11 +87,11 @@ def compile_cubin(source: str, name: str, defines: Mapping[str, int], arch: str 
     options = compile_options(defines, arch)
     key = hashlib.sha256(repr((source, name, options, nvrtc_version(library))).encode()).hexdigest()
     try:
-        return (cache_folder() / f"{key}.cubin").read_bytes()
+        return (private_folder(cache_folder()) / f"{key}.cubin").read_bytes()
     except OSError:
         cubin = run_compiler(library, source, name, options)
     try:
-        _write_atomically(cache_folder() / f"{key}.cubin", cubin)
+        _write_atomically(private_folder(cache_folder()) / f"{key}.cubin", cubin)
     except OSError as error:
         _say_not_kept(error.strerror or str(error))
     return cubin
@@ -103,8 +105,19 @@ def cache_folder() -> Path:
     return Path(root) / "distca" / "cubin"
 
 
+def private_folder(folder: Path) -> Path:
+    """The folder, made for its owner alone where it is not there; an OSError where others could put code into it."""
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
+    for part in (folder, folder.parent):
+        about = part.lstat()
+        if stat.S_ISLNK(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"{part} is not its owner's alone, so that others could put code into "
+                                  "it; remove it, or run chmod go-w on it")
+    return folder
+
+
 def _write_atomically(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with open(descriptor, "wb") as file:

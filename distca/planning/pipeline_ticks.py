@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.columns import freeze
+from distca.validation import check_whole
 
 IDLE = -1
 
@@ -76,7 +77,7 @@ class Ticks:
         if self.micro_batch.ndim != 2 or self.micro_batch.shape != self.backward.shape or self.micro_batch.size == 0:
             raise ValueError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
                              "both one row per tick and one column per stage")
-        _positive("num_micro_batches", self.num_micro_batches)
+        check_whole("num_micro_batches", self.num_micro_batches)
         outside = self.micro_batch[(self.micro_batch < IDLE) | (self.micro_batch >= self.num_micro_batches)]
         if len(outside):
             raise ValueError(f"micro_batch names {outside[0]} but num_micro_batches is {self.num_micro_batches}; use 0 "
@@ -128,8 +129,8 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
 
 def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
     """Stages as a column and micro-batches as a row."""
-    _positive("num_stages", num_stages)
-    _positive("num_micro_batches", num_micro_batches)
+    check_whole("num_stages", num_stages)
+    check_whole("num_micro_batches", num_micro_batches)
     return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
 
 
@@ -154,8 +155,3 @@ def _check_after(tick: np.ndarray, needed: np.ndarray, phase: str, first_stage: 
         stage, micro_batch = early[0]
         raise ValueError(f"stage {stage + first_stage} runs micro-batch {micro_batch} {phase} in tick "
                          f"{tick[stage, micro_batch]} but {what} is in tick {needed[stage, micro_batch]}; run it later")
-
-
-def _positive(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")

@@ -19,6 +19,7 @@ from distca.planning.greedy import balance
 from distca.planning.pipeline_ticks import IDLE, Ticks
 from distca.planning.plan import Plan, max_over_mean
 from distca.spec import ModelShape
+from distca.validation import check_whole
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.packing import check_pool
 
@@ -32,8 +33,7 @@ def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     that are left over go to the stages right before the last.
     """
     for field, value in (("num_layers", num_layers), ("num_stages", num_stages)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")
+        check_whole(field, value)
     if num_stages > num_layers:
         raise ValueError(f"num_stages is {num_stages} but the model has {num_layers} layers; use at most {num_layers} "
                          "stages, so that each has a layer")

@@ -31,6 +31,7 @@ from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
 from distca.profiling.timing import Run, in_turns, queued_samples, samples
 from distca.spec import ModelShape, model_named
+from distca.validation import check_whole
 
 MIN_LEN = 128
 MAX_Q_LEN = 2**16  # longer shards run at the rate of these
@@ -42,6 +43,8 @@ class Limits:
     """What is worth measuring on one kind of device."""
 
     max_kv_len: int       # unless the user says
+    most_kv_len: int      # whatever the user says
+    why: str              # that is the most
     num_tiles: int        # tiles of 128 queries, over all heads, that fill the device in a batch of shards
     num_pairs: int        # per call, so that launching it costs little beside it
     most_q_tokens: int    # per batch of shards, as many as a server holds
@@ -52,8 +55,9 @@ class Limits:
     copy_bytes: int
 
 
-CPU = Limits(2_048, 1, 2**16, 4_096, 8_192, 0.1, 30, 256, 2**26)
-CUDA = Limits(524_288, 2_048, 2**26, 65_536, 2**20, 0.1, 1_000, 8_192, 2**30)
+CPU = Limits(2_048, 524_288, "whose keys and values of a layer take 4 GB", 1, 2**16, 4_096, 8_192, 0.1, 30, 256, 2**26)
+CUDA = Limits(524_288, 2**22, "whose keys and values of a layer take 16 GB", 2_048, 2**26, 65_536, 2**20, 0.1, 1_000,
+              8_192, 2**30)
 SHORT_ITEM, LONG_ITEM = 16, 256   # tiles that an item of a probe walks
 
 
@@ -94,8 +98,7 @@ def settings(
     where = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if use_gpu else torch.float32
     longest = limits.max_kv_len if max_kv_len is None else max_kv_len
-    if longest < 2 * MIN_LEN:
-        raise ValueError(f"max_kv_len is {longest}; give at least {2 * MIN_LEN} tokens")
+    check_whole("max_kv_len", longest, least=2 * MIN_LEN, most=limits.most_kv_len, why=limits.why)
     shape = model if isinstance(model, ModelShape) else model_named(model)
     shape.kv_heads_per_rank(tp)
     kv_len = lengths_up_to(longest, every=2 if quick else 1)

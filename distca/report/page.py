@@ -11,21 +11,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from distca.report.page_figures import (
-    DocumentFigures,
-    MemoryFigures,
-    ReportData,
-    RunFigures,
-    Spread,
-    StrategyFigures,
-    Timeline,
-    TransferFigures,
-    WorkFigures,
-)
-from distca.report.page_sections import Section, sections_of
-
-__all__ = ["DocumentFigures", "MemoryFigures", "ReportData", "RunFigures", "Spread", "StrategyFigures", "Timeline",
-           "TransferFigures", "WorkFigures", "render_page", "write_page"]
+from distca.report.figures import ReportData
+from distca.report.sections import Section, sections_of
 
 LIBRARY = "plotly-cartesian-4.1.1.min.js"  # the partial bundle: a third of the whole in bytes and in time to start
 SCRIPTS = (LIBRARY, "base.js", "charts.js", "raster.js", "timeline.js", "start.js")

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from distca.report import PlanFigures, Side
+from distca.report.figures import PlannedBatch
 
 BEFORE_COLOR, AFTER_COLOR = "#E69F00", "#0072B2"
 TOLERANCE_COLOR = "#000000"
@@ -23,38 +23,38 @@ _BAR_WIDTH = 0.4
 _BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def save_plot(figures: PlanFigures, path: str | Path) -> None:
+def save_plot(batch: PlannedBatch, path: str | Path) -> None:
     """Write the picture; the format follows the file's suffix."""
-    draw(figures).savefig(path, dpi=120)
+    draw(batch).savefig(path, dpi=120)
 
 
-def draw(figures: PlanFigures) -> Figure:
+def draw(batch: PlannedBatch) -> Figure:
     figure = Figure(figsize=(10, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _draw_work(top, figures)
-    _draw_bytes(bottom, figures)
+    _draw_work(top, batch)
+    _draw_bytes(bottom, batch)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.margins(x=0.01)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12, min_n_ticks=1))
-    dedicated = figures.servers - figures.ranks
+    dedicated = batch.num_servers - batch.num_ranks
     bottom.set_xlabel("rank" if not dedicated else f"rank (the last {dedicated} are dedicated servers)")
     figure.suptitle(
-        f"{figures.ranks:,} ranks of {figures.tokens_per_rank:,} tokens, {figures.model}, "
-        f"{figures.placement} placement: slowest server {figures.before.work_max_over_mean:.2f}× → "
-        f"{figures.after.work_max_over_mean:.2f}× the mean", fontsize=12)
+        f"{batch.num_ranks:,} ranks of {batch.tokens_per_rank:,} tokens, {batch.plan.model.name}, "
+        f"{batch.placement} placement: slowest server {batch.before.work_max_over_mean:.2f}× → "
+        f"{batch.after.work_max_over_mean:.2f}× the mean", fontsize=12)
     return figure
 
 
-def _draw_work(axes: Axes, figures: PlanFigures) -> None:
-    unit = figures.before.work.mean()
-    _series(axes, figures.before.work / unit, figures.after.work / unit, figures.servers)
-    mean = figures.after.work.mean() / unit
+def _draw_work(axes: Axes, batch: PlannedBatch) -> None:
+    unit = batch.before.work.mean()
+    _series(axes, batch.before.work / unit, batch.after.work / unit, batch.num_servers)
+    mean = batch.after.work.mean() / unit
     axes.axhline(mean, color=TOLERANCE_COLOR, linewidth=1.0, label="mean after")
-    axes.axhline(mean * (1 + figures.tolerance), color=TOLERANCE_COLOR, linewidth=1.0, linestyle="--",
-                 label=f"mean + {figures.tolerance:.0%} tolerance")
+    axes.axhline(mean * (1 + batch.plan.tolerance), color=TOLERANCE_COLOR, linewidth=1.0, linestyle="--",
+                 label=f"mean + {batch.plan.tolerance:.0%} tolerance")
     axes.set_ylabel("attention work, × mean before")
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     names = sorted(handles, key=lambda label: label.startswith("mean"))
@@ -62,15 +62,12 @@ def _draw_work(axes: Axes, figures: PlanFigures) -> None:
                 bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
 
 
-def _draw_bytes(axes: Axes, figures: PlanFigures) -> None:
-    largest = max(figures.before.bytes_sent_max, figures.after.bytes_sent_max)
+def _draw_bytes(axes: Axes, batch: PlannedBatch) -> None:
+    before, after = batch.before.bytes_sent, batch.after.bytes_sent
+    largest = max(before.max(), after.max())
     unit, name = next(((unit, name) for unit, name in _BYTE_UNITS if largest >= unit), _BYTE_UNITS[-1])
-    _series(axes, _sent(figures.before) / unit, _sent(figures.after) / unit, figures.servers)
+    _series(axes, before / unit, after / unit, batch.num_servers)
     axes.set_ylabel(f"{name} sent per layer")
-
-
-def _sent(side: Side) -> np.ndarray:
-    return side.bytes_sent.astype(np.float64)
 
 
 def _series(axes: Axes, before: np.ndarray, after: np.ndarray, servers: int) -> None:

@@ -77,6 +77,22 @@ class Outcome:
     def tokens_per_second(self) -> float:
         return self.setting.num_tokens / self.step_seconds
 
+    @property
+    def idle_share(self) -> float:
+        return float(1 - self.column("busy_share").mean())
+
+    @property
+    def exposed_communication_share(self) -> float:
+        return float(1 - self.column("free_seconds").sum() / self.column("seconds").sum())
+
+    @property
+    def peak_memory_gb(self) -> float:
+        return float(self.column("peak_memory_gb").max())
+
+    @property
+    def work_max_over_mean(self) -> float:
+        return float(self.column("work_max_over_mean").mean())
+
     def speedup_over(self, other: Outcome) -> tuple[float, float, float]:
         """Over all batches together, in the worst and in the best batch."""
         ratio = other.column("seconds") / self.column("seconds")
@@ -89,13 +105,13 @@ class Outcome:
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.step_seconds,
             "step_seconds_range": [float(seconds.min()), float(seconds.max())],
-            "idle_share": float(1 - self.column("busy_share").mean()),
-            "exposed_communication_share": float(1 - self.column("free_seconds").sum() / seconds.sum()),
-            "peak_memory_gb": float(self.column("peak_memory_gb").max()),
+            "idle_share": self.idle_share,
+            "exposed_communication_share": self.exposed_communication_share,
+            "peak_memory_gb": self.peak_memory_gb,
             "memory_gb": {name: float(self.column(f"{name}_gb").max())
                           for name in ("states", "activations", "gathered_kv", "buffers")},
             "memory_max_over_mean": float(self.column("memory_max_over_mean").mean()),
-            "work_max_over_mean": float(self.column("work_max_over_mean").mean()),
+            "work_max_over_mean": self.work_max_over_mean,
             "speedup_over": {name: value[0] for name, value in speedups.items()},
             "speedup_range_over": {name: list(value[1:]) for name, value in speedups.items()},
             "pp": self.setting.pp,

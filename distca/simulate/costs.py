@@ -23,7 +23,8 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
 from distca.cost.network import Network
 from distca.cost.work import head_flops, layer_parameters, linear_flops, qkv_parameters
-from distca.spec import BF16_BYTES, ClusterShape, ModelShape, cluster_named
+from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
+from distca.validation import check_number
 
 TABLE_CLUSTER = "dgx-h200"  # the machine of the shipped table; other clusters scale from it
 ADAM_BYTES = 12             # float32 master weight and two moments of a parameter
@@ -52,9 +53,10 @@ class Costs:
             raise ValueError(f"latency table {table.name!r} does not say its num_heads and head_dim; profile again")
         base = cluster_named(TABLE_CLUSTER)
         gemm = cluster.gemm_flops_per_second / base.gemm_flops_per_second
-        linear = about.get("linear")
-        rates = ((gemm * linear["forward_flops_per_second"], gemm * linear["backward_flops_per_second"]) if linear
-                 else (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second))
+        rates = (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second)
+        if (linear := about.get("linear")) is not None:
+            forward, backward = (_rate(linear, f"{way}_flops_per_second") for way in ("forward", "backward"))
+            rates = (gemm * forward, gemm * backward)
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
         return cls(model, tp, _attention_time(table, model, tp, scale), network, network, network,
@@ -119,6 +121,12 @@ class Costs:
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
         """[stages] of one GPU, which updates its share of the stage's weights."""
         return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
+
+
+def _rate(linear: Any, name: str) -> float:
+    """Of what a table's profile says about linear layers."""
+    value = linear.get(name) if isinstance(linear, Mapping) else None
+    return check_number(f"linear.{name} of the latency table", value, above=0, most=MAX_RATE)
 
 
 @lru_cache(maxsize=8)

@@ -13,8 +13,13 @@ from math import gcd, lcm
 
 from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ClusterShape, ModelShape
+from distca.validation import check_whole
+from distca.workload.documents import MAX_LENGTH
 
 TOKENS_PER_RANK = 65_536  # of a micro-batch, where the context and the data ranks allow it
+MAX_GPUS = 65_536
+MAX_MICRO_BATCHES = 4_096
+MAX_SLOTS = 2**21
 NANO_BATCHES = 2          # ping and pong: rows are cut in halves
 
 
@@ -33,9 +38,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         for field in ("gpus", "tp", "pp", "context", "sequences_per_micro_batch", "num_micro_batches"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")
+            check_whole(field, getattr(self, field))
         self.model.kv_heads_per_rank(self.tp)
         if self.gpus % (self.tp * self.pp):
             nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
@@ -112,13 +115,20 @@ def settings(
     Micro-batches: one without a pipeline, two per stage with one. Sequences per step: as many as give each data rank
     64K tokens of a micro-batch, at least one per micro-batch, and a number that divides in every setting.
     """
-    for field, values in (("gpus", (gpus,)), ("tp", (tp,)), ("pp", pp), ("context", (context,)),
-                          ("micro_batches", micro_batches or (1,))):
+    for field, values, most, why in (
+        ("gpus", (gpus,), MAX_GPUS, "a plan of more servers takes minutes for each call"),
+        ("tp", (tp,), MAX_GPUS, "the most GPUs"), ("pp", pp, MAX_GPUS, "the most GPUs"),
+        ("context", (context,), MAX_LENGTH, "the longest document"),
+        ("micro_batches", micro_batches or (1,), MAX_MICRO_BATCHES, "as each has plans of its own"),
+        ("sequences", (1 if sequences is None else sequences,), MAX_LENGTH, "more than any step has"),
+    ):
         for value in values:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; give a whole number of at least 1")
+            check_whole(field, value, most=most, why=why)
     grid = [(stages, count) for stages in pp
             for count in (micro_batches if micro_batches is not None else ((1,) if stages == 1 else (2 * stages,)))]
+    for _, count in grid:
+        check_whole("pool ranks times micro-batches", gpus // tp * count, least=0, most=MAX_SLOTS,
+                    why="as a step's schedule is held whole")
     if sequences is None:
         sequences, unit = 1, 1
         for stages, count in grid:
@@ -127,7 +137,7 @@ def settings(
             sequences = max(sequences, count * round(halves // NANO_BATCHES * TOKENS_PER_RANK / context))
         sequences = -(-sequences // unit) * unit
     for _, count in grid:
-        if sequences < 1 or sequences % count:
+        if sequences % count:
             raise ValueError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
                              "--sequences or --micro-batches")
     return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count)

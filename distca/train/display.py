@@ -26,6 +26,7 @@ from rich.table import Table
 
 from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json
 from distca.train.settings import Settings
+from distca.validation import open_own, write_own
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
@@ -45,7 +46,7 @@ class Observer:
         self.console = console or Console(highlight=False)
         self.folder = Path(settings.log.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "settings.toml").write_text(settings.to_toml(), encoding="utf-8")
+        write_own(self.folder / "settings.toml", settings.to_toml())
         self.tally = Tally()
         self.start = perf_counter()
         self.log: TextIO | None = None
@@ -82,7 +83,7 @@ class Observer:
             return None
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
-        (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
         for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings.attention.mode):
             self.console.print(line, markup=False, soft_wrap=True)
         return summary
@@ -162,7 +163,7 @@ def open_log(path: Path, step: int) -> TextIO:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".steps-", delete=False) as fresh:
             fresh.writelines(kept)
         os.replace(fresh.name, path)
-    return path.open("a", encoding="utf-8")
+    return open_own(path, "a")
 
 
 def _is_before(line: bytes, step: int) -> bool:

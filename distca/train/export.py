@@ -23,6 +23,7 @@ from distca.spec import ModelShape
 from distca.train.checkpoint_files import Reader
 from distca.train.checkpoint_folder import read_manifest
 from distca.train.model import Decoder, DecoderShape, RopeScaling, write_parameter
+from distca.validation import check_number, check_whole, read_json, short
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_BYTES = 5 * 10**9
@@ -67,11 +68,19 @@ def shape_from_hf(folder: str | Path) -> DecoderShape:
             vocab=config["vocab_size"])
     except KeyError as missing:
         raise ValueError(f"{folder}/{CONFIG} lacks {missing}; give the config.json of a Llama model") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{folder}/{CONFIG} describes no model: {error}; give the config.json of a Llama model"
+                         ) from None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{folder}/{CONFIG} has rope_parameters {short(rope)}; give an object of names and values")
+    where = f"{folder}/{CONFIG}:"
+    theta = next((one["rope_theta"] for one in (rope, config) if one.get("rope_theta") is not None), 10_000.0)
     return DecoderShape(
-        model, rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)), tied=bool(config.get("tie_word_embeddings", False)),
-        rope_scaling=_rope_scaling(folder, rope), max_positions=int(config.get("max_position_embeddings", 2048)))
+        model, rope_theta=check_number(f"{where} rope_theta", theta, above=0),
+        norm_eps=check_number(f"{where} rms_norm_eps", config.get("rms_norm_eps", 1e-6), least=0),
+        tied=bool(config.get("tie_word_embeddings", False)), rope_scaling=_rope_scaling(folder, rope),
+        max_positions=check_whole(f"{where} max_position_embeddings", config.get("max_position_embeddings", 2048)))
 
 
 @torch.no_grad()
@@ -200,28 +209,50 @@ def _rope_scaling(folder: str | Path, rope: dict[str, Any]) -> RopeScaling | Non
         return None
     if kind != "llama3":
         raise ValueError(f"{folder}/{CONFIG} has rope_type {kind!r}; only default and llama3 can be loaded")
-    return RopeScaling(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
-                       int(rope["original_max_position_embeddings"]))
+    where = f"{folder}/{CONFIG}: rope"
+    factor, low, high = (check_number(f"{where} {name}", rope.get(name), above=0)
+                         for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    positions = check_whole(f"{where} original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    return RopeScaling(factor, low, high, positions)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}; give the folder of a Hugging Face Llama model")
-    return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder}/{CONFIG} is {short(config)}; give the config.json of a Llama model")
+    return config
+
+
+def check_weight_files(folder: str | Path) -> None:
+    """Refuse files that are no safetensors, before any rank starts; a folder without weights is refused later."""
+    if any((Path(folder) / file).is_file() for file in (INDEX, SINGLE)):
+        for _ in _tensors(Path(folder)):
+            pass
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Every tensor's name, and how to read it while it is its turn."""
     safe_open = _safetensors("safetensors").safe_open
     if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        content = read_json(folder / INDEX)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(
+                isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
+            raise ValueError(f"{folder}/{INDEX} has no weight_map of file names; give a folder that transformers wrote")
         files = sorted(set(weight_map.values()))
     else:
         files = [SINGLE]
     for file in files:
         if not (folder / file).is_file():
             raise ValueError(f"{folder} has no {file}; give a folder with all of a model's safetensors")
-        with safe_open(folder / file, framework="pt") as opened:
+        try:
+            reader = safe_open(folder / file, framework="pt")
+        except Exception as error:                               # safetensors' own class derives from nothing nearer
+            raise ValueError(f"{folder / file} is no safetensors file ({error}); give the weights that were saved"
+                             ) from None
+        with reader as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 yield name, partial(opened.get_tensor, name)
 

@@ -33,6 +33,7 @@ from typing import Any
 from distca.train.memory_kills import MemoryKills
 from distca.train.preflight import check_machine, threads_for
 from distca.train.settings import Settings
+from distca.validation import MAX_LOCAL_RANKS, check_whole, plain
 
 Main = Callable[[Settings], int]
 
@@ -76,6 +77,9 @@ def launch(settings: Settings, main: Main) -> int:
     if place is not None:
         settings = settings.with_values({"run.ranks": place.world})
     settings.check()
+    if place is None:
+        check_whole("run.ranks", settings.run.ranks, most=MAX_LOCAL_RANKS,
+                    why="the most processes that one machine starts; torchrun and srun start more machines")
     check_machine(settings)
     if place is None:
         return _LocalRanks(settings, main).run()
@@ -298,7 +302,7 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
         text = f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip()
         if isinstance(error, (ValueError, OSError)) and _is_ours(error):
             code = 2 if isinstance(error, ValueError) else 1
-            text = f"distca: error: {' '.join(str(error).split())}"
+            text = f"distca: error: {plain(' '.join(str(error).split()))}"
         tell.send(Failure(time.time(), place.rank, code, text))
     tell.close()
     sys.stdout.flush()

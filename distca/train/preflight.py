@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING
 from distca.spec import model_named
 from distca.train.degrees import check_pipeline, check_tensor
 from distca.train.settings import Settings
+from distca.validation import read_text
+
+MAX_LOG_BYTES = 2**30  # of a steps.jsonl that a run continues
 
 if TYPE_CHECKING:
     import torch
@@ -112,31 +116,36 @@ def _check_files(settings: Settings) -> None:
     for name, folder in (("log.folder", settings.log.folder), ("checkpoint.folder", settings.checkpoint.folder)):
         if folder:
             _check_writable(name, folder)
+    log = Path(settings.log.folder) / "steps.jsonl"
+    if log.exists():
+        read_text(log, MAX_LOG_BYTES)
 
 
 def _check_writable(name: str, folder: str) -> None:
     """The folder, or the nearest one above it that exists, takes new files."""
     path = Path(folder).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{name} is {folder!r} but {str(existing)!r} is no folder that takes files; name another")
+    try:
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            return
+    except (OSError, ValueError):
+        raise ValueError(f"{name} is {folder!r}, where no file can be made; name another folder") from None
 
 
 def _loaded_head_dim(settings: Settings) -> int:
-    """The head dimension of the model to load, once its shape is found to fit."""
+    """The head dimension of the model to load, once its shape is found to fit and its files to be weights."""
+    from distca.train.export import check_weight_files, shape_from_hf
+
     path = Path(settings.model.load) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        num_heads, hidden, ffn, num_layers = (int(content[key]) for key in (
-            "num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers"))
-    except FileNotFoundError:
+    if not path.is_file():
         raise ValueError(f"model.load is {settings.model.load!r} but {path} is no file; name the folder of a Hugging "
-                         "Face model") from None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"model.load is {settings.model.load!r} but {path} is no Llama configuration "
-                         f"({type(error).__name__}: {error}); name another folder") from None
-    check_tensor(settings.parallel.tensor, settings.model.load, num_heads,
-                 int(content.get("num_key_value_heads") or num_heads), ffn)
-    check_pipeline(settings.parallel.pipeline, settings.model.load, num_layers,
-                   bool(content.get("tie_word_embeddings")))
-    return int(content.get("head_dim") or hidden // num_heads)
+                         "Face model")
+    try:
+        shape = shape_from_hf(settings.model.load)
+    except ValueError as error:
+        raise ValueError(f"model.load: no Llama configuration: {error}") from None
+    model = shape.model
+    check_tensor(settings.parallel.tensor, settings.model.load, model.num_heads, model.num_kv_heads, model.ffn)
+    check_pipeline(settings.parallel.pipeline, settings.model.load, model.num_layers, shape.tied)
+    check_weight_files(settings.model.load)
+    return model.head_dim

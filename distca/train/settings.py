@@ -6,7 +6,6 @@ from these fields, so they cannot disagree. Nothing here imports torch or looks 
 """
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -15,10 +14,18 @@ from typing import Any, Self
 
 from distca.spec import MODELS, model_named
 from distca.train.degrees import check_pipeline, check_tensor
+from distca.validation import MAX_NUMBER, MAX_RANKS, read_toml, short
 
 Value = int | float | bool | str
 KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")
 MODES = ("disaggregated", "home", "per_document_cp")
+MAX_STEPS = 10**9
+MAX_SEED = 2**53             # what every generator takes
+MAX_SECONDS = 10**8          # three years: the longest that a process group waits
+MAX_LENGTH = 2**31 - 1       # tokens, as in workload.documents
+MAX_MICRO_BATCHES = 4_096    # each has plans of its own
+MAX_THREADS = 4_096
+MAX_FACTOR = 1e12
 _TYPE_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -32,12 +39,14 @@ class Limits:
     below: float = math.inf
 
     def hold(self, value: float) -> bool:
-        return math.isfinite(value) and self.least <= value <= self.most and self.above < value < self.below
+        return abs(value) < MAX_NUMBER and self.least <= value <= self.most and self.above < value < self.below
 
-    def __str__(self) -> str:
+    def broken_by(self, value: float) -> str:
+        """The limits that a value is outside of, in words; all of them where it is no number."""
         words = {"least": "of at least", "above": "above", "most": "of at most", "below": "below"}
         given = {name: getattr(self, name) for name in words if math.isfinite(getattr(self, name))}
-        return " and ".join(f"{words[name]} {limit:g}" for name, limit in given.items())
+        broken = {name: limit for name, limit in given.items() if not Limits(**{name: limit}).hold(value)}
+        return " and ".join(f"{words[name]} {limit:g}" for name, limit in (broken or given).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +75,19 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    steps: int = _setting(200, "Optimizer steps in all, those of a resumed run included.", least=1, common=True)
-    seed: int = _setting(0, "Seed of the weights.", least=0)
+    steps: int = _setting(200, "Optimizer steps in all, those of a resumed run included.", least=1, most=MAX_STEPS,
+                          common=True)
+    seed: int = _setting(0, "Seed of the weights.", least=0, most=MAX_SEED)
     ranks: int = _setting(2, "Ranks to start on this machine; under torchrun or srun theirs count instead.",
-                          least=1, common=True)
+                          least=1, most=MAX_RANKS, common=True)
     device: str = _setting("auto", "Where to train; auto is cuda where there is a GPU.",
                            choices=("auto", "cpu", "cuda"), common=True)
     dtype: str = _setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
                           choices=("auto", "bfloat16", "float32", "float64"))
-    threads: int = _setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", least=0)
-    timeout_seconds: int = _setting(600, "How long a rank waits for the others before the run fails.", least=1)
+    threads: int = _setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", least=0,
+                            most=MAX_THREADS)
+    timeout_seconds: int = _setting(600, "How long a rank waits for the others before the run fails.", least=1,
+                                    most=MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,7 @@ class Model:
     load: str = _setting("", "Folder of a Hugging Face Llama model (config.json, safetensors) to start from; its shape "
                              "then replaces the named one.")
     activation_checkpointing: bool = _setting(False, "Compute activations again in backward instead of keeping them.")
-    rope_theta: float = _setting(500000.0, "Base of the rotary position angles.", above=0)
+    rope_theta: float = _setting(500000.0, "Base of the rotary position angles.", above=0, most=MAX_FACTOR)
     tied: bool = _setting(False, "Use the embedding as the output layer too.")
 
 
@@ -97,15 +109,16 @@ class Data:
     tokenizer: str = _setting("", "A Hugging Face tokenizer.json; without one, the tokens of text and jsonl are bytes.")
     field: str = _setting("text", "The key of a JSON line that holds the text.")
     max_document: int = _setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
-                                 least=0)
-    seed: int = _setting(0, "Seed of the order of documents.", least=0)
+                                 least=0, most=MAX_LENGTH)
+    seed: int = _setting(0, "Seed of the order of documents.", least=0, most=MAX_SEED)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a micro-batch.", least=1, common=True)
+    tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a micro-batch.", least=1, most=MAX_LENGTH,
+                                    common=True)
     micro_batches: int = _setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
-                                  common=True)
+                                  most=MAX_MICRO_BATCHES, common=True)
     ping_pong: bool = _setting(True, "Split a micro-batch into two nano-batches, one computing while the other "
                                      "travels; for attention.mode disaggregated.", common=True)
 
@@ -134,29 +147,30 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class Parallel:
     tensor: int = _setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
-                           common=True)
+                           most=MAX_RANKS, common=True)
     pipeline: int = _setting(1, "Stages that the layers are cut into; attention is balanced over all of them.",
-                             least=1, common=True)
+                             least=1, most=MAX_RANKS, common=True)
     fsdp: bool = _setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    lr: float = _setting(1e-3, "Learning rate after the warm-up.", above=0, common=True)
+    lr: float = _setting(1e-3, "Learning rate after the warm-up.", above=0, most=MAX_FACTOR, common=True)
     min_lr_ratio: float = _setting(0.1, "The last step's learning rate over lr.", least=0, most=1)
-    warmup_steps: int = _setting(20, "Steps over which the learning rate rises from 0.", least=0)
-    weight_decay: float = _setting(0.1, "AdamW's decay of weight matrices.", least=0)
+    warmup_steps: int = _setting(20, "Steps over which the learning rate rises from 0.", least=0, most=MAX_STEPS)
+    weight_decay: float = _setting(0.1, "AdamW's decay of weight matrices.", least=0, most=MAX_FACTOR)
     beta1: float = _setting(0.9, "AdamW's memory of gradients.", least=0, below=1)
     beta2: float = _setting(0.95, "AdamW's memory of squared gradients.", least=0, below=1)
-    clip_norm: float = _setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0)
-    loss_chunk_tokens: int = _setting(1024, "Tokens whose logits exist at the same time.", least=1)
+    clip_norm: float = _setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0, most=MAX_FACTOR)
+    loss_chunk_tokens: int = _setting(1024, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: str = _setting("", "Where checkpoints go and resuming looks; empty for none.", common=True)
-    every: int = _setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", least=0, common=True)
-    keep: int = _setting(2, "How many of the newest checkpoints stay.", least=1)
+    every: int = _setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", least=0,
+                          most=MAX_STEPS, common=True)
+    keep: int = _setting(2, "How many of the newest checkpoints stay.", least=1, most=MAX_STEPS)
     resume: bool = _setting(True, "Continue from the newest good checkpoint in the folder.")
     on_error: str = _setting("stop", "When a checkpoint cannot be written: end the run, or warn and try again at the "
                                      "next one. The last one's error always ends the run.",
@@ -166,9 +180,10 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class Log:
     folder: str = _setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
-    every: int = _setting(1, "Steps between lines where there is no terminal.", least=1)
+    every: int = _setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
     tensorboard: bool = _setting(False, "Also write TensorBoard events into the folder.")
-    trace_step: int = _setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0)
+    trace_step: int = _setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0,
+                               most=MAX_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,21 +314,15 @@ def settings_table() -> str:
 
 
 def _from_toml(path: Path) -> dict[str, Value]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; check the path, or write one with: distca train --show-settings"
-                         ) from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text; give a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: broken TOML: {error}") from None
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; check the path, or write one with: distca train --show-settings")
+    content = read_toml(path)
     known = known_settings()
     sections = [section.name for section in fields(Settings)]
     values: dict[str, Value] = {}
     for section, table in content.items():
         if not isinstance(table, dict):
-            raise ValueError(f"{path}: {section} is {table!r} outside of any section; write it under one of "
+            raise ValueError(f"{path}: {section} is {short(table)} outside of any section; write it under one of "
                              f"[{'], ['.join(sections)}]")
         if section not in sections:
             near = get_close_matches(section, sections, n=1, cutoff=0.4)
@@ -329,10 +338,10 @@ def _from_toml(path: Path) -> dict[str, Value]:
 
 def _typed(known: Known, value: object, where: str = "") -> Value:
     """The value if it has the field's type; a whole number will do for a number."""
-    if known.type is float and type(value) is int:
+    if known.type is float and type(value) is int and abs(value) < MAX_NUMBER:
         return float(value)
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
-        raise ValueError(f"{where}{known.name} is {value!r}; give {_TYPE_WORDS[known.type]}")
+        raise ValueError(f"{where}{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]}")
     return value
 
 
@@ -344,17 +353,20 @@ def _from_text(known: Known, text: str) -> Value:
             return known.type(text)
     except ValueError:
         pass
-    raise ValueError(f"{known.name} is {text!r}; give {_TYPE_WORDS[known.type]}")
+    raise ValueError(f"{known.name} is {short(text)}; give {_TYPE_WORDS[known.type]}")
 
 
 def _check_limits(known: Known, value: Value) -> None:
     _typed(known, value)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{known.name} is {short(value)}; give text that can be printed")
     if known.choices and value not in known.choices:
         near = get_close_matches(str(value).lower(), known.choices, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"{known.name} is {value!r}; {hint}choose one of: {', '.join(known.choices)}")
     if not isinstance(value, str) and not known.limits.hold(value):
-        raise ValueError(f"{known.name} is {value!r}; give {_TYPE_WORDS[known.type]} {known.limits}".rstrip())
+        raise ValueError(f"{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]} "
+                         f"{known.limits.broken_by(value)}".rstrip())
 
 
 def _toml(value: Value) -> str:

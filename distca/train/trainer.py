@@ -41,6 +41,7 @@ from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.preflight import device_for, dtype_for
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
+from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
 
@@ -202,7 +203,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             traces = [StepTrace.from_json(data) for data in gathered]
             write_chrome_trace(traces, folder / f"trace_step_{trace.step}.json")
-            (folder / f"step_{trace.step}.json").write_text(json.dumps(gathered), encoding="utf-8")
+            write_own(folder / f"step_{trace.step}.json", json.dumps(gathered))
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:

@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.spec import unknown_name
+from distca.validation import MAX_DOCUMENTS, check_name, check_whole, parse_json, read_text, short
 
 IntArray = npt.NDArray[np.int64]
 
+MAX_TOKENS = 2**40      # of a workload
 MAX_LENGTH = 2**31 - 1  # the pairs of one document then fit an int64
 
 QUANTILE_LEVELS = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.975, 0.99, 0.995, 0.999, 1.0)
@@ -48,10 +50,11 @@ def check_lengths(lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengt
         if lengths.dtype.kind not in "iu":
             lengths = lengths.tolist()
     elif isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
-        raise ValueError(f"{field} is {_short(lengths)}; give a list of document lengths")
+        raise ValueError(f"{field} is {short(lengths)}; give a list of document lengths")
     values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), field)
     if values.size == 0:
         raise ValueError(f"{field} is empty; give at least one document length")
+    check_whole(f"the number of {field}", values.size, most=MAX_DOCUMENTS, why="as many as a plan holds in a gigabyte")
     bad = (values < 1) | (values > MAX_LENGTH)
     if bad.any():
         index = int(bad.argmax())
@@ -70,11 +73,10 @@ def sample_lengths(
     """
     if name not in SAMPLERS:
         raise unknown_name("sampler", name, SAMPLERS)
-    num_tokens = _positive("num_tokens", num_tokens)
+    num_tokens = check_whole("num_tokens", num_tokens)
     if max_document is not None:
-        max_document = _positive("max_document", max_document)
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise ValueError(f"seed is {seed!r}; give a whole number of at least 0")
+        max_document = check_whole("max_document", max_document)
+    check_whole("seed", seed, least=0)
     draw: Callable[[np.random.Generator, int], IntArray] = (
         lognormal_lengths if name == "lognormal" else lambda rng, count: quantile_lengths(rng, count, name))
     rng = np.random.default_rng(int(seed))
@@ -113,7 +115,7 @@ def upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
 
 def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray:
     """The leading documents that hold exactly `num_tokens` tokens, the last one cut."""
-    num_tokens = _positive("num_tokens", num_tokens)
+    num_tokens = check_whole("num_tokens", num_tokens)
     values = check_lengths(lengths)
     ends = np.cumsum(values)
     if ends[-1] < num_tokens:
@@ -155,13 +157,12 @@ class Workload:
     sequences: tuple[IntArray, ...]  # document lengths in order
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name is {_short(self.name)}; give a string")
-        object.__setattr__(self, "ranks", _positive("ranks", self.ranks))
-        object.__setattr__(self, "tokens_per_rank", _positive("tokens_per_rank", self.tokens_per_rank))
+        check_name("name", self.name)
+        for name in ("ranks", "tokens_per_rank"):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), most=MAX_TOKENS))
         if not isinstance(self.sequences, (list, tuple)) or not self.sequences:
             raise ValueError(
-                f"sequences is {_short(self.sequences)}; give at least one sequence, each a list of document lengths")
+                f"sequences is {short(self.sequences)}; give at least one sequence, each a list of document lengths")
         checked = tuple(check_lengths(seq, f"sequences[{i}]").copy() for i, seq in enumerate(self.sequences))
         for i, lengths in enumerate(checked):
             lengths.setflags(write=False)
@@ -198,36 +199,11 @@ def read_source(path: str | Path) -> Workload | IntArray:
         missing = [key for key in _WORKLOAD_KEYS if key not in content]
         if missing:
             raise ValueError(
-                f"not a workload: its keys are {_short(list(content))}, without {', '.join(missing)}; give "
+                f"not a workload: its keys are {short(list(content))}, without {', '.join(missing)}; give "
                 f"{', '.join(_WORKLOAD_KEYS)}, or a JSON list of lengths")
         return Workload(**{key: content[key] for key in _WORKLOAD_KEYS})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def read_text(path: str | Path) -> str:
-    """A UTF-8 file's text; whatever keeps it from being read becomes a one-line ValueError."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; check the path") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text file; give UTF-8 text or JSON") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason}); give a readable file") from None
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text; what is not JSON becomes a one-line ValueError that says where."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"broken JSON at line {error.lineno} column {error.colno} ({error.msg}); repair or rewrite the file"
-        ) from None
-    except (ValueError, RecursionError):
-        raise ValueError("JSON with a number too long or lists too deep to be ours; repair or rewrite it") from None
 
 
 def _lengths_from_lines(text: str) -> IntArray:
@@ -262,15 +238,4 @@ def _whole_numbers(values: list[Any], field: str) -> IntArray:
 
 def _bad_length(field: str, value: object) -> ValueError:
     return ValueError(
-        f"{field} is {_short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")
-
-
-def _positive(field: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{field} is {_short(value)}; give a whole number of at least 1")
-    return int(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        f"{field} is {short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")

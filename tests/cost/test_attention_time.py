@@ -187,7 +187,8 @@ def test_merging_items_hardly_changes_the_tail(copies):
 
 
 @pytest.mark.parametrize(("changes", "fragment"), [
-    ({"num_workers": 0}, "at least 1"), ({"launch_seconds": [0.1]}, "profile again"), ({"idle_speedup": [0.5, 1]}, "1"),
+    ({"num_workers": 0}, "at least 1"), ({"launch_seconds": [0.1]}, "a number for forward"),
+    ({"idle_speedup": [0.5, 1]}, "1"),
 ])
 def test_a_broken_work_list_is_refused(changes, fragment):
     with pytest.raises(ValueError, match=fragment):

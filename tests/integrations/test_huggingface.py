@@ -47,6 +47,16 @@ def small(kind, **options):
     return made[kind]()
 
 
+def test_a_mask_that_numbers_documents_is_refused():
+    """Transformers would make ones of it, and one document of two."""
+    model, tokens = small("llama"), torch.arange(4)[None]
+    enable(model), enable(model)
+    for call in (lambda mask: model(tokens, attention_mask=mask), lambda mask: model(tokens, mask)):
+        call(torch.ones(1, 4, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"attention_mask has numbers up to 2.*position_ids that restart"):
+            call(torch.tensor([[1, 1, 2, 2]]))
+
+
 def packed(lengths, seed, edges=False):
     """Documents of these lengths as the padding-free collator gives them; a rank without any has one padding token."""
     draw = np.random.default_rng(seed)

@@ -280,6 +280,25 @@ def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch, tmp_path):
     assert cuda_driver.cache_folder() == tmp_path / "x" / "distca" / "cubin"
 
 
+@pytest.mark.parametrize("obstacle", ["writable by others", "a link", "its parent"])
+def test_a_cache_that_others_could_fill_is_not_used(compiled, tmp_path, caplog, obstacle):
+    first = compile_cubin("a", "k.cu", {})
+    folder = tmp_path / "cache" / "distca" / "cubin"
+    (kept,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o077 == 0                    # made for its owner alone
+    kept.write_bytes(b"somebody else's code")
+    if obstacle == "writable by others":
+        folder.chmod(0o777)
+    elif obstacle == "its parent":
+        folder.parent.chmod(0o775)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.INFO, logger="distca"):
+        assert compile_cubin("a", "k.cu", {}) == first and len(compiled) == 2
+    assert "not its owner's alone" in caplog.text
+
+
 @pytest.mark.parametrize("obstacle", ["a file in the way", "a relative folder", "a disk that is full"])
 def test_without_a_cache_folder_it_compiles_again_and_says_so_once(compiled, monkeypatch, tmp_path, caplog, obstacle):
     if obstacle == "a file in the way":

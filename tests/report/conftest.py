@@ -1,19 +1,20 @@
 """A whole report with every section, at any number of ranks, from plain random figures."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from distca.report.page import (
-    DocumentFigures,
-    MemoryFigures,
+import distca
+from distca.report.figures import (
+    PlannedBatch,
     ReportData,
     RunFigures,
     Spread,
     StrategyFigures,
     Timeline,
-    TransferFigures,
-    WorkFigures,
 )
+from distca.simulate.memory import Memory
 from distca.trace import Span, StepTrace
 
 GB = 1e9
@@ -38,25 +39,31 @@ def traces(ranks, layers=32, seed=0):
     return tuple(made)
 
 
-def documents(ranks, seed=0):
-    rng = np.random.default_rng(seed)
-    lengths = (rng.pareto(1.2, 10 * ranks) * 4096 + 256).astype(np.int64)
-    pieces = np.maximum(1, lengths // 16384)
-    document = np.repeat(np.arange(len(lengths)), pieces)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = nth * lengths[document] // pieces[document]
-    stop = (nth + 1) * lengths[document] // pieces[document]
-    home = rng.integers(ranks, size=len(lengths))[document]
-    server = np.where(nth % 2 == 1, rng.integers(ranks, size=len(document)), home)
-    return DocumentFigures(lengths, document, start, stop, home, server)
+def planned(before, after, ranks=None, sent=None, moved=0, **changes):
+    """A real plan of equal documents, one per rank, whose summaries say that servers did this work."""
+    before, after = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    ranks = len(before) if ranks is None else ranks
+    layout = distca.pack([1024] * ranks, ranks=ranks)
+    fields = {name: changes.pop(name) for name in ("tolerance", "tp") if name in changes}
+    plan = distca.plan(layout, "tiny", speed=np.ones(len(after)), **fields)
+    plan = replace(plan, limit=changes.pop("limit", None))
+    batch = PlannedBatch.of(plan, "here", **changes)
+    sent = np.zeros(len(after)) if sent is None else np.asarray(sent, dtype=float)
+    sides = [replace(batch.after, work=work, work_max_over_mean=float(work.max() / work.mean()), num_moved=count,
+                     bytes_sent=bytes_, bytes_received=bytes_[::-1])
+             for work, count, bytes_ in ((before, 0, np.zeros(len(before))), (after, moved, sent))]
+    return replace(batch, before=sides[0], after=sides[1], backward=sides[1])
+
+
+def sampled(ranks):
+    """A batch of documents from 256 tokens up, a few of them long, as it is planned."""
+    lengths = (np.random.default_rng(ranks).pareto(1.2, 10 * ranks) * 4096 + 256).astype(np.int64)
+    lengths = np.append(lengths, -int(lengths.sum()) % ranks or ranks)
+    return PlannedBatch.of(distca.plan(distca.pack(lengths, ranks=ranks), "llama3-8b"), "sampled")
 
 
 def report(ranks, timelines=1, layers=32):
     rng = np.random.default_rng(ranks)
-    before = rng.pareto(2, ranks) * 1e9 + 1e8
-    after = before.mean() * rng.uniform(0.97, 1.04, ranks)
-    matrix = rng.exponential(1e7, (ranks, ranks)) * (rng.random((ranks, ranks)) < 0.3)
-    np.fill_diagonal(matrix, 0)
     memory = np.array([12 * GB, 24 * GB, 40 * GB, 6 * GB])[:, None] * rng.uniform(0.9, 1.1, (4, ranks))
     strategies = []
     for speed, name in enumerate(("fixed", "variable-length", "wlb-ideal", "disaggregated", "distca")):
@@ -69,13 +76,12 @@ def report(ranks, timelines=1, layers=32):
     return ReportData(
         title=f"{ranks} ranks", subtitle="llama3-8b, 65,536 tokens a rank",
         facts=(("slowest server", "2.31× → 1.04×"), ("throughput", "1.4 M tokens/s")),
-        comparison=tuple(strategies), work=WorkFigures(before, after, "causal pairs", 0.05),
-        transfers=TransferFigures.of_matrix(matrix, "one layer, forward"),
+        comparison=tuple(strategies), plan=sampled(ranks),
         timelines=tuple(Timeline(title, traces(ranks, layers, seed)) for seed, title in
                         enumerate(("measured", "predicted")[:timelines])),
-        documents=documents(ranks), run=RunFigures(steps, (
+        run=RunFigures(steps, (
             ("loss", 11 * steps**-0.2), ("tokens/s", 1e6 + rng.normal(0, 1e4, len(steps))))),
-        memory=MemoryFigures(("weights", "optimizer", "activations", "exchange buffers"), memory, 141 * GB))
+        memory=Memory(*memory), memory_capacity_bytes=141 * GB)
 
 
 @pytest.fixture
@@ -86,3 +92,8 @@ def make_report():
 @pytest.fixture
 def make_traces():
     return traces
+
+
+@pytest.fixture(scope="session")
+def make_batch():
+    return planned

@@ -12,20 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.report.page import (
-    SCRIPTS,
-    DocumentFigures,
-    MemoryFigures,
-    ReportData,
-    RunFigures,
-    Timeline,
-    TransferFigures,
-    WorkFigures,
-    render_page,
-    write_page,
+from distca.planning.tasks import TaskTable
+from distca.report.figures import ReportData, RunFigures, Timeline
+from distca.report.page import SCRIPTS, render_page, write_page
+from distca.report.sections import (
+    MAX_CELLS,
+    MAX_PIECES,
+    documents_section,
+    memory_section,
+    transfers_section,
+    work_section,
 )
-from distca.report.page_sections import MAX_CELLS, MAX_PIECES, documents_section, memory_section, transfers_section
-from distca.report.page_timeline import MAX_SPANS, columns_of, names_of, thinned, timeline_payload
+from distca.report.timeline import MAX_SPANS, columns_of, names_of, thinned, timeline_payload
+from distca.simulate.memory import Memory
 from distca.trace import Span, StepTrace
 
 SECTIONS = ("comparison", "work", "timeline", "transfers", "documents", "memory", "run")
@@ -63,13 +62,13 @@ def payload(page):
 def test_sections_follow_the_figures(make_report):
     whole = make_report(4)
     assert [section["id"] for section in Outline(render_page(whole)).having("section")] == list(SECTIONS)
-    empty = {"comparison": (), "timelines": (), "work": None, "transfers": None, "documents": None, "memory": None,
-             "run": None}
+    empty = {"comparison": (), "timelines": (), "plan": None, "memory": None, "run": None}
+    drawn = {"timelines": ["timeline"], "plan": ["work", "transfers", "documents"]}
     for field in empty:
-        key = "timeline" if field == "timelines" else field
+        keys = drawn.get(field, [field])
         only = render_page(replace(whole, **{name: none for name, none in empty.items() if name != field}))
-        assert [section["id"] for section in Outline(only).having("section")] == [key]
-        assert list(payload(only)) == [key]
+        assert [section["id"] for section in Outline(only).having("section")] == keys
+        assert list(payload(only)) == keys
     assert Outline(render_page(ReportData("nothing"))).having("section") == []
 
 
@@ -88,12 +87,12 @@ def test_page_stands_alone_and_is_accessible(make_report):
 
 def test_text_from_outside_stays_text():
     evil = "</script><script>alert(1)</script>&\"'"
-    trace = StepTrace(0, 1, (Span(evil, evil, 0.0, 1.0),))
+    trace = StepTrace(0, 1, (Span(evil, "linear", 0.0, 1.0),))
     page = render_page(ReportData(evil, evil, ((evil, evil),), timelines=(Timeline(evil, (trace,)),),
                                   run=RunFigures(np.arange(2), ((evil, np.ones(2)),))))
     outline = Outline(page)
     assert len(outline.having("script")) == 1 + len(SCRIPTS) and page.count("alert(1)</script>") == 0
-    assert payload(page)["timeline"]["lanes"] == [evil]
+    assert payload(page)["timeline"]["timelines"][0]["names"] == [[0, evil]]
     assert outline.text.count("alert(1)") >= 5
 
 
@@ -102,7 +101,7 @@ def test_transfers_keep_every_byte_in_few_cells(num_ranks):
     rng = np.random.default_rng(num_ranks)
     source, destination = rng.integers(num_ranks, size=(2, 3000))
     num_bytes = rng.integers(1, 1000, 3000)
-    section = transfers_section(TransferFigures(num_ranks, source, destination, num_bytes, "test"))
+    section = transfers_section(source, destination, num_bytes, size=num_ranks)
     shown = section.payload
     matrix = np.array(shown["matrix"])
     assert len(matrix) <= MAX_CELLS and matrix.sum() == pytest.approx(num_bytes.sum(), rel=1e-5)
@@ -117,10 +116,10 @@ def test_transfers_keep_every_byte_in_few_cells(num_ranks):
 
 def test_pieces_on_one_level_never_overlap():
     """Two tasks with the same queries and different keys lie below each other; different documents do not mix."""
-    figures = DocumentFigures(
-        np.array([100, 300]), np.array([1, 1, 1, 1, 0]), np.array([0, 100, 100, 200, 0]),
-        np.array([100, 200, 200, 300, 100]), np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 1, 1]))
-    section = documents_section(figures)
+    start, stop = np.array([0, 100, 100, 200, 0]), np.array([100, 200, 200, 300, 100])
+    tasks = TaskTable(np.array([1, 1, 1, 1, 0]), start, stop, np.array([0, 0, 50, 0, 0]), stop,
+                      np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 1, 1]))
+    section = documents_section(np.array([100, 300]), tasks)
     shown = section.payload
     assert shown["documents"] == [1, 0] and shown["lengths"] == [300, 100]
     assert shown["row"] == [0, 0, 0, 0, 1] and shown["level"] == [0, 0, 1, 0, 0] and shown["levels"] == [2, 2, 2, 2, 1]
@@ -129,17 +128,18 @@ def test_pieces_on_one_level_never_overlap():
 
 def test_one_document_in_too_many_pieces_is_still_drawn():
     start = np.arange(3 * MAX_PIECES) * 10
-    figures = DocumentFigures(np.array([start[-1] + 10]), np.zeros(len(start), dtype=int), start, start + 10,
-                              np.zeros(len(start), dtype=int), np.ones(len(start), dtype=int))
-    assert len(documents_section(figures).payload["row"]) == MAX_PIECES
+    zero = np.zeros(len(start), dtype=int)
+    tasks = TaskTable(zero, start, start + 10, zero, start + 10, zero, zero + 1)
+    assert len(documents_section(np.array([start[-1] + 10]), tasks).payload["row"]) == MAX_PIECES
 
 
 def test_memory_groups_show_the_fullest_rank():
     num_bytes = np.full((2, 5000), 10.0)
     num_bytes[:, 4321] = (70, 20)
-    section = memory_section(MemoryFigures(("weights", "rest"), num_bytes, 100))
+    none = np.zeros(5000)
+    section = memory_section(Memory(num_bytes[0], none, none, num_bytes[1]), 100)
     at = section.payload["ranks"].index(4321)
-    assert [row[at] for row in section.payload["bytes"]] == [70, 20]
+    assert [row[at] for row in section.payload["bytes"]] == [70, 0, 0, 20]
     assert "The fullest rank is 4321 with 90 B" in section.body
 
 
@@ -148,9 +148,10 @@ def test_what_is_no_number_is_null():
     assert payload(page)["run"]["values"] == [[None, 2.5]]
 
 
-def test_work_that_is_all_zero_is_drawn():
-    page = render_page(ReportData("idle", work=WorkFigures(np.zeros(3), np.zeros(4), "seconds")))
-    assert payload(page)["work"]["after"] == [0, 0, 0, 0]
+def test_work_that_is_all_zero_is_drawn(make_batch):
+    batch = make_batch(np.ones(3), np.ones(4))
+    idle = replace(batch, before=replace(batch.before, work=np.zeros(3)), after=replace(batch.after, work=np.zeros(4)))
+    assert work_section(idle).payload["after"] == [0, 0, 0, 0]
 
 
 def _columns(timeline):
@@ -161,11 +162,11 @@ def _columns(timeline):
 
 def test_a_small_timeline_is_exact():
     traces = (StepTrace(5, 1, (Span("b", "attention", 0.5, 0.75, 12), Span("a", "linear", 0.0, 0.5))),
-              StepTrace(2, 1, (Span("a", "linear", 0.0, 1.0), Span("x", "own lane", 0.25, 0.5))))
+              StepTrace(2, 1, (Span("a", "linear", 0.0, 1.0), Span("x", "network", 0.25, 0.5))))
     shown = timeline_payload(Timeline("here", traces), 10)
     columns = _columns(shown)
     assert shown["ranks"] == [2, 5] and shown["offsets"] == [0, 2, 4] and shown["stop"] == 1.0
-    assert shown["lanes"] == ["linear", "attention", "own lane"]
+    assert shown["lanes"] == ["linear", "attention", "network"]
     names = [shown["names"][i][1] for i in columns["name"]]
     assert names == ["a", "x", "a", "b"]
     assert columns["start"].tolist() == [0, 0.25, 0, 0.5] and columns["bytes"].tolist() == [0, 0, 0, 12]
@@ -199,6 +200,11 @@ def test_thinning_keeps_time_bytes_and_long_spans(ranks, spans, limit, seed):
     long = whole.seconds >= max(resolution, 1e-12)
     assert set(zip(whole.rank[long], whole.start[long], whole.seconds[long], strict=True)) <= exact
     assert (np.diff(few.rank) >= 0).all()
+
+
+def test_a_lane_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="lane 'linera' is unknown; did you mean 'linear'"):
+        names_of([StepTrace(0, 0, (Span("s", "linera", 0, 1),))])
 
 
 def test_too_many_names_are_refused():

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -238,3 +239,24 @@ def test_512_ranks(show, make_traces, tmp_path):
     browser.find_element(By.CSS_SELECTOR, "#timeline-lanes input[value=wait]").send_keys(Keys.SPACE)
     assert 2 not in painted(browser)[0]
     assert len(chart_data(browser, "work")[0]["y"]) == 512
+
+
+def test_names_of_files_are_no_links(browser, make_report, tmp_path):
+    """The charting library would make links of names; ours stay the letters they are, wherever they are shown."""
+    evil = '<a href="https://example.com">distca</a>'
+    data = make_report(8)
+    first, *others = data.comparison
+    label, values = data.run.series[0]
+    named = replace(data, comparison=(replace(first, name=evil), *others),
+                    run=replace(data.run, series=((evil + label, values), *data.run.series[1:])))
+    write_page(named, tmp_path / "page.html")
+    browser.get((tmp_path / "page.html").as_uri())
+    until(lambda: browser.execute_script("return document.documentElement.dataset.complete") == "true")
+    links = browser.execute_script(
+        "return [...document.querySelectorAll('a')].map(a => a.getAttribute('href') ?? a.getAttribute('xlink:href'))")
+    assert links and all(link.startswith("#") for link in links)
+    ticks_ = browser.execute_script(
+        "return [...document.querySelectorAll('#chart-comparison .ytick text')].map(tick => tick.textContent)")
+    assert evil in ticks_
+    assert evil in browser.find_element(By.ID, "comparison").text
+    browser.get_log("browser"), browser.get_log("performance")   # the next page's logs begin here

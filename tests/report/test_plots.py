@@ -3,25 +3,22 @@
 import numpy as np
 import pytest
 
-from distca.report import PlanFigures, Side
 from distca.report.plots import MAX_BARS, draw, save_plot
 
 
-def _figures(ranks, dedicated=0):
-    rng = np.random.default_rng(ranks)
-    before = rng.exponential(size=ranks)
-    after = np.full(ranks + dedicated, before.sum() / (ranks + dedicated))
-    sides = [Side(work, float(work.max() / work.mean()), 1e8 * work, 1e8 * work, 1, len(work), 0)
-             for work in (before, after)]
-    return PlanFigures(
-        source="here", num_documents=ranks, ranks=ranks, tokens_per_rank=65536, model="tiny", tp=1, placement="given",
-        tolerance=0.1, before=sides[0], after=sides[1], smallest_shard=128, backward_bytes_total=0, plan_seconds=0.1,
-        invalid=None, limit=None)
+@pytest.fixture
+def skewed(make_batch):
+    def batch(ranks, dedicated=0):
+        before = np.random.default_rng(ranks).exponential(size=ranks)
+        after = np.full(ranks + dedicated, before.sum() / (ranks + dedicated))
+        return make_batch(before, after, sent=1e8 * after, tolerance=0.1)
+
+    return batch
 
 
 @pytest.mark.parametrize(("ranks", "dedicated"), [(1, 0), (8, 0), (8, 2), (MAX_BARS, 0)])
-def test_few_servers_get_a_bar_each(ranks, dedicated):
-    figures = _figures(ranks, dedicated)
+def test_few_servers_get_a_bar_each(skewed, ranks, dedicated):
+    figures = skewed(ranks, dedicated)
     top, bottom = draw(figures).axes
     mean = figures.before.work.mean()
     heights = [bar.get_height() for bar in top.patches]
@@ -29,16 +26,16 @@ def test_few_servers_get_a_bar_each(ranks, dedicated):
     assert len(bottom.patches) == len(heights)
 
 
-def test_many_servers_get_outlines_with_a_step_each():
-    figures = _figures(512)
+def test_many_servers_get_outlines_with_a_step_each(skewed):
+    figures = skewed(512)
     top, _ = draw(figures).axes
     before = top.patches[0].get_data().values
     np.testing.assert_allclose(before, figures.before.work / figures.before.work.mean())
     assert len(top.patches) < 10
 
 
-def test_mean_and_tolerance_are_drawn_where_they_are():
-    figures = _figures(8, dedicated=2)
+def test_mean_and_tolerance_are_drawn_where_they_are(skewed):
+    figures = skewed(8, dedicated=2)
     top, _ = draw(figures).axes
     mean = figures.after.work.mean() / figures.before.work.mean()
     levels = sorted(line.get_ydata()[0] for line in top.lines)
@@ -48,6 +45,6 @@ def test_mean_and_tolerance_are_drawn_where_they_are():
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_format_follows_the_suffix(tmp_path, suffix, magic):
-    save_plot(_figures(64), tmp_path / f"plan.{suffix}")
+def test_format_follows_the_suffix(skewed, tmp_path, suffix, magic):
+    save_plot(skewed(64), tmp_path / f"plan.{suffix}")
     assert (tmp_path / f"plan.{suffix}").read_bytes().startswith(magic)

@@ -6,23 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from distca.report import PlanFigures, Side
-from distca.report.render import byte_text, print_plan, seconds_text, verdict, work_bars, work_profile
-
-
-def side(work, sent=None, moved=0):
-    work = np.asarray(work, dtype=float)
-    sent = np.zeros(len(work)) if sent is None else np.asarray(sent, dtype=float)
-    return Side(work, float(work.max() / work.mean()), sent, sent[::-1], 5_000_000, 40, moved)
-
-
-def figures(before, after, **changes):
-    fields = {
-        "source": "here", "num_documents": 9, "ranks": len(before.work), "tokens_per_rank": 1024, "model": "tiny",
-        "tp": 1, "placement": "given", "tolerance": 0.05, "before": before, "after": after, "smallest_shard": 128,
-        "backward_bytes_total": 7, "plan_seconds": 0.0123, "invalid": None, "limit": None,
-    }
-    return PlanFigures(**{**fields, **changes})
+from distca.report.figures import byte_text, seconds_text
+from distca.report.render import print_plan, verdict, work_bars, work_profile
 
 
 def text(renderable):
@@ -39,8 +24,8 @@ def whole(plan_figures):
     return capture.get()
 
 
-def test_bars_are_as_long_as_the_work_on_one_scale():
-    lines = text(work_bars(figures(side([8, 2, 1, 1]), side([3, 3, 3, 3], moved=2)))).splitlines()
+def test_bars_are_as_long_as_the_work_on_one_scale(make_batch):
+    lines = text(work_bars(make_batch([8, 2, 1, 1], [3, 3, 3, 3], moved=2))).splitlines()
     blocks = [line.count("█") for line in lines[1:]]
     assert lines[1].startswith("rank 0") and "2.67" in lines[1] and "1.00" in lines[1]
     longest = blocks[0] - int(22 * 3 / 8)
@@ -48,16 +33,16 @@ def test_bars_are_as_long_as_the_work_on_one_scale():
     assert lines[2].count("█") == int(22 * 2 / 8) + int(22 * 3 / 8)
 
 
-def test_dedicated_servers_have_no_before():
-    out = text(work_bars(figures(side([6, 2]), side([4, 2, 2], moved=1), ranks=2)))
+def test_dedicated_servers_have_no_before(make_batch):
+    out = text(work_bars(make_batch([6, 2], [4, 2, 2], moved=1)))
     last = out.splitlines()[-1]
     assert last.startswith("dedicated 2") and last.split()[-1] == "0.75" and len(last.split()) == 4
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(0.01, 100), min_size=17, max_size=400))
-def test_profile_shows_the_busiest_server_however_many_there_are(work):
-    out = text(work_profile(figures(side(work), side(work))))
+@given(work=st.lists(st.floats(0.01, 100), min_size=17, max_size=400))
+def test_profile_shows_the_busiest_server_however_many_there_are(make_batch, work):
+    out = text(work_profile(make_batch(work, work)))
     lines = out.splitlines()
     assert max(len(line) for line in lines) <= 80
     top = lines[1]                                               # first row of the first profile
@@ -65,28 +50,27 @@ def test_profile_shows_the_busiest_server_however_many_there_are(work):
     assert f"{max(work) / np.mean(work):.2f}" in out
 
 
-def test_profile_names_the_group_size():
-    assert "up to 4 servers" in text(work_profile(figures(side(np.arange(1, 251)), side(np.ones(250)))))
+def test_profile_names_the_group_size(make_batch):
+    assert "up to 4 servers" in text(work_profile(make_batch(np.arange(1, 251), np.ones(250))))
 
 
-def test_verdict_states_both_loads_and_the_time_that_remains():
-    words = verdict(figures(side([9, 1, 1, 1]), side([3.15, 2.95, 2.95, 2.95], sent=[4e9, 0, 0, 0], moved=3)))
+def test_verdict_states_both_loads_and_the_time_that_remains(make_batch):
+    words = verdict(make_batch([9, 1, 1, 1], [3.15, 2.95, 2.95, 2.95], sent=[4e9, 0, 0, 0], moved=3))
     assert "3.00×" in words and "1.05×" in words and "35%" in words and "4 GB" in words
 
 
-def test_verdict_when_nothing_needs_to_move():
-    same = side([1.0, 1.02])
-    assert "no query has to move" in verdict(figures(same, same))
+def test_verdict_when_nothing_needs_to_move(make_batch):
+    assert "no query has to move" in verdict(make_batch([1.0, 1.02], [1.0, 1.02]))
 
 
-def test_limit_and_failed_proof_are_shown():
-    out = whole(figures(side([3, 1]), side([2.5, 1.5], moved=1), limit="rank 0 is one tile", invalid="task 3 is lost"))
+def test_limit_and_failed_proof_are_shown(make_batch):
+    out = whole(make_batch([3, 1], [2.5, 1.5], moved=1, limit="rank 0 is one tile", invalid="task 3 is lost"))
     assert "rank 0 is one tile" in out and "NOT VALID: task 3 is lost" in out
 
 
-def test_heading_names_tensor_parallelism_and_dedicated_servers():
-    out = whole(figures(side([3, 1]), side([2, 1, 1], moved=1), ranks=2, tp=4))
-    assert "2 ranks of 1,024 tokens and 1 dedicated server," in out and "tp 4" in out
+def test_heading_names_tensor_parallelism_and_dedicated_servers(make_batch):
+    out = whole(make_batch([3, 1], [2, 1, 1], moved=1, tp=2))
+    assert "2 ranks of 1,024 tokens and 1 dedicated server," in out and "tp 2" in out
 
 
 @pytest.mark.parametrize(("count", "said"), [

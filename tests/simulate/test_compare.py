@@ -106,7 +106,7 @@ def test_clusters_come_from_files(tmp_path):
     assert read_cluster(path).inter_node_bandwidth == 25e9 and read_cluster(path).memory_bytes == 80e9
     assert find_cluster("dgx-h200") is CLUSTER
     for text, said in (("gpus = 4", "field 'gpus' is unknown"), ("gpus_per_node = 4", "not given"),
-                       ('base = "dgx-h200"\nmemory_bytes = "80"', "memory_bytes is '80'; give a number"),
+                       ('base = "dgx-h200"\nmemory_bytes = "80"', "memory_bytes is '80'; give a finite number"),
                        ("base = [", "broken TOML"), ('base = "dgx-h200"\nmemory_bytes = -1', "memory_bytes is -1")):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -304,7 +304,7 @@ def test_auto_is_what_fits_the_device(settings):
 
 def _llama_folder(tmp_path, **changes):
     content = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 192,
-               "num_hidden_layers": 2}
+               "num_hidden_layers": 2, "vocab_size": 257}
     (tmp_path / "config.json").write_text(json.dumps({**content, **changes}))
     return str(tmp_path)
 

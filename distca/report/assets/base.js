@@ -19,6 +19,8 @@ const Report = (() => {
 
   const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const byId = id => document.getElementById(id);
+  // The charting library reads markup, links too, in what it draws: names from files stay the letters they are.
+  const label = text => String(text).replace(/[&<>]/g, sign => ({"&": "&amp;", "<": "&lt;", ">": "&gt;"})[sign]);
   const digits = number => Number(number.toPrecision(3)).toLocaleString("en");
 
   function bytes(number) {
@@ -125,5 +127,6 @@ const Report = (() => {
     range,
     onChange,
     digits,
+    label,
   };
 })();

@@ -2,7 +2,7 @@
 // Every chart but the timeline: one function that draws, one that fills the table with the same numbers.
 (() => {
   const {data, palette, colors, fewBars, drawers, tables, byId, range, onChange, axis, draw, table} = Report;
-  const {style, bytes, seconds, digits} = Report;
+  const {style, bytes, seconds, digits, label} = Report;
 
   // One value per rank: bars where they are few, outlines where they are many.
   function columns(name, x, y, color, hover, filled) {
@@ -40,7 +40,7 @@
         {
           type: "bar",
           orientation: "h",
-          y: figures.names,
+          y: figures.names.map(label),
           x: figures.mean,
           marker: {color: colors.blue},
           error_x: {type: "data", symmetric: false, array: high, arrayminus: low, color: style("--text")},
@@ -49,7 +49,7 @@
       ],
       {
         xaxis: axis("tokens/s", {rangemode: "tozero"}),
-        yaxis: axis("", {autorange: "reversed"}),
+        yaxis: axis("", {autorange: "reversed", type: "category"}),
         margin: {l: 64, r: 16, t: 8, b: 44},
       },
     );
@@ -315,7 +315,7 @@
           hovertemplate: "step %{x}: %{y}<extra></extra>",
         },
       ],
-      {xaxis: axis("step"), yaxis: axis(labels[series])},
+      {xaxis: axis("step"), yaxis: axis(label(labels[series]))},
     );
   }
   tables.run = place => {

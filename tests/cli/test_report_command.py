@@ -109,12 +109,12 @@ BAD = [
     (["log/steps.jsonl", "--step", "7"], ["step is 7", "none"]),
     (["log/trace_step_3.json"], ["Chrome trace", "step_N.json"]),
     (["log", "log/step_3.json", "log/step_20.json"], ["3 timelines", "at most 2"]),
-    (["text.json"], ["text.json", "not JSON"]),
+    (["text.json"], ["text.json", "broken JSON"]),
     (["other.json"], ["other.json", "neither"]),
     (["torn.jsonl"], ["torn.jsonl", "line 2"]),
     (["words.jsonl"], ["words.jsonl", "loss", "'low'"]),
     (["list.json"], ["list.json", "not a list of step traces"]),
-    (["none.json"], ["none.json", "no rank"]),
+    (["none.json"], ["none.json", "not a list of step traces"]),
     (["twice.json"], ["twice.json", "rank 1 is there twice"]),
     (["backwards.json"], ["backwards.json", "-1.0"]),
     (["summary.json"], ["summary.json", "steps"]),
@@ -161,4 +161,4 @@ def test_every_command_of_the_guide_runs(run, log, tmp_path):
     pages = ("report.html", "both.html", "plan.html", "two_ranks.html")
     assert [list(payload(tmp_path / page)) for page in pages] == [
         ["timeline", "run"], ["work", "timeline", "transfers", "documents", "run"], ["work", "transfers", "documents"],
-        ["work", "timeline", "memory"]]
+        ["work", "timeline", "transfers", "documents", "memory"]]

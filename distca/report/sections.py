@@ -13,19 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from distca.report.page_figures import (
-    DocumentFigures,
-    MemoryFigures,
+from distca.planning.plan import Plan
+from distca.planning.tasks import TaskTable
+from distca.report.figures import (
+    PlannedBatch,
     ReportData,
     RunFigures,
     Spread,
     StrategyFigures,
     Timeline,
-    TransferFigures,
-    WorkFigures,
+    byte_text,
+    count_text,
+    over_mean,
+    seconds_text,
 )
-from distca.report.page_timeline import MAX_SPANS, timeline_payload
-from distca.report.render import byte_text, seconds_text
+from distca.report.timeline import MAX_SPANS, timeline_payload
+from distca.simulate.memory import Memory
+from distca.trace import LANES
 
 MAX_CELLS = 128        # rows and columns of the matrix of transfers
 MAX_COLUMNS = 2048     # ranks drawn one by one; beyond, the largest of neighbours
@@ -44,13 +48,14 @@ class Section:
 
 def sections_of(data: ReportData) -> tuple[Section, ...]:
     """The sections that have figures, in reading order."""
+    plan = data.plan
     found = (
         comparison_section(data.comparison) if data.comparison else None,
-        work_section(data.work) if data.work else None,
+        work_section(plan) if plan else None,
         timeline_section(data.timelines) if data.timelines else None,
-        transfers_section(data.transfers) if data.transfers else None,
-        documents_section(data.documents) if data.documents else None,
-        memory_section(data.memory) if data.memory else None,
+        transfers_section(*bytes_between(plan.plan), size=plan.num_servers) if plan else None,
+        documents_section(plan.plan.layout.lengths, plan.plan.tasks) if plan else None,
+        memory_section(data.memory, data.memory_capacity_bytes) if data.memory else None,
         run_section(data.run) if data.run else None,
     )
     return tuple(section for section in found if section is not None)
@@ -75,25 +80,34 @@ def comparison_section(strategies: Sequence[StrategyFigures]) -> Section:
     return Section("comparison", "Strategies", body, payload)
 
 
-def work_section(work: WorkFigures) -> Section:
-    before, after = _over_mean(work.before), _over_mean(work.after)
-    words = (f"The busiest of {len(work.before):,} ranks did {before:.2f} times the mean; after planning the busiest "
-             f"of {len(work.after):,} servers does {after:.2f} times the mean. Everybody waits for the busiest.")
+def work_section(batch: PlannedBatch) -> Section:
+    before, after = batch.before.work, batch.after.work
+    words = (f"The busiest of {len(before):,} ranks did {over_mean(before).max():.2f} times the mean; after planning "
+             f"the busiest of {len(after):,} servers does {over_mean(after).max():.2f} times the mean. Everybody waits "
+             "for the busiest.")
     controls = _select("work-order", "Order", (("rank", "by rank"), ("size", "largest first")))
-    group = -(-len(work.after) // MAX_COLUMNS)
-    payload = {"before": _short(_largest(work.before, group)), "after": _short(_largest(work.after, group)),
-               "unit": work.unit, "group": group, "mean": _short([work.before.mean(), work.after.mean()]),
-               "tolerance": work.tolerance}
+    group = -(-len(after) // MAX_COLUMNS)
+    payload = {"before": _short(_largest(before, group)), "after": _short(_largest(after, group)),
+               "unit": "causal pairs" if batch.plan.cost is None else "seconds", "group": group,
+               "mean": _short([before.mean(), after.mean()]), "tolerance": batch.plan.tolerance}
     chart = _chart("work", f"Attention work per server. {words}")
     body = f"<p>{words}</p>{_controls(controls)}{chart}{_numbers('work')}"
     return Section("work", "Work per server", body, payload)
 
 
-def transfers_section(transfers: TransferFigures) -> Section:
-    size = transfers.num_ranks
-    pair = transfers.source * size + transfers.destination
-    distinct, where = np.unique(pair, return_inverse=True)
-    num_bytes = np.bincount(where, weights=transfers.num_bytes, minlength=len(distinct))
+def bytes_between(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source, destination and bytes of what crosses ranks: queries and keys to a server, outputs back from it."""
+    moved, model, tp = plan.traffic(), plan.model, plan.tp
+    return (np.concatenate([moved.q_home, moved.q_server, moved.kv_home]),
+            np.concatenate([moved.q_server, moved.q_home, moved.kv_server]),
+            np.concatenate([moved.q_tokens * model.q_token_bytes(tp), moved.q_tokens * model.out_token_bytes(tp),
+                            moved.kv_tokens * model.kv_token_bytes(tp)]))
+
+
+def transfers_section(source: np.ndarray, destination: np.ndarray, num_bytes: np.ndarray, *, size: int) -> Section:
+    """Entries of the same pair of ranks add up."""
+    distinct, where = np.unique(source * size + destination, return_inverse=True)
+    num_bytes = np.bincount(where, weights=num_bytes, minlength=len(distinct))
     source, destination = distinct // size, distinct % size
     sent = np.bincount(source, weights=num_bytes, minlength=size)
     received = np.bincount(destination, weights=num_bytes, minlength=size)
@@ -102,7 +116,7 @@ def transfers_section(transfers: TransferFigures) -> Section:
     matrix = np.zeros((cells, cells))
     np.add.at(matrix, (source // group, destination // group), num_bytes)
     largest = np.argsort(-num_bytes, kind="stable")[:NUM_LARGEST]
-    words = f"{byte_text(sent.sum())} cross ranks ({transfers.note})."
+    words = f"{byte_text(sent.sum())} cross ranks (one layer, forward, bf16)."
     if sent.sum():
         words += (f" Rank {sent.argmax()} sends most, {byte_text(sent.max())}; rank {received.argmax()} receives most, "
                   f"{byte_text(received.max())}.")
@@ -124,8 +138,8 @@ def timeline_section(timelines: Sequence[Timeline]) -> Section:
     payload = [timeline_payload(timeline, MAX_SPANS // len(timelines)) for timeline in timelines]
     lanes = list(dict.fromkeys(lane for one in payload for lane in one["lanes"]))
     boxes = "".join(
-        f'<label class="check"><input type="checkbox" name="lane" value="{escape(lane)}" checked>'
-        f'<span class="swatch" data-lane="{escape(lane)}" aria-hidden="true"></span>{escape(lane)}</label>'
+        f'<label class="check" title="{escape(LANES[lane])}"><input type="checkbox" name="lane" value="{lane}" checked>'
+        f'<span class="swatch" data-lane="{lane}" aria-hidden="true"></span>{lane}</label>'
         for lane in lanes)
     buttons = "".join(f'<button type="button" data-zoom="{key}">{label}</button>' for key, label in (
         ("in", "Zoom in"), ("out", "Zoom out"), ("left", "Earlier"), ("right", "Later"), ("all", "Whole step")))
@@ -152,7 +166,7 @@ def timeline_section(timelines: Sequence[Timeline]) -> Section:
 
 def _timeline_words(timeline: Timeline, payload: dict[str, Any]) -> str:
     stop, resolution, ranks = payload["stop"], payload["resolution"], len(timeline.traces)
-    words = f"{seconds_text(stop)} on {_count(ranks, 'rank')}"
+    words = f"{seconds_text(stop)} on {count_text(ranks, 'rank')}"
     if stop > 0:
         share = np.mean(payload["laneSeconds"], axis=0) / stop
         words += ", on average " + ", ".join(f"{lane} {part:.0%}" for lane, part in zip(payload["lanes"], share,
@@ -162,19 +176,19 @@ def _timeline_words(timeline: Timeline, payload: dict[str, Any]) -> str:
     return words + "."
 
 
-def documents_section(documents: DocumentFigures) -> Section:
-    num_documents = len(documents.lengths)
-    pieces = np.bincount(documents.document, minlength=num_documents)
-    away = documents.home != documents.server
-    moved = np.bincount(documents.document, weights=away, minlength=num_documents) > 0
-    order = np.argsort(-documents.lengths, kind="stable")
+def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
+    num_documents = len(lengths)
+    pieces = np.bincount(tasks.document, minlength=num_documents)
+    away = tasks.home != tasks.server
+    moved = np.bincount(tasks.document, weights=away, minlength=num_documents) > 0
+    order = np.argsort(-lengths, kind="stable")
     shown = order[: max(1, min(MAX_DOCUMENTS, int((np.cumsum(pieces[order]) <= MAX_PIECES).sum())))]
     row = np.full(num_documents, -1)
     row[shown] = np.arange(len(shown))
-    drawn = np.flatnonzero(row[documents.document] >= 0)
-    drawn = drawn[np.lexsort((documents.q_start[drawn], row[documents.document[drawn]]))][:MAX_PIECES]
-    level, levels = _levels(documents.document[drawn], documents.q_start[drawn], documents.q_stop[drawn])
-    words = (f"{_count(num_documents, 'document')}, {int((pieces > 1).sum()):,} of them in more than one piece and "
+    drawn = np.flatnonzero(row[tasks.document] >= 0)
+    drawn = drawn[np.lexsort((tasks.q_start[drawn], row[tasks.document[drawn]]))][:MAX_PIECES]
+    level, levels = _levels(tasks.document[drawn], tasks.q_start[drawn], tasks.q_stop[drawn])
+    words = (f"{count_text(num_documents, 'document')}, {int((pieces > 1).sum()):,} of them in more than one piece and "
              f"{int(moved.sum()):,} with queries computed away from home.")
     if len(shown) < num_documents:
         words += f" The {len(shown)} longest are drawn."
@@ -183,10 +197,10 @@ def documents_section(documents: DocumentFigures) -> Section:
     controls = _select("documents-color", "Colour", (
         ("moved", "at home or moved"), ("server", "by server"), ("home", "by home")))
     payload = {
-        "documents": shown.tolist(), "lengths": documents.lengths[shown].tolist(),
-        "row": row[documents.document[drawn]].tolist(), "start": documents.q_start[drawn].tolist(),
-        "stop": documents.q_stop[drawn].tolist(), "home": documents.home[drawn].tolist(),
-        "server": documents.server[drawn].tolist(), "level": level.tolist(), "levels": levels.tolist()}
+        "documents": shown.tolist(), "lengths": lengths[shown].tolist(),
+        "row": row[tasks.document[drawn]].tolist(), "start": tasks.q_start[drawn].tolist(),
+        "stop": tasks.q_stop[drawn].tolist(), "home": tasks.home[drawn].tolist(),
+        "server": tasks.server[drawn].tolist(), "level": level.tolist(), "levels": levels.tolist()}
     body = (f"<p>{words}</p>{_controls(controls)}"
             f"{_chart('documents', 'How documents were cut. ' + words, height=90 + 15 * max(len(shown), 8))}"
             f"{_numbers('documents')}")
@@ -209,23 +223,25 @@ def _levels(document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[
     return level, most[document]
 
 
-def memory_section(memory: MemoryFigures) -> Section:
-    total = memory.num_bytes.sum(axis=0)
+def memory_section(memory: Memory, capacity_bytes: float | None) -> Section:
+    kinds = {"weights, gradients, optimizer": memory.states, "activations": memory.activations,
+             "gathered keys": memory.gathered_kv, "exchange buffers": memory.buffers}
+    total = memory.total
     words = (f"The fullest rank is {total.argmax()} with {byte_text(total.max())}, the emptiest has "
              f"{byte_text(total.min())}.")
-    if memory.capacity_bytes is not None:
-        words += f" A rank holds {byte_text(memory.capacity_bytes)}."
+    if capacity_bytes is not None:
+        words += f" A rank holds {byte_text(capacity_bytes)}."
     group = -(-len(total) // MAX_COLUMNS)
     fullest = np.array([first + total[first:first + group].argmax() for first in range(0, len(total), group)])
-    payload = {"kinds": list(memory.kinds), "bytes": [_short(row[fullest]) for row in memory.num_bytes],
-               "ranks": fullest.tolist(), "capacity": memory.capacity_bytes}
+    payload = {"kinds": list(kinds), "bytes": [_short(row[fullest]) for row in kinds.values()],
+               "ranks": fullest.tolist(), "capacity": capacity_bytes}
     body = f"<p>{words}</p>{_chart('memory', 'Memory per rank by kind. ' + words)}{_numbers('memory')}"
     return Section("memory", "Memory per rank", body, payload)
 
 
 def run_section(run: RunFigures) -> Section:
     labels = [label for label, _ in run.series]
-    words = f"{_count(len(run.step), 'step')}, {run.step.min():,} to {run.step.max():,}."
+    words = f"{count_text(len(run.step), 'step')}, {run.step.min():,} to {run.step.max():,}."
     controls = _select("run-series", "Show", tuple((str(number), label) for number, label in enumerate(labels)))
     kept = np.unique(np.linspace(0, len(run.step) - 1, min(len(run.step), MAX_COLUMNS)).astype(np.int64))
     payload = {"step": run.step[kept].tolist(), "labels": labels,
@@ -274,12 +290,3 @@ def _largest(values: np.ndarray, group: int) -> np.ndarray:
 def _short(values: np.ndarray | Sequence[float]) -> list[float | None]:
     """Six digits are more than a chart shows; what is no finite number is null, which JSON can say."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, dtype=float).tolist()]
-
-
-def _over_mean(values: np.ndarray) -> float:
-    mean = values.mean()
-    return float(values.max() / mean) if mean else 1.0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from distca.report.page_figures import Timeline
+from distca.report.figures import Timeline
+from distca.spec import unknown_name
 from distca.trace import LANES, StepTrace
 
 MAX_SPANS = 350_000  # of all timelines of a page together: about 6.5 MB
@@ -86,9 +87,10 @@ def names_of(traces: Sequence[StepTrace]) -> Names:
     pairs = tuple(dict.fromkeys((span.lane, span.name) for trace in traces for span in trace.spans))
     if len(pairs) > MAX_NAMES:
         raise ValueError(f"the spans have {len(pairs)} different names; name them by what they do, at most {MAX_NAMES}")
-    found = dict.fromkeys(lane for lane, _ in pairs)
-    known = [lane for lane in LANES if lane in found]
-    return Names((*known, *(lane for lane in found if lane not in LANES)), pairs)
+    found = {lane for lane, _ in pairs}
+    if unknown := found - LANES.keys():
+        raise unknown_name("lane", min(unknown), LANES)
+    return Names(tuple(lane for lane in LANES if lane in found), pairs)
 
 
 def columns_of(traces: Sequence[StepTrace], names: Names) -> SpanColumns:

@@ -1,0 +1,229 @@
+"""Write docs/measured.md from the JSON that the benchmarks wrote, so that no figure of it is typed by hand.
+
+    python benchmarks/measured_page.py            # after a benchmark wrote new results
+    python benchmarks/measured_page.py --check    # says whether the page is what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
+RANKS = (64, 512, 4096)
+BATCHES = {
+    "1 of 32768": "1 document of 32K", "32 of 1024": "32 documents of 1K",
+    "8 x q=4096 kv=16384, own keys": "8 shards q=4096, kv=16K, keys of their own",
+    "64 x q=512 kv=16384, own keys": "64 shards q=512, kv=16K, keys of their own",
+    "64 x q=128 kv=16384, own keys": "64 shards q=128, kv=16K, keys of their own",
+    "64 x q=128 kv=16384, shared keys": "the same, keys shared",
+    "plan, median server": "a plan's median server", "plan, most fragmented server": "its most fragmented server",
+}
+KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cudnn": "cuDNN packed",
+           "dense": "cuDNN dense"}
+
+
+def page(results: Path = RESULTS) -> str:
+    """The whole page."""
+    parts = (planning, reference, attention, runtime, training, pipeline, overlap, integrations, simulated, trusted,
+             report_page)
+    blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
+    return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
+
+
+def wrapped(block: str) -> str:
+    return fill(" ".join(block.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+HEAD = """\
+# What was measured
+
+Made by `python benchmarks/measured_page.py` from the JSON that the benchmarks wrote, never by hand. Every comparison
+was measured in one run, as a ratio. `make bench` measures the planner on your machine, and each benchmark named below
+prints its table and writes its JSON."""
+
+
+def planning(results: Path) -> str:
+    rows = {(row["ranks"], row["placement"]): row for row in _read(results, "planner_sampled")["rows"]}
+    table = [[f"{ranks:,}", placement, f"{row['work_max_over_mean_before']:.1f}", f"{row['work_max_over_mean']:.2f}",
+              f"{row['bytes_total'] / 1e9:.0f}", f"{row['bytes_sent_max'] / 1e9:.1f}",
+              f"{1e3 * row['plan_seconds']:.0f} ms"]
+             for ranks in RANKS for placement in ("given", "balanced") for row in (rows[ranks, placement],)]
+    heads = ("ranks", "placement", "slowest / mean before", "after", "GB in all", "GB from the busiest sender",
+             "planning")
+    return ("## Plans\n\nAt tolerance 0.05, llama3-8b, 65,536 tokens per rank, prolong lengths, one core. Bytes are "
+            f"forward, one layer, bf16 ({_source('planner_sampled')}, `benchmarks/planner.py "
+            f"--sweep`).\n\n{_table(heads, table)}")
+
+
+def reference(results: Path) -> str:
+    content = _read(results, "planner")
+    given, balanced = content["summary"]["given"], content["summary"]["balanced"]
+    ratios = [f"{side['ratios'][name]['median']:.2f}" for name in ("bytes_total", "bytes_sent_max")
+              for side in (given, balanced)]
+    theirs = [row["work_max_over_mean"] / row["ratios"]["imbalance"] for row in content["rows"]]
+    ranks = [row["ranks"] for row in content["rows"]]
+    worst = max(side["work_max_over_mean_worst"] for side in (given, balanced))
+    return (f"Against the public reference planner of the paper's authors on {given['rows']} fixed batches of "
+            f"{min(ranks)} to {max(ranks)} ranks at the same tolerance ({_source('planner')}): the median of our "
+            f"bytes over theirs is {ratios[0]} with given placement and {ratios[1]} with balanced, of the busiest "
+            f"sender's {ratios[2]} and {ratios[3]}. Ours stays within {worst:.2f} of the mean on every batch, theirs "
+            f"reaches {min(theirs):.2f} to {max(theirs):.2f}.")
+
+
+def attention(results: Path) -> str:
+    content = _read(results, "attention_nvidia_h200")
+    rows = {(row["batch"].partition(":")[0], row["kernel"]): row for row in content["rows"]}
+    table = []
+    for batch, said in BATCHES.items():
+        cells = []
+        for kernel in KERNELS:
+            row = rows.get((batch, kernel))
+            note = " (no mask)" if row and "no mask" in row["runs"] else ""
+            cells.append(f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}{note}" if row else "")
+        table.append([said, *cells])
+    return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {content['host']['device']} in bf16, 32 "
+            "query heads, 8 KV heads, dim 128, with our own kernel for attention tasks, in which keys that several "
+            f"tasks share cost nothing extra ({_source('attention_nvidia_h200')}, "
+            "`benchmarks/attention.py`;\n[kernels.md](kernels.md) has the "
+            f"rest).\n\n{_table(('batch', *KERNELS.values()), table)}")
+
+
+def runtime(results: Path) -> str:
+    (cpu,), tables, gpu = (_read(results, f"runtime_{name}")["rows"] for name in ("cpu", "tables", "gpu"))
+    built = {row["placement"]: f"{1e3 * row['build_seconds']:.1f} ms" for row in tables}
+    shares = [100 * row["copy_share"] for row in gpu]
+    return (f"## The runtime\n\nTwo CPU ranks, one with a document of {_tokens(cpu['document'])} and one with as many "
+            f"tokens in documents of {cpu['short']}: attention forward and backward is {cpu['speedup']:.2f}× faster "
+            f"with the plan than at home ({_source('runtime_cpu')}, `benchmarks/runtime.py --cpu`). One rank's "
+            f"dispatch tables for {tables[0]['ranks']} ranks take {built['given']} given and {built['balanced']} "
+            f"balanced ({_source('runtime_tables')}, `--tables`). On one H200 with 65,536 tokens a rank, packing, "
+            f"unpacking and merging take {min(shares):.1f} to {max(shares):.1f} % of the attention's time, the "
+            f"busiest rank of 64 included ({_source('runtime_gpu')}).")
+
+
+def training(results: Path) -> str:
+    content = _read(results, "train_step")
+    return ("## Training steps on a CPU\n\nA whole training step of two CPU ranks, one with documents of "
+            f"{_tokens(content['options']['tokens'] // 2)} and one with as many tokens of short "
+            f"ones:\n{content['speedup']:.2f}× the tokens/s of attention at home, documents where the loader puts "
+            f"them, {_loss(content['largest_loss_difference'])} ({_source('train_step')}, `benchmarks/train_step.py`).")
+
+
+def pipeline(results: Path) -> str:
+    content = _read(results, "pipeline")
+    gain = {(row["variant"], row["micro_batches"]): row["gain"] for row in content["speed"]}
+    live = {row["variant"]: row for row in content["memory"] if row["stage"] == 0}
+    few, many = content["options"]["micro_batches"]
+    table = [[said, f"{gain[variant, few]:.2f}×", f"{gain[variant, many]:.2f}×",
+              f"{live[variant]['live']} micro-batches (1F1B: {live[variant]['live_1f1b']})"]
+             for variant, said in (("same phase", "same-phase ticks, attention shared"),
+                                   ("same phase, ping-pong", "the same with ping-pong"))]
+    plans = {(row["placement"], row["ping_pong"]): f"{1e3 * row['plan_seconds']:.0f} ms" for row in content["planning"]}
+    ticks = next(row["plans"] for row in content["planning"] if not row["ping_pong"])
+    return ("Two CPU ranks as two pipeline stages, every second micro-batch one document of "
+            f"{content['options']['tokens']:,} tokens, the others short ones, against 1F1B with attention at home, "
+            f"{_loss(content['largest_loss_difference'])} ({_source('pipeline')}, `benchmarks/pipeline.py`):\n\n"
+            + _table(("", f"tokens/s over 1F1B, {few} micro-batches", f"{many} micro-batches", "kept alive on stage 0"),
+                     table)
+            + f"\n\nPlanning all {ticks} ticks of a step over 64 ranks and 16 micro-batches takes "
+              f"{plans['given', False]} given, {plans['balanced', False]} balanced and {plans['balanced', True]} "
+              "balanced with ping-pong.")
+
+
+def overlap(results: Path) -> str:
+    content = _read(results, "overlap")
+    return (f"Two CPU ranks over a link slowed to {content['calibration']['rate_mbit']:.0f} Mbit/s, so that what "
+            f"travels just hides: one nano-batch, which waits, takes {content['single_stream_over_ping_pong']:.2f}× "
+            f"the time of ping-pong, and ping-pong {content['ping_pong_over_one_byte']:.3f}× that of messages of one "
+            f"byte ({_source('overlap')}, `benchmarks/overlap.py`).")
+
+
+def integrations(results: Path) -> str:
+    content = _read(results, "integrations")
+    options = content["options"]
+    return ("## In another trainer\n\nA small Llama in Transformers on two CPU ranks, one row a document of "
+            f"{_tokens(options['tokens'])}, the other as many tokens of short "
+            f"ones:\n{content['speedup_over_sdpa']:.1f}× the tokens/s of the same script with its `sdpa` attention, "
+            f"{content['speedup']:.2f}× of attention computed per document, "
+            f"{_loss(content['largest_loss_difference'])} ({_source('integrations')}, `benchmarks/integrations.py "
+            f"--tokens {options['tokens']} --layers {options['layers']}`).")
+
+
+def simulated(results: Path) -> str:
+    content = _read(results, "paper")
+    rows = content["rows"]
+    groups = [(f"{model}, 8 to 32 nodes, no pipeline", [row for row in rows["fig9"] if row["model"] == model])
+              for model in ("llama3-8b", "llama-34b")]
+    groups.append(("llama3-8b, 8 nodes, two pipeline stages", rows["fig10"]))
+    table = []
+    for said, group in groups:
+        reached = [row["distca_of_bound"] for row in group]
+        table.append([f"{said}, {len(group)} settings", *(
+            f"{min(row[name] for row in group):.2f}–{max(row[name] for row in group):.2f}×"
+            for name in ("disaggregated", "distca")),
+            f"{100 * min(reached):.1f}–{100 * max(reached):.1f} %, above 90 % in {sum(one > 0.9 for one in reached)}"])
+    return (f"## Simulated clusters\n\nDGX H200 nodes with TP 8, {content['batches']} batches a setting, over the "
+            "better of variable-length packing and adaptive context parallelism on a swept grid, which hides its key "
+            f"gathers where that ends sooner (`wlb_ideal`; [all claims](paper.md), {_source('paper')}, `distca "
+            "paper`). With 16K tokens a rank (llama-34b at 128K), launches and the tails of a TP 8 rank's few heads "
+            "cost two small nano-batches more than balancing gains, and plain context parallelism is ahead of us.\n\n"
+            + _table(("", "disaggregated", "distca", "distca of the bound"), table))
+
+
+def trusted(results: Path) -> str:
+    cpu, gpu = _read(results, "simulator_cpu"), _read(results, "simulator_gpu")
+    charged = next(row["charged"] for row in gpu["summary"] if row["gpus"] is None and row["direction"] is None)
+    return (f"How far the simulator can be trusted: {len(cpu['ratios'])} ratios of real CPU training steps (1, 2 and "
+            "4 ranks on two cores; at home, disaggregated, with ping-pong, in a pipeline) are predicted within "
+            f"{100 * cpu['median_error']:.1f} % in the median and {100 * cpu['worst_error']:.0f} % at worst, from the "
+            "very step plans that ran and costs measured once: exchanges that two busy CPU ranks wait for take "
+            f"longer than they should ({_source('simulator_cpu')}). All attention calls of simulated pools of 64 and "
+            f"512 GPUs, {len(gpu['measured'])} batches run for real on an H200, forward and backward: "
+            f"{100 * charged['median_error']:.1f} % median and {100 * charged['worst_error']:.1f} % worst error of "
+            f"what is charged from the shipped tables ({_source('simulator_gpu')}, `benchmarks/simulator.py`).")
+
+
+def report_page(results: Path) -> str:
+    rows = _read(results, "report_page")["rows"]
+    return (f"## The report page\n\nA plan and a timeline in Chromium, medians ({_source('report_page')}, "
+            "`benchmarks/report_page.py`).\n\n" + _table(
+                ("ranks", "spans", "MB", "written", "answers after", "all drawn after"),
+                [[f"{row['ranks']:,}", f"{row['num_spans']:,}", f"{row['megabytes']:.1f}", *(
+                    f"{row[name]:.2f} s" for name in ("write_seconds", "ready_seconds", "drawn_seconds"))]
+                 for row in rows]))
+
+
+def _read(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _source(name: str) -> str:
+    return f"[JSON](../benchmarks/results/{name}.json)"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else f"{count:,}"
+
+
+def _loss(difference: float) -> str:
+    return "the same loss to the last bit" if difference == 0 else f"losses that differ by {difference:.0e} at most"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write docs/measured.md from the benchmarks' JSON.")
+    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    if not parser.parse_args().check:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE} is not what the results say; run: python benchmarks/measured_page.py")

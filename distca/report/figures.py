@@ -1,0 +1,274 @@
+"""What pages, pictures and tables show: a batch before and after planning, strategies, timelines, a run.
+
+One type per thing, made once and shared by the report and the command line. A page leaves out the sections for which
+it gets no figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from distca.cost.network import MeasuredNetwork
+from distca.planning.plan import Plan, PlanSummary
+from distca.planning.tasks import tasks_at_home
+from distca.simulate.compare import Comparison, Outcome
+from distca.simulate.memory import Memory
+from distca.trace import StepTrace
+from distca.validation import check_name, check_number, short
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedBatch:
+    """A batch before, with documents in order and every query computed at home, and after planning."""
+
+    source: str           # where the documents come from, for people
+    placement: str
+    plan: Plan
+    before: PlanSummary   # over the ranks that own tokens
+    after: PlanSummary    # over all servers: the ranks, then the dedicated ones
+    backward: PlanSummary  # by a plan of its own where work is seconds, else forward's
+    plan_seconds: float = 0.0
+    invalid: str | None = None  # why the plan failed its proof
+
+    @classmethod
+    def of(
+        cls, plan: Plan, source: str, *, before: Plan | None = None, backward: Plan | None = None,
+        placement: str = "given", plan_seconds: float = 0.0, invalid: str | None = None,
+    ) -> PlannedBatch:
+        """Measure every plan once; `before` is the layout's attention at home unless given."""
+        if before is None:
+            ranks = np.ones(plan.layout.num_ranks)
+            before = replace(plan, tasks=tasks_at_home(plan.layout), speed=ranks, limit=None)
+        after = plan.summary()
+        return cls(source, placement, plan, before.summary(), after,
+                   after if backward is None or backward is plan else backward.summary(), plan_seconds, invalid)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.layout.num_ranks
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.after.work)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return int(self.plan.layout.tokens_per_rank()[0])
+
+    @property
+    def exchange_seconds(self) -> float | None:
+        """The busiest rank's, forward, over the network that the table's profile measured, flat and both ways at once;
+        None where there was none."""
+        network = None if self.plan.cost is None else MeasuredNetwork.of(self.plan.cost.table)
+        busiest = float(max(self.after.bytes_sent.max(), self.after.bytes_received.max()))
+        return None if network is None else network.seconds(busiest)
+
+    @property
+    def pool_text(self) -> str:
+        dedicated = self.num_servers - self.num_ranks
+        servers = f" and {count_text(dedicated, 'dedicated server')}" if dedicated else ""
+        return (f"{count_text(self.num_ranks, 'rank')} of {self.tokens_per_rank:,} tokens{servers}, "
+                f"{count_text(self.plan.layout.num_documents, 'document')}")
+
+    @property
+    def options_text(self) -> str:
+        tp = f", tp {self.plan.tp}" if self.plan.tp > 1 else ""
+        return f"{self.plan.model.name}{tp}, {self.placement} placement, tolerance {self.plan.tolerance:g}"
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "ranks": self.num_ranks,
+            "servers": self.num_servers,
+            "tokens_per_rank": self.tokens_per_rank,
+            "documents": self.plan.layout.num_documents,
+            "model": self.plan.model.name,
+            "tp": self.plan.tp,
+            "placement": self.placement,
+            "tasks": self.after.num_tasks,
+            "valid": self.invalid is None,
+            "tolerance": self.plan.tolerance,
+            "work_max_over_mean_before": self.before.work_max_over_mean,
+            "work_max_over_mean": self.after.work_max_over_mean,
+            "limit": self.plan.limit,
+            "bytes_total": self.after.bytes_total,
+            "bytes_sent_max": int(self.after.bytes_sent.max()),
+            "bytes_received_max": int(self.after.bytes_received.max()),
+            "bytes_all_gather": self.after.bytes_all_gather,
+            "bytes_backward_total": self.after.backward_bytes_total,
+            "smallest_shard": self.after.smallest_shard,
+            "plan_seconds": self.plan_seconds,
+            "attention_seconds": self.after.seconds,
+            "attention_seconds_backward": self.backward.seconds,
+            "work_max_over_mean_backward": self.backward.work_max_over_mean,
+            "exchange_seconds": self.exchange_seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean and the range around it that the batches covered."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategyFigures:
+    """One strategy of a comparison. Shares are of the step."""
+
+    name: str
+    tokens_per_second: Spread
+    step_seconds: float
+    idle_share: float
+    exposed_communication_share: float
+    peak_memory_bytes: float
+    work_max_over_mean: float
+    speedup_over: dict[str, Spread] = field(default_factory=dict)  # by the name of another strategy of the comparison
+
+    @classmethod
+    def of(cls, outcome: Outcome, rows: Sequence[Outcome]) -> StrategyFigures:
+        seconds, tokens = outcome.column("seconds"), outcome.setting.num_tokens
+        return cls(
+            outcome.name, Spread(outcome.tokens_per_second, tokens / seconds.max(), tokens / seconds.min()),
+            outcome.step_seconds, outcome.idle_share, outcome.exposed_communication_share,
+            1e9 * outcome.peak_memory_gb, outcome.work_max_over_mean,
+            {other.name: Spread(*outcome.speedup_over(other)) for other in rows if other.name != outcome.name})
+
+    @classmethod
+    def from_json(cls, name: str, content: Any, num_tokens: float | None) -> StrategyFigures:
+        """A strategy as `distca simulate --json` prints it; `num_tokens` of a step turn its range into a speed's."""
+        where = f"strategies.{check_name('the name of a strategy', name)}"
+        one = _object(where, content)
+
+        def number(key: str) -> float:
+            return check_number(f"{where}.{key}", one.get(key))
+
+        speed = number("tokens_per_second")
+        spread = Spread(speed, speed, speed)
+        if num_tokens is not None and "step_seconds_range" in one:
+            fastest, slowest = _range(f"{where}.step_seconds_range", one["step_seconds_range"], above=0)
+            spread = Spread(speed, num_tokens / slowest, num_tokens / fastest)
+        ratios, ranges = (_object(f"{where}.{key}", one.get(key, {})) for key in ("speedup_over", "speedup_range_over"))
+        return cls(
+            name, spread, number("step_seconds"), number("idle_share"), number("exposed_communication_share"),
+            1e9 * number("peak_memory_gb"), number("work_max_over_mean"),
+            {other: Spread(check_number(f"{where}.speedup_over.{other}", ratio),
+                           *_range(f"{where}.speedup_range_over.{other}", ranges.get(other, [ratio, ratio])))
+             for other, ratio in ratios.items()})
+
+
+def strategies_from_json(content: Any) -> tuple[StrategyFigures, ...]:
+    """The strategies that `distca simulate --json` compares, or a ValueError that names the field."""
+    tokens = content.get("tokens_per_step")
+    if tokens is not None:
+        tokens = check_number("tokens_per_step", tokens)
+    found = tuple(StrategyFigures.from_json(name, one, tokens)
+                  for name, one in _object("strategies", content["strategies"]).items())
+    unknown = {name for one in found for name in one.speedup_over} - {one.name for one in found}
+    if unknown or not found:
+        what = f"are compared with {short(min(unknown))}, which is none of them" if unknown else "are empty"
+        raise ValueError(f"strategies {what}; give what distca simulate --json printed")
+    return found
+
+
+def _object(field: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{field} is {short(value)}; give an object of names and values")
+    return value
+
+
+def _range(field: str, value: Any, above: float = -np.inf) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"{field} is {short(value)}; give the smallest and the largest")
+    low, high = (check_number(field, one, above=above) for one in value)
+    return low, high
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """One step on all its ranks, measured or predicted."""
+
+    title: str
+    traces: tuple[StepTrace, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFigures:
+    """A run step by step; NaN where a step has no figure."""
+
+    step: np.ndarray                             # [steps]
+    series: tuple[tuple[str, np.ndarray], ...]   # label with its unit, [steps]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReportData:
+    """A whole page."""
+
+    title: str
+    subtitle: str = ""
+    facts: tuple[tuple[str, str], ...] = ()      # name and value, for the top of the page
+    comparison: tuple[StrategyFigures, ...] = ()
+    plan: PlannedBatch | None = None
+    timelines: tuple[Timeline, ...] = ()
+    memory: Memory | None = None
+    memory_capacity_bytes: float | None = None   # of one rank
+    run: RunFigures | None = None
+
+
+def plan_page(batch: PlannedBatch) -> ReportData:
+    """The page of one batch: its work before and after, what travels, and how its documents were cut."""
+    facts = [
+        ("slowest server's work, × mean",
+         f"{batch.before.work_max_over_mean:.2f} → {batch.after.work_max_over_mean:.2f}"),
+        ("bytes a layer, forward", byte_text(batch.after.bytes_total)),
+        ("busiest sender", byte_text(batch.after.bytes_sent.max())),
+        ("tasks, of which moved", f"{batch.after.num_tasks:,}, {batch.after.num_moved:,}"),
+        ("planning", seconds_text(batch.plan_seconds)),
+    ]
+    if batch.plan.limit is not None:
+        facts.append(("what keeps it above the tolerance", batch.plan.limit))
+    if batch.invalid is not None:
+        facts.append(("THE PLAN IS NOT VALID", batch.invalid))
+    return ReportData(f"Plan of {batch.source}", f"{batch.pool_text}, {batch.options_text}", tuple(facts), plan=batch)
+
+
+def comparison_page(
+    comparison: Comparison, timelines: tuple[Timeline, ...] = (), memory: Memory | None = None
+) -> ReportData:
+    setting = comparison.setting
+    known = {"model": setting.model.name, "cluster": setting.cluster.name, "gpus": f"{setting.gpus:,}",
+             "tp": setting.tp, "pp": setting.pp, "context": f"{setting.context:,}", "data": comparison.source,
+             "batches": comparison.num_batches, "tolerance": comparison.tolerance}
+    return ReportData(
+        "Strategies on the same documents", ", ".join(f"{name} {value}" for name, value in known.items()),
+        comparison=tuple(StrategyFigures.of(outcome, comparison.rows) for outcome in comparison.rows),
+        timelines=timelines, memory=memory,
+        memory_capacity_bytes=None if memory is None else setting.cluster.memory_bytes)
+
+
+def byte_text(count: float) -> str:
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:,.0f} {name}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def count_text(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def over_mean(values: np.ndarray) -> np.ndarray:
+    """Each value over their mean; ones where all are zero."""
+    mean = values.mean()
+    return values / mean if mean > 0 else np.ones_like(values)

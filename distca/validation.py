@@ -1,0 +1,151 @@
+"""The checks that every entrance shares: numbers, names, files and sizes, refused where they are read.
+
+Options, files and arguments of functions come from outside. A wrong one ends in a ValueError of one line that names
+the field, its value and the remedy, before anything is allocated or started for it. The command line prints that line;
+whatever else is raised is a mistake of ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tomllib
+from opcode import opname
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import numpy as np
+
+MAX_RANKS = 65_536            # of a pool: planning time and memory grow with it; larger clusters are several pools
+MAX_DOCUMENTS = 2**22         # of a batch: beyond it the columns of a plan leave a gigabyte
+MAX_NAME = 200                # characters of a name
+MAX_NUMBER = 1e200            # sums, and products with a unit, still are finite
+MAX_TEXT_BYTES = 2**25        # of a file of lengths, a table or a log
+MAX_TOML_BYTES = 2**17
+MAX_LOCAL_RANKS = 512         # processes of one machine
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+MAX_DOTS = 32                 # of a line of TOML: a key of many parts opens a table for each, and all are held twice
+
+
+def short(value: object) -> str:
+    """A value as an error shows it: one line, nothing a terminal would obey, and not all of a long one."""
+    if isinstance(value, int) and not -(10**30) < value < 10**30:
+        return "a whole number of more than 30 digits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def plain(text: str) -> str:
+    """The text without what a terminal obeys or shows in another order: control characters are written as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether one of our modules raised the error by a `raise` of its own: a refusal, not an accident underneath."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not str(last.tb_frame.f_globals.get("__name__")).startswith("distca."):
+        return False
+    return opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+
+
+def check_whole(
+    field: str, value: Any, *, least: int = 1, most: int | None = None, why: str = "", remedy: str = ""
+) -> int:
+    """A whole number from `least` to `most`; `why` says what sets the largest."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{field} is {short(value)}; {remedy or f'give a whole number of at least {least}'}")
+    if most is not None and value > most:
+        raise ValueError(f"{field} is {short(value)}; give at most {most}{f', {why}' if why else ''}")
+    return int(value)
+
+
+def check_number(
+    field: str, value: Any, *, above: float = -np.inf, least: float = -np.inf, most: float = MAX_NUMBER
+) -> float:
+    """A finite number, as a float."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and above < value and max(least, -MAX_NUMBER) <= value <= most:
+        return float(value)
+    bounds = [f" above {above:g}" if above > -np.inf else "", f" of at least {least:g}" if least > -np.inf else "",
+              f" of at most {most:g}" if most < MAX_NUMBER else ""]
+    raise ValueError(f"{field} is {short(value)}; give a finite number{' and'.join(filter(None, bounds))}")
+
+
+def check_name(field: str, value: Any) -> str:
+    """Text that pages and terminals can show as it is."""
+    if not isinstance(value, str) or not value or len(value) > MAX_NAME or not value.isprintable():
+        raise ValueError(f"{field} is {short(value)}; give text of 1 to {MAX_NAME} characters that can be printed")
+    return value
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """A UTF-8 file's text; whatever keeps it from being read becomes a one-line ValueError."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; check the path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason}); give a readable file") from None
+    if len(content) > max_bytes:
+        raise ValueError(f"{path}: more than {max_bytes} bytes, the most that is read of such a file; give less of it")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file; give UTF-8 text") from None
+
+
+def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
+    """Open a text file of ours for writing, in a folder that others may write to as well: never through a link."""
+    try:
+        return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path} is a symbolic link, which nothing is written through; remove it, or name another "
+                         "folder") from None
+
+
+def write_own(path: str | Path, text: str) -> None:
+    """Write a text file of ours; see `open_own`."""
+    with open_own(path) as file:
+        file.write(text)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; what is not JSON becomes a one-line ValueError that says where."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"broken JSON at line {error.lineno} column {error.colno} ({error.msg}); repair or rewrite the file"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ValueError("JSON with a number too long or lists too deep to be ours; repair or rewrite it") from None
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """The value of a JSON file; refusals name the file."""
+    text = read_text(path, max_bytes)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file; refusals name the file."""
+    text = read_text(path, MAX_TOML_BYTES)
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") > MAX_DOTS:
+            raise ValueError(f"{path}: line {number} has more than {MAX_DOTS} dots; write section.field = value")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: broken TOML ({error}); repair the file") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: TOML with a number too long or lists too deep to be ours; repair the file") from None

@@ -1,0 +1,98 @@
+"""The checks that every entrance shares say the field, the value and the remedy, and let through what is right."""
+
+import errno
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.validation import (
+    check_name,
+    check_number,
+    check_whole,
+    open_own,
+    plain,
+    read_json,
+    read_text,
+    read_toml,
+    short,
+    was_refused,
+    write_own,
+)
+
+
+def test_whole_numbers():
+    assert check_whole("ranks", np.int32(3)) == 3 and type(check_whole("ranks", np.int32(3))) is int
+    assert check_whole("seed", 0, least=0) == 0 and check_whole("ranks", 8, most=8) == 8
+    for value in (True, 0, -1, 2.0, "3", None, [3], np.float64(3)):
+        with pytest.raises(ValueError, match=r"ranks is .*; give a whole number of at least 1"):
+            check_whole("ranks", value)
+    with pytest.raises(ValueError, match="ranks is 9; give at most 8, the most there are"):
+        check_whole("ranks", 9, most=8, why="the most there are")
+    with pytest.raises(ValueError, match="ranks is a whole number of more than 30 digits"):
+        check_whole("ranks", 10**5000, most=8)
+
+
+def test_numbers():
+    assert check_number("x", 3) == 3.0 and check_number("x", 0.0, least=0) == 0.0
+    for value in (True, "3", None, float("nan"), float("inf"), -float("inf"), 10**400, 1e308):
+        with pytest.raises(ValueError, match=r"x is .*; give a finite number"):
+            check_number("x", value)
+    with pytest.raises(ValueError, match="above 0 and of at most 5"):
+        check_number("x", 0.0, above=0, most=5)
+
+
+@given(st.text(max_size=20))
+def test_what_is_shown_can_be_printed(text):
+    assert plain(text).isprintable() and short(text).isprintable()
+    if text and text.isprintable():
+        assert plain(text) == text == check_name("name", text)
+    else:
+        with pytest.raises(ValueError, match="can be printed"):
+            check_name("name", text)
+
+
+def test_files_name_themselves(tmp_path):
+    (tmp_path / "a.json").write_text('\ufeff{"a": [1, 2.5, null]}\r\n', encoding="utf-8")
+    assert read_json(tmp_path / "a.json") == {"a": [1, 2.5, None]}
+    (tmp_path / "a.toml").write_text("[run]\nlr = 1.5\n[a.b]\nc = 'x.y'\n")
+    assert read_toml(tmp_path / "a.toml") == {"run": {"lr": 1.5}, "a": {"b": {"c": "x.y"}}}
+    with pytest.raises(ValueError, match=r"a\.toml: more than 10 bytes"):
+        read_text(tmp_path / "a.toml", 10)
+    for name, content, words in (("b.json", "[" * 10**5, "too deep"), ("c.json", "{", "line 1 column 2"),
+                                 ("d.json", "9" * 5000, "too long")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"{name}: .*{words}"):
+            read_json(tmp_path / name)
+
+
+def test_files_of_ours_are_not_written_through_links(tmp_path):
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "log").symlink_to("theirs")
+    for write in (lambda: write_own(tmp_path / "log", "x"), lambda: open_own(tmp_path / "log", "a")):
+        with pytest.raises(ValueError, match="log is a symbolic link"):
+            write()
+    assert (tmp_path / "theirs").read_text() == "precious"
+    write_own(tmp_path / "new", "äö")
+    with open_own(tmp_path / "new", "a") as file:
+        file.write("!")
+    assert (tmp_path / "new").read_text(encoding="utf-8") == "äö!"
+    with pytest.raises(OSError) as missing:
+        write_own(tmp_path / "no" / "new", "x")
+    assert missing.value.errno == errno.ENOENT
+
+
+def _caught(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+
+
+def test_only_what_our_modules_raise_is_a_refusal():
+    assert was_refused(_caught(lambda: check_whole("ranks", 0)))
+    assert not was_refused(_caught(lambda: int("x")))                                # nobody raised it by hand
+    assert not was_refused(_caught(lambda: np.zeros(3).reshape(2)))
+    assert not was_refused(_caught(lambda: short.__call__()))
+    assert not was_refused(ValueError("never raised"))
