@@ -31,8 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import distca
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.kernels import choose, kernel_named
+from distca.models import model_named
 from distca.profiling import samples, versions
-from distca.spec import ModelShape, model_named
+from distca.spec import ModelShape
 from distca.workload.documents import Workload, read_source
 
 RESULTS = Path(__file__).parent / "results"

@@ -15,9 +15,9 @@ import numpy as np
 from distca.cost.work import causal_pairs
 from distca.dispatch.build import build
 from distca.kernels import TaskRows
-from distca.planning.greedy import balance
+from distca.models import model_named
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
-from distca.spec import model_named
 from distca.workload.documents import Workload, sample_lengths
 from distca.workload.packing import pack, pack_workload
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import attention_backward_flops, attention_flops
-from distca.spec import ModelShape, model_named
+from distca.models import model_named
+from distca.spec import ModelShape
 
 PREDICTORS = ("charged", "apart", "sum")
 TABLE = "h200"

@@ -22,16 +22,17 @@ import numpy as np
 import torch
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import causal_pairs
 from distca.kernels import Kernel, TaskRows, choose
+from distca.models import model_named
 from distca.planning.step import plan_step
 from distca.planning.tasks import TaskTable
 from distca.profiling import versions
 from distca.profiling.timing import Run, in_turns
 from distca.simulate.setting import setting
-from distca.spec import ModelShape, cluster_named, model_named
-from distca.workload.contexts import Source, batch_sequences
+from distca.spec import ModelShape, cluster_named
+from distca.workload.sequences import Source, batch_sequences
 
 CLUSTER, TOLERANCE, TABLE = "dgx-h200", 0.05, "h200"
 WARM_SECONDS = 2.0

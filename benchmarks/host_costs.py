@@ -29,6 +29,7 @@ from distca import profiling
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.kernels import TaskRows
+from distca.models import MODELS
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.profiling.network import measure_exchange
@@ -36,7 +37,7 @@ from distca.runtime.transport import C10dTransport
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs
 from distca.simulate.execute import Step, execute
-from distca.spec import FLOAT32_BYTES, MODELS, ModelShape
+from distca.spec import FLOAT32_BYTES, ModelShape
 from distca.train.launch import here
 from distca.train.model import Decoder, chunked_cross_entropy, decoder_shape
 from distca.train.settings import Settings, load_settings

@@ -41,11 +41,12 @@ from common import GivenBatches, random_batch
 from rich.console import Console
 from rich.table import Table
 
+from distca.models import MODELS
 from distca.profiling import versions
 from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
-from distca.spec import MODELS, ModelShape
+from distca.spec import ModelShape
 from distca.train.data import Batch, step_plan
 from distca.train.launch import Place, here, launch
 from distca.train.model import Decoder

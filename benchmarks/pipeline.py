@@ -39,9 +39,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distca.planning.pipeline_ticks import one_forward_one_backward
+from distca.models import MODELS, model_named
+from distca.planning.pipeline_schedule import one_forward_one_backward
 from distca.profiling import versions
-from distca.spec import MODELS, ModelShape, model_named
+from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.data import step_plan
 from distca.train.launch import here, launch

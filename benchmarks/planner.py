@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 import distca
+from distca.models import model_named
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import TILE, tasks_at_home
-from distca.spec import ModelShape, model_named
+from distca.spec import ModelShape
 from distca.workload.documents import Workload, parse_json, read_source, read_text, sample_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import PLACEMENTS, pack, pack_workload

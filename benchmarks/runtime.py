@@ -36,7 +36,8 @@ from distca.baselines.at_home import at_home
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
 from distca.kernels import Kernel
-from distca.planning.greedy import balance
+from distca.models import model_named
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
 from distca.profiling import versions
@@ -44,7 +45,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.call import BackwardCall, ForwardCall, Shapes
 from distca.runtime.exchange_torch import STAMP_BYTES, Combine, Dispatch, Tensors
 from distca.runtime.registry import PlanRegistry
-from distca.spec import ModelShape, model_named
+from distca.spec import ModelShape
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import PLACEMENTS, pack

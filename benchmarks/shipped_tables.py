@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from distca import profiling
-from distca.spec import ModelShape, model_named
+from distca.models import model_named
+from distca.spec import ModelShape
 
 TABLES = Path(__file__).parents[1] / "distca" / "cost" / "tables"
 DIM_64 = ModelShape("llama3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256)

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca import profiling
-from distca.spec import model_named
+from distca.models import model_named
 
 if TYPE_CHECKING:
     from training_steps import Result

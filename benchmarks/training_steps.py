@@ -29,7 +29,7 @@ import torch.distributed as dist
 from common import GivenBatches, num_cores, random_batch
 from host_costs import MODEL, Launches, Machine, Probe, launches_of, on_cores, profile_main, simulated
 
-from distca.spec import MODELS
+from distca.models import MODELS
 from distca.train.data import StepPlan, step_plan
 from distca.train.launch import here, launch
 from distca.train.settings import Settings, load_settings

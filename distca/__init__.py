@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from distca.api import compare, plan, plan_step
 from distca.cost.latency_table import LatencyTable, analytic_table
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
+from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
-from distca.spec import ClusterShape, ModelShape, cluster_named, model_named
+from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.trace import Span, StepTrace
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout

@@ -13,17 +13,18 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
+from distca.models import model_named
 from distca.planning import step as planning_step
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
-from distca.spec import ClusterShape, ModelShape, cluster_named, model_named
+from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.workload.layout import Layout
 
 if TYPE_CHECKING:
-    from distca.simulate.compare import Comparison
+    from distca.simulate.sweep import Comparison
 
 
 def plan(
@@ -89,10 +90,10 @@ def compare(
 
     `lengths` names a sampler or gives document lengths to draw from. `cost` None is the table measured on an H200.
     """
-    from distca.simulate.compare import Question
-    from distca.simulate.compare import compare as run
     from distca.simulate.setting import setting
-    from distca.workload.contexts import Source
+    from distca.simulate.sweep import Question
+    from distca.simulate.sweep import compare as run
+    from distca.workload.sequences import Source
 
     machines = cluster_named(cluster) if isinstance(cluster, str) else cluster
     where = setting(_shape(model), machines, gpus=gpus, context=context, tp=tp, pp=pp)

@@ -7,7 +7,6 @@ once there are more ranks than KV heads, each rank keeps a whole KV head of its 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from distca.validation import check_number, check_whole, short
 
@@ -149,43 +148,6 @@ class ClusterShape:
             check_number(f"cluster {self.name!r}: {field.name}", value, most=MAX_RATE, **bound)
 
 
-_MODELS = (  # name, layers, hidden, heads, KV heads, head dim, feed-forward, vocabulary, as their config.json say
-    ("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000), ("llama2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
-    ("llama2-70b", 80, 8192, 64, 8, 128, 28672, 32000), ("llama-34b", 48, 8192, 64, 8, 128, 22016, 32016),
-    ("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256), ("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-    ("llama3-405b", 126, 16384, 128, 8, 128, 53248, 128256),
-    ("llama3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256), ("llama3.2-3b", 28, 3072, 24, 8, 128, 8192, 128256),
-    ("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32768), ("mistral-nemo-12b", 40, 5120, 32, 8, 128, 14336, 131072),
-    ("mistral-small-24b", 40, 5120, 32, 8, 128, 32768, 131072),
-    ("mistral-large-123b", 88, 12288, 96, 8, 128, 28672, 32768),
-    ("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936), ("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936),
-    ("qwen2.5-3b", 36, 2048, 16, 2, 128, 11008, 151936), ("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064),
-    ("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, 152064), ("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064),
-    ("qwen2.5-72b", 80, 8192, 64, 8, 128, 29568, 152064),
-    ("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936), ("qwen3-1.7b", 28, 2048, 16, 8, 128, 6144, 151936),
-    ("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936), ("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
-    ("qwen3-14b", 40, 5120, 40, 8, 128, 17408, 151936), ("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
-    ("gemma2-2b", 26, 2304, 8, 4, 256, 9216, 256000), ("gemma2-9b", 42, 3584, 16, 8, 256, 14336, 256000),
-    ("gemma2-27b", 46, 4608, 32, 16, 128, 36864, 256000),
-    ("gemma3-1b", 26, 1152, 4, 1, 256, 6912, 262144), ("gemma3-4b", 34, 2560, 8, 4, 256, 10240, 262208),
-    ("gemma3-12b", 48, 3840, 16, 8, 256, 15360, 262208), ("gemma3-27b", 62, 5376, 32, 16, 128, 21504, 262208),
-    ("phi3-mini", 32, 3072, 32, 32, 96, 8192, 32064), ("phi4-14b", 40, 5120, 40, 10, 128, 17920, 100352),
-    ("tiny", 2, 256, 8, 2, 32, 704, 257),
-)
-_EXPERT_MODELS = (
-    ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, experts=Experts(8, 2, 14336)),
-    ModelShape("mixtral-8x22b", 56, 6144, 48, 8, 128, 16384, 32768, experts=Experts(8, 2, 16384)),
-    ModelShape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 6144, 151936, experts=Experts(128, 8, 768)),
-    ModelShape("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 12288, 151936, experts=Experts(128, 8, 1536)),
-    ModelShape("gpt-oss-20b", 24, 2880, 64, 8, 64, 2880, 201088, experts=Experts(32, 4, 2880)),
-    ModelShape("gpt-oss-120b", 36, 2880, 64, 8, 64, 2880, 201088, experts=Experts(128, 4, 2880)),
-    ModelShape("deepseek-v2-lite", 27, 2048, 16, 16, 192, 10944, 102400, 128, Experts(64, 6, 1408, 2816, 1),
-               Latent(512, 64)),
-    ModelShape("deepseek-v3", 61, 7168, 128, 128, 192, 18432, 129280, 128, Experts(256, 8, 2048, 2048, 3),
-               Latent(512, 64, 1536)),
-)
-MODELS = {model.name: model for model in (*(ModelShape(*row) for row in _MODELS), *_EXPERT_MODELS)}
-
 # The H200's GEMM and attention rates are measured. The H100 has the same compute die, so it gets the same rates.
 # Latencies are typical of NVLink and of RDMA writes between nodes, not measured.
 CLUSTERS = {
@@ -195,17 +157,6 @@ CLUSTERS = {
         ClusterShape("dgx-h100", "H100", 8, 989e12, 754e12, 550e12, 80e9, 3.35e12, 450e9, 50e9, 2e-6, 6e-6),
     )
 }
-
-
-def model_named(name: str) -> ModelShape:
-    """A model of the catalogue, or that of a Hugging Face config.json: the file, or the folder it lies in."""
-    if name in MODELS:
-        return MODELS[name]
-    if Path(name).exists() or name.endswith(".json") or len(Path(name).parts) > 1:
-        from distca.model_config import model_of_folder
-
-        return model_of_folder(name)
-    raise ValueError(f"{unknown_name('model', name, MODELS)}; or give a folder with a config.json")
 
 
 def cluster_named(name: str) -> ClusterShape:

@@ -14,7 +14,7 @@ import torch
 import distca
 from distca.kernels import TaskRows
 from distca.kernels.dense import times_shown
-from distca.spec import model_named
+from distca.models import model_named
 
 ROOT = Path(distca.__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))                     # attention.py imports its siblings

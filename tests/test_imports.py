@@ -13,17 +13,20 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_FIRST = {"validation", "spec", "trace"}
+_FIRST = {"validation", "columns", "spec", "models", "trace"}
 _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
+    "columns": set(),
     "spec": {"validation"},
+    "models": {"validation", "spec"},
     "trace": {"validation", "spec"},
     "workload": _FIRST,
     "cost": _FIRST | {"workload"},
     "planning": _FIRST | {"workload", "cost"},
     "baselines": _PLANNING,
     "simulate": _PLANNING | {"baselines"},
+    "paper": _PLANNING | {"baselines", "simulate"},
     "dispatch": _PLANNING,
     "kernels": {"validation", "spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
@@ -33,7 +36,7 @@ MAY_IMPORT = {
     "report": _PLANNING | {"baselines", "simulate"},
 }
 MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli", "testing"}
-WITHOUT_TORCH = _PLANNING | {"baselines", "simulate", "dispatch", "report", "api", "cli"}
+WITHOUT_TORCH = _PLANNING | {"baselines", "simulate", "paper", "dispatch", "report", "api", "cli"}
 
 
 def _modules() -> list[Path]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distca import profiling
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped import shipped_names, shipped_table
+from distca.cost.shipped_tables import shipped_names, shipped_table
 from distca.cost.work_list import WorkList
 from distca.kernels import kernel_named
 from distca.kernels.hopper import HopperKernel

@@ -18,10 +18,10 @@ import torch
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import causal_pairs
+from distca.models import MODELS, model_named
 from distca.planning.tasks import TaskTable
-from distca.spec import MODELS, model_named
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 replay, prediction, steps, host, benchmark = (

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from distca.spec import CLUSTERS, MODELS, cluster_named, model_named
+from distca.models import MODELS, model_named
+from distca.spec import CLUSTERS, cluster_named
 
 
 def test_token_bytes_of_llama3_8b():

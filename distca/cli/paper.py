@@ -17,9 +17,9 @@ from rich.text import Text
 
 from distca.cli.progress import progress
 from distca.cli.simulate import MAX_BATCHES, MAX_WORKERS
-from distca.simulate.paper import Row, measure_all
-from distca.simulate.paper_cases import cases
-from distca.simulate.paper_claims import CLAIMS, Verdict, figures_of, marks, verdicts
+from distca.paper.cases import cases
+from distca.paper.check import Row, measure_all
+from distca.paper.claims import CLAIMS, Verdict, figures_of, marks, verdicts
 from distca.validation import check_whole
 
 QUICK_BATCHES, FULL_BATCHES = 2, 10
@@ -77,7 +77,7 @@ def print_checklist(found: list[Verdict], console: Console) -> None:
 def _plotter(folder: Path) -> Callable[[dict[str, list[Row]]], list[Path]]:
     """What draws into the folder; refuses before long work what would fail after it."""
     try:
-        from distca.report.paper_plots import save_plots
+        from distca.paper.plots import save_plots
     except ModuleNotFoundError as error:
         raise ValueError(f"plots need {error.name}, which is not installed; run: pip install 'distca[plot]', or give "
                          "--no-plots") from None

@@ -26,14 +26,15 @@ from distca.cli.batches import (
 from distca.cli.outputs import page_writer, plot_writer
 from distca.cli.progress import progress
 from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped import find_table
-from distca.planning.greedy import balance
+from distca.cost.shipped_tables import find_table
+from distca.models import model_named
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
 from distca.report.figures import PlannedBatch, plan_page
 from distca.report.render import print_plan
-from distca.spec import ModelShape, model_named
+from distca.spec import ModelShape
 from distca.validation import MAX_RANKS, check_whole
 from distca.workload.documents import SAMPLERS
 from distca.workload.layout import Layout

@@ -13,8 +13,8 @@ from distca.cli.logs import RunLog, read_log, read_traces
 from distca.cli.outputs import page_writer
 from distca.cli.plan import Pool, plan_batch
 from distca.cli.progress import progress
+from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, plan_page
-from distca.spec import model_named
 
 MAX_TIMELINES = 2
 

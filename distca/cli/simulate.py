@@ -19,18 +19,19 @@ from distca.cli.batches import COST_HELP, STANDARD_LIBRARY, refuse_source
 from distca.cli.outputs import check_output, page_writer
 from distca.cli.progress import progress
 from distca.cost.cluster_file import find_cluster
-from distca.cost.shipped import find_table
+from distca.cost.shipped_tables import find_table
+from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page
-from distca.simulate.compare import Comparison, Outcome, Question, compare, replay
 from distca.simulate.execute import Step
 from distca.simulate.setting import settings
 from distca.simulate.strategies import NAMES, STRATEGIES
-from distca.spec import CLUSTERS, model_named
+from distca.simulate.sweep import Comparison, Outcome, Question, compare, replay
+from distca.spec import CLUSTERS
 from distca.trace import write_chrome_trace
 from distca.validation import check_whole, plain, write_own
-from distca.workload.contexts import Source
 from distca.workload.documents import SAMPLERS, Workload, read_source, standard_library_lengths
 from distca.workload.packing import check_tolerance
+from distca.workload.sequences import Source
 
 DEFAULT_CONTEXT = 131_072
 MAX_BATCHES = 10_000

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.cost.latency_table import LatencyTable, Surface
-from distca.cost.shipped import nearest_heads
+from distca.cost.shipped_tables import nearest_heads
 from distca.cost.work_list import Tasks, WorkList
 from distca.spec import ModelShape
 

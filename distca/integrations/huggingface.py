@@ -25,6 +25,7 @@ from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import from_batch
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached, latest_plan
 from distca.kernels import kernel_named
+from distca.models import shape_of_config
 from distca.planning.plan import Plan
 from distca.runtime.transport import Transport
 from distca.spec import ModelShape
@@ -119,12 +120,7 @@ def _refused(config: PreTrainedConfig, reason: str) -> ValueError:
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     """What planning needs to know of a model."""
-    heads = config.num_attention_heads
-    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
-    return ModelShape(
-        name=config.model_type, num_layers=config.num_hidden_layers, hidden=config.hidden_size, num_heads=heads,
-        num_kv_heads=kv_heads or heads, head_dim=head_dim or config.hidden_size // heads,
-        ffn=getattr(config, "intermediate_size", None) or 4 * config.hidden_size, vocab=config.vocab_size)
+    return shape_of_config(config.to_dict(), config.model_type, any_type=True)
 
 
 class _Forward:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.planning.pipeline_ticks import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import Plan, server_work
 from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, served_in_bubbles, tick_layout, work_over_ticks

@@ -15,8 +15,8 @@ from itertools import groupby
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.planning.greedy import balance
-from distca.planning.pipeline_ticks import IDLE, Ticks
+from distca.planning.balance import balance
+from distca.planning.pipeline_schedule import IDLE, Ticks
 from distca.planning.plan import Plan, max_over_mean
 from distca.spec import ModelShape
 from distca.validation import check_whole

@@ -29,8 +29,9 @@ from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
 from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
+from distca.models import model_named
 from distca.profiling.timing import Run, in_turns, queued_samples, samples
-from distca.spec import ModelShape, model_named
+from distca.spec import ModelShape
 from distca.validation import check_whole
 
 MIN_LEN = 128

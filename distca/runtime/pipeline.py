@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from distca.planning.pipeline_ticks import IDLE, Ticks
+from distca.planning.pipeline_schedule import IDLE, Ticks
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase, Shapes

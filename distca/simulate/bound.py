@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from distca.cost.work import causal_pairs
-from distca.planning.pipeline_ticks import one_forward_one_backward
+from distca.planning.pipeline_schedule import one_forward_one_backward
 from distca.simulate.costs import Costs
 from distca.simulate.execute import Step
 from distca.simulate.memory import Memory, memory

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.planning.pipeline_ticks import IDLE
+from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.simulate.calls import Calls, Placed, PlanCosts

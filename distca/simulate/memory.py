@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.cost.work import activation_bytes
-from distca.planning.pipeline_ticks import Ticks
+from distca.planning.pipeline_schedule import Ticks
 from distca.simulate.costs import ADAM_BYTES, Costs
 from distca.simulate.setting import Setting
 from distca.spec import BF16_BYTES, FLOAT32_BYTES

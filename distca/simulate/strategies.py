@@ -19,7 +19,7 @@ from distca.baselines.groups import fixed_rows
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.baselines.variable_length import variable_length, variable_length_step, variable_rows
 from distca.baselines.wlb_ideal import wlb_ideal_step
-from distca.planning.pipeline_ticks import one_forward_one_backward
+from distca.planning.pipeline_schedule import one_forward_one_backward
 from distca.planning.step import StepPlan, plan_step
 from distca.simulate.costs import Costs
 from distca.simulate.memory import max_live_tokens, memory

@@ -24,7 +24,7 @@ import torch
 from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped import find_table
+from distca.cost.shipped_tables import find_table
 from distca.planning.step import StepPlan, StepSummary, plan_step
 from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ModelShape, unknown_name

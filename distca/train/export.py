@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from distca.spec import ModelShape
+from distca.models import CONFIG, read_config, shape_of_config
 from distca.train.checkpoint_files import Reader
 from distca.train.checkpoint_folder import read_manifest
 from distca.train.model import Decoder, DecoderShape, RopeScaling, write_parameter
 from distca.validation import check_number, check_whole, read_json, short
 
-SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 _LAYER_NAMES = {                                                 # of pre, in segment i, and of post, in segment i + 1
     "pre.norm": "input_layernorm",
@@ -54,23 +54,12 @@ def hf_name(name: str) -> str:
 
 def shape_from_hf(folder: str | Path) -> DecoderShape:
     """The decoder that a folder's config.json describes."""
-    config = _read_config(Path(folder))
+    config = read_config(folder)
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for field, value in expected.items():
         if config.get(field, value) != value:
             raise ValueError(f"{folder}/{CONFIG} has {field} {config[field]!r}; only {value!r} can be loaded")
-    try:
-        hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
-        model = ModelShape(
-            name=Path(folder).name, num_layers=config["num_hidden_layers"], hidden=hidden, num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden // num_heads, ffn=config["intermediate_size"],
-            vocab=config["vocab_size"])
-    except KeyError as missing:
-        raise ValueError(f"{folder}/{CONFIG} lacks {missing}; give the config.json of a Llama model") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{folder}/{CONFIG} describes no model: {error}; give the config.json of a Llama model"
-                         ) from None
+    model = shape_of_config({"model_type": "llama", **config}, Path(folder).name)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{folder}/{CONFIG} has rope_parameters {short(rope)}; give an object of names and values")
@@ -148,7 +137,7 @@ def save_hf(
     if len(shards) > 1:
         total = sum(p.numel() * dtype.itemsize for p in parameters.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-    kept = {} if source is None else _read_config(Path(source))
+    kept = {} if source is None else read_config(source)
     kept = {name: value for name, value in kept.items() if name not in ("rope_parameters", "dtype")}  # said otherwise
     _write_json(folder / CONFIG, kept | config_of(decoder.shape, dtype))
     if source is not None and Path(source).resolve() != folder.resolve():
@@ -214,15 +203,6 @@ def _rope_scaling(folder: str | Path, rope: dict[str, Any]) -> RopeScaling | Non
                          for name in ("factor", "low_freq_factor", "high_freq_factor"))
     positions = check_whole(f"{where} original_max_position_embeddings", rope.get("original_max_position_embeddings"))
     return RopeScaling(factor, low, high, positions)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}; give the folder of a Hugging Face Llama model")
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder}/{CONFIG} is {short(config)}; give the config.json of a Llama model")
-    return config
 
 
 def check_weight_files(folder: str | Path) -> None:

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from distca.spec import ModelShape, model_named
+from distca.models import model_named
+from distca.spec import ModelShape
 from distca.train.loss import chunked_cross_entropy
 
 if TYPE_CHECKING:

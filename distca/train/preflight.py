@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca.spec import model_named
+from distca.models import model_named
 from distca.train.degrees import check_pipeline, check_tensor
 from distca.train.settings import Settings
 from distca.validation import read_text
@@ -48,7 +48,7 @@ def check_machine(settings: Settings) -> None:
 
 def _check_cost(settings: Settings) -> None:
     """A latency table that can be read and knows the model's heads; a loaded model is compared once it is loaded."""
-    from distca.cost.shipped import find_table
+    from distca.cost.shipped_tables import find_table
     from distca.train.data import attention_time
 
     try:

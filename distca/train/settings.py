@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
-from distca.spec import MODELS, model_named
+from distca.models import TRAINABLE, model_named
 from distca.train.degrees import check_pipeline, check_tensor
 from distca.validation import MAX_NUMBER, MAX_RANKS, read_toml, short
 
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    name: str = _setting("tiny", "Named shape of the decoder.", choices=tuple(sorted(MODELS)), common=True)
+    name: str = _setting("tiny", "Named shape of the decoder.", choices=TRAINABLE, common=True)
     load: str = _setting("", "Folder of a Hugging Face Llama model (config.json, safetensors) to start from; its shape "
                              "then replaces the named one.")
     activation_checkpointing: bool = _setting(False, "Compute activations again in backward instead of keeping them.")

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from distca.baselines.at_home import at_home
 from distca.baselines.per_document_cp import head_tail_layout, per_document_cp
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
-from distca.spec import MODELS
 from distca.testing import LAYOUT_KINDS, random_layout, tokens_moved
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack

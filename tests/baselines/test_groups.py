@@ -17,9 +17,9 @@ from distca.baselines.wlb_ideal import adaptive_layout, wlb_ideal_step
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs
+from distca.models import model_named
 from distca.planning.plan import server_work
 from distca.planning.tasks import tasks_at_home
-from distca.spec import model_named
 from distca.workload.layout import layout_from_rows
 
 MODEL = model_named("llama3-8b")

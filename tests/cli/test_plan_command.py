@@ -14,7 +14,7 @@ import pytest
 
 import distca
 from distca.cost.latency_table import analytic_table
-from distca.spec import model_named
+from distca.models import model_named
 from distca.workload.documents import Workload, sample_lengths, standard_library_lengths
 
 ROOT = Path(distca.__file__).parents[1]

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost import shipped
+from distca.cost import shipped_tables
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable, analytic_table
-from distca.cost.shipped import shipped_names, shipped_table
+from distca.cost.shipped_tables import shipped_names, shipped_table
 from distca.cost.work_list import WorkList, _makespan
-from distca.spec import ModelShape, model_named
+from distca.models import model_named
+from distca.spec import ModelShape
 
 MODEL = model_named("llama3-8b")
 FACTS = {"num_workers": 132, "query_rows": 128, "key_tokens": 128, "launch_seconds": [8e-6, 24e-6],
@@ -268,11 +269,12 @@ def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch):
     def table(heads, kv_heads, dim=128):
         return flat_table(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, shipped="x")
 
-    monkeypatch.setattr(shipped, "other_heads", lambda name: [table(8, 2), table(4, 1), table(8, 1), table(32, 8, 64)])
+    others = [table(8, 2), table(4, 1), table(8, 1), table(32, 8, 64)]
+    monkeypatch.setattr(shipped_tables, "other_heads", lambda name: others)
     main = table(32, 8)
 
     def found(*wanted):
-        about = shipped.nearest_heads(main, *wanted).metadata
+        about = shipped_tables.nearest_heads(main, *wanted).metadata
         return about["num_heads"], about["num_kv_heads"], about["head_dim"]
 
     assert found(32, 8, 128) == (32, 8, 128) and found(4, 1, 128) == (4, 1, 128) and found(8, 2, 128) == (8, 2, 128)
@@ -280,4 +282,4 @@ def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch):
     assert found(32, 8, 64) == (32, 8, 64) == found(4, 1, 64)
     assert found(8, 2, 32) == (32, 8, 128)                       # which is then scaled
     own = flat_table(num_heads=32, num_kv_heads=8, head_dim=128)
-    assert shipped.nearest_heads(own, 4, 1, 128) is own
+    assert shipped_tables.nearest_heads(own, 4, 1, 128) is own

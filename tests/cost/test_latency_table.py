@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distca.cost.latency_table import LatencyTable, analytic_table, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, pairs_of_shard
-from distca.spec import model_named
+from distca.models import model_named
 
 MODEL = model_named("llama3-8b")
 

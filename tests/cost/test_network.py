@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.cost.network import MeasuredNetwork, Network
-from distca.spec import cluster_named, model_named
+from distca.models import model_named
+from distca.spec import cluster_named
 
 NETWORK = Network.of(cluster_named("dgx-h200"))
 

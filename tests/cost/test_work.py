@@ -19,7 +19,8 @@ from distca.cost.work import (
     linear_flops,
     pairs_of_shard,
 )
-from distca.spec import MODELS, cluster_named, model_named
+from distca.models import MODELS, model_named
+from distca.spec import cluster_named
 
 position = st.integers(0, 24)
 

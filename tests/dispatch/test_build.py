@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.dispatch.build import build, travels
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable, tasks_at_home
-from distca.spec import MODELS
 from distca.testing import (
     LAYOUT_KINDS,
     misplaced_plan,

@@ -11,7 +11,7 @@ import torch
 
 from distca.kernels import TaskRows
 from distca.kernels.accuracy import expected_attention
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.planning.step import MicroBatch
 from distca.runtime.attention import CoreAttention
 from distca.runtime.ping_pong import taken

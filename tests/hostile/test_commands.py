@@ -115,7 +115,7 @@ def nothing_starts(monkeypatch):
 
     monkeypatch.setattr("distca.train.launch._LocalRanks", started)
     monkeypatch.setattr("torch.multiprocessing.spawn", started)
-    monkeypatch.setattr("distca.simulate.compare.ProcessPoolExecutor", started)
+    monkeypatch.setattr("distca.simulate.sweep.ProcessPoolExecutor", started)
 
 
 @pytest.fixture(scope="module")

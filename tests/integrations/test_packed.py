@@ -9,7 +9,7 @@ from distca.cost.latency_table import analytic_table
 from distca.integrations import packed as packed_module
 from distca.integrations.packed import PackedAttention
 from distca.kernels import dense_attention
-from distca.spec import model_named
+from distca.models import model_named
 from distca.testing import run_processes
 
 TINY = model_named("tiny")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
-from distca.spec import MODELS
 from distca.testing import LAYOUT_KINDS, covers_exactly_once, dense_coverage, random_layout, tokens_moved
 from distca.workload.layout import layout_from_rows
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan_bytes import MAGIC, plan_from_bytes, plan_to_bytes
 from distca.planning.step import plan_step, same_columns
 from distca.planning.tasks import TaskTable
-from distca.spec import MODELS
 from distca.testing import LAYOUT_KINDS, random_layout, random_speeds
 
 TINY = MODELS["tiny"]

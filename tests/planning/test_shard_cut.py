@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs, pairs_of_shard
+from distca.models import MODELS
 from distca.planning.shard_cut import Piece, Prices, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable
 from distca.planning.traffic import traffic
-from distca.spec import MODELS, ModelShape
+from distca.spec import ModelShape
 from distca.workload.layout import layout_from_slices
 
 LLAMA = MODELS["llama3-8b"]

@@ -11,11 +11,11 @@ from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
-from distca.cost.shipped import shipped_table
-from distca.planning.pipeline_ticks import IDLE
+from distca.cost.shipped_tables import shipped_table
+from distca.models import model_named
+from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import max_over_mean
 from distca.planning.step import plan_step
-from distca.spec import model_named
 from distca.testing import random_lengths
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import NO_KEYS

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from distca.baselines.at_home import at_home
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
+from distca.models import MODELS
 from distca.planning import tick_plans
-from distca.planning.greedy import balance
-from distca.planning.pipeline_ticks import one_forward_one_backward, same_phase_ticks
+from distca.planning.balance import balance
+from distca.planning.pipeline_schedule import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import max_over_mean
 from distca.planning.tasks import TaskTable
 from distca.planning.tick_plans import (
@@ -25,7 +26,6 @@ from distca.planning.tick_plans import (
     tick_layout,
     work_over_ticks,
 )
-from distca.spec import MODELS
 from distca.testing import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows

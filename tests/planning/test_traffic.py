@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.models import MODELS
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.traffic import key_ranges, traffic
-from distca.spec import MODELS
 from distca.testing import LAYOUT_KINDS, random_layout, tokens_moved
 from distca.workload.layout import layout_from_rows, layout_from_slices
 

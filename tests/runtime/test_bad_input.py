@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention

@@ -8,7 +8,7 @@ import torch
 
 from distca.kernels import TaskRows
 from distca.kernels.accuracy import check_attention
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase
 from distca.runtime.dedicated import serve_until_stopped, stop_servers

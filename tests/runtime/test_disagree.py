@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.planning.tasks import TaskTable
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped

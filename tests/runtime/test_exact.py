@@ -11,7 +11,7 @@ from distca.baselines.per_document_cp import per_document_cp
 from distca.dispatch.build import build
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.accuracy import check_attention, expected_attention
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.spec import ModelShape
 from distca.testing import (
     LAYOUT_KINDS,

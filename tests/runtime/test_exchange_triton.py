@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distca.dispatch.build import build
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.runtime import call as call_module
 from distca.runtime.call import BackwardCall, ForwardCall, Shapes
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp

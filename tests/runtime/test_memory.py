@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distca.dispatch.build import build
 from distca.kernels import kernel_named
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Prepared, Shapes
 from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.kernels import dense_attention
-from distca.planning.pipeline_ticks import IDLE, same_phase_ticks
+from distca.planning.pipeline_schedule import IDLE, same_phase_ticks
 from distca.planning.step import plan_step
 from distca.planning.tick_plans import plan_ticks_by
 from distca.runtime.attention import CoreAttention

@@ -5,7 +5,7 @@ import torch
 
 from distca.baselines.at_home import at_home
 from distca.baselines.per_document_cp import per_document_cp
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.spec import ModelShape

@@ -7,14 +7,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distca.cost.latency_table import LatencyTable, analytic_table
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
+from distca.models import model_named
 from distca.simulate.bound import bound
-from distca.simulate.compare import Figures, Question, batch_figures
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
 from distca.simulate.strategies import NAMES
-from distca.spec import cluster_named, model_named
-from distca.workload.contexts import Source
+from distca.simulate.sweep import Figures, Question, batch_figures
+from distca.spec import cluster_named
+from distca.workload.sequences import Source
 
 MODEL = model_named("llama3-8b")
 CLUSTER = cluster_named("dgx-h200")

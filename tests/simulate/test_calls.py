@@ -11,12 +11,13 @@ from distca.baselines.fixed_packing import fixed_packing_step, per_sequence_layo
 from distca.baselines.per_document_cp import head_tail_layout, per_document_cp_step
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs, pairs_of_shard
+from distca.models import model_named
 from distca.planning.step import plan_step
 from distca.simulate import calls
 from distca.simulate.calls import Calls, ChunkTasks, PlanCosts, token_bytes
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
-from distca.spec import cluster_named, model_named
+from distca.spec import cluster_named
 from distca.workload.layout import layout_from_rows
 
 MODEL = model_named("llama3-8b")

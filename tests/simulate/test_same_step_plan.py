@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
+from distca.models import MODELS
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
 from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
-from distca.spec import MODELS, cluster_named
+from distca.spec import cluster_named
 from distca.train.data import attention_time, step_plan
 from distca.train.settings import load_settings
-from distca.workload.contexts import Source, batch_sequences
+from distca.workload.sequences import Source, batch_sequences
 
 
 def differing(one: object, other: object, path: str = "step") -> list[str]:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.models import model_named
 from distca.runtime.registry import digest
-from distca.spec import model_named
 from distca.testing import random_lengths
 from distca.train.corpora import MemoryCorpus, corpus_from
 from distca.train.data import Loader, Piece, Stream
@@ -384,7 +384,7 @@ def test_a_batch_in_the_making_does_not_keep_the_process_alive():
         import threading
         import time
         import numpy as np
-        from distca.spec import model_named
+        from distca.models import model_named
         from distca.train.settings import Settings
         from distca.train.corpora import MemoryCorpus
         from distca.train.data import Loader

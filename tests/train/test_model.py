@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from distca.baselines.at_home import at_home
 from distca.kernels import dense_attention
-from distca.spec import MODELS, ModelShape
+from distca.models import MODELS
+from distca.spec import ModelShape
 from distca.testing import on_fake_ranks
 from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
 from distca.train.settings import Model

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from distca.kernels import dense_attention
+from distca.models import MODELS
 from distca.planning.plan import max_over_mean
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
-from distca.spec import MODELS, ModelShape
+from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, run_processes
 from distca.train.data import step_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distca.cost.latency_table import analytic_table
-from distca.spec import model_named
+from distca.models import model_named
 
 SMALL = ["--model.name", "tiny", "--optimizer.warmup_steps", "3", "--run.threads", "1",
          "--run.timeout_seconds", "120"]

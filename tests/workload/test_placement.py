@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean, server_work
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
-from distca.spec import MODELS
 from distca.testing import random_lengths, random_speeds
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack

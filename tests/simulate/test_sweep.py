@@ -7,13 +7,14 @@ import pytest
 
 from distca.cost.cluster_file import find_cluster, read_cluster
 from distca.cost.latency_table import analytic_table
-from distca.simulate.compare import Question, batch_figures, compare, replay
+from distca.models import model_named
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
 from distca.simulate.strategies import NAMES, STRATEGIES, Grouped, StepDocuments
-from distca.spec import cluster_named, model_named
-from distca.workload.contexts import Source, batch_sequences
+from distca.simulate.sweep import Question, batch_figures, compare, replay
+from distca.spec import cluster_named
+from distca.workload.sequences import Source, batch_sequences
 
 MODEL = model_named("llama3-8b")
 CLUSTER = cluster_named("dgx-h200")

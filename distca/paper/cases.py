@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distca.models import model_named
 from distca.simulate.setting import Setting, setting
-from distca.spec import cluster_named, model_named
+from distca.spec import cluster_named
 
 CLUSTER, TP = "dgx-h200", 8
 KIB = 1024

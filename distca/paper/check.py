@@ -1,6 +1,6 @@
 """Measure with our simulator and planner what the DistCA paper measured: one row for every point of its figures.
 
-Nothing here knows what the paper found: `paper_claims` puts its figures beside ours.
+Nothing here knows what the paper found: `claims` puts its figures beside ours.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped import shipped_table
+from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import attention_backward_flops, attention_flops, hidden_shards_bound, pairs_of_shard
+from distca.models import model_named
+from distca.paper.cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
-from distca.simulate.compare import Figures, Outcome, Question, compare
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.memory import check_holds_step
-from distca.simulate.paper_cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
-from distca.spec import cluster_named, model_named
-from distca.workload.contexts import Source
+from distca.simulate.sweep import Figures, Outcome, Question, compare
+from distca.spec import cluster_named
+from distca.workload.sequences import Source
 
 TABLE = "h200"
 TOLERANCE = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from distca.simulate.paper import Row
+from distca.paper.check import Row
 
 Range = tuple[float, float]
 

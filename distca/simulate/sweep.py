@@ -28,7 +28,7 @@ from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, check_names
-from distca.workload.contexts import Source, batch_sequences
+from distca.workload.sequences import Source, batch_sequences
 
 BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
 

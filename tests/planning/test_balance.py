@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 import distca
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
 from distca.planning.tasks import TILE, TaskTable
-from distca.spec import MODELS, ModelShape
+from distca.spec import ModelShape
 from distca.testing import LAYOUT_KINDS, covers_exactly_once, random_layout, random_speeds, tokens_moved
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
@@ -182,9 +183,9 @@ import hashlib
 import numpy as np
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
-from distca.planning.greedy import balance
+from distca.planning.balance import balance
 from distca.planning.tasks import TaskTable
-from distca.spec import MODELS
+from distca.models import MODELS
 from distca.testing import LAYOUT_KINDS, random_layout, random_speeds
 model = MODELS["llama3-8b"]
 digest = hashlib.sha256()

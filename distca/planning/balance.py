@@ -16,8 +16,8 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import pairs_of_shard
-from distca.planning.bands import share_prefixes
 from distca.planning.plan import Plan, max_over_mean, server_work
+from distca.planning.prefix_split import share_prefixes
 from distca.planning.shard_cut import Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.spec import ModelShape

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import pairs_of_shard
-from distca.planning.bands import share_prefixes
-from distca.planning.greedy import balance
+from distca.models import MODELS
+from distca.planning.balance import balance
 from distca.planning.plan import Plan, server_work
+from distca.planning.prefix_split import share_prefixes
 from distca.planning.shard_cut import Prices
 from distca.planning.tasks import tasks_at_home
 from distca.planning.traffic import traffic
-from distca.spec import MODELS
 from distca.testing import LAYOUT_KINDS, covers_exactly_once, random_layout
 from distca.workload.layout import layout_from_slices
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.planning.pipeline_ticks import Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.pipeline_schedule import Ticks, one_forward_one_backward, same_phase_ticks
 
 BOTH = (same_phase_ticks, one_forward_one_backward)
 numbers = st.integers(1, 12)

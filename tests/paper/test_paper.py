@@ -11,11 +11,11 @@ import pytest
 
 import distca
 from distca import cli
-from distca.cost.shipped import shipped_table
-from distca.simulate import paper_claims
-from distca.simulate.paper import measure
-from distca.simulate.paper_cases import FIGURES, Case, cases
-from distca.simulate.paper_claims import CLAIMS, PAPER_SPEED, figures_of, verdicts
+from distca.cost.shipped_tables import shipped_table
+from distca.paper import claims
+from distca.paper.cases import FIGURES, Case, cases
+from distca.paper.check import measure
+from distca.paper.claims import CLAIMS, PAPER_SPEED, figures_of, verdicts
 
 PACKAGE = Path(distca.__file__).parent
 KIB = 1024
@@ -135,13 +135,13 @@ def test_unequal_activations_and_large_buffers_differ():
 
 def test_only_the_claims_know_the_papers_figures():
     figures = {number for pair in PAPER_SPEED.values() for number in pair if number > 1} | {
-        *paper_claims.PAPER_IDLE.values(), *paper_claims.PAPER_SINGLE_STREAM[1:]}
-    for path in (PACKAGE / "simulate").glob("*.py"):
+        *claims.PAPER_IDLE.values(), *claims.PAPER_SINGLE_STREAM[1:]}
+    for path in [*(PACKAGE / "simulate").glob("*.py"), *(PACKAGE / "paper").glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        if path.name != "paper_claims.py":
-            assert "distca.simulate.paper_claims" not in imported, path.name
-        if path.name in ("paper.py", "paper_cases.py"):
+        if path.name not in ("claims.py", "plots.py"):
+            assert "distca.paper.claims" not in imported, path.name
+        if path.name in ("check.py", "cases.py"):
             assert not figures & {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
@@ -165,7 +165,7 @@ def test_the_checklist_is_readable(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     slow_on_short_shards = shipped_table("h200_cudnn")           # in backward
-    monkeypatch.setattr("distca.simulate.paper._table", lambda: slow_on_short_shards)
+    monkeypatch.setattr("distca.paper.check._table", lambda: slow_on_short_shards)
     with pytest.raises(SystemExit) as stop:
         cli.main(["paper", "--only", "appA,fig5", "--no-plots", "--workers", "1"])
     said = capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""The DistCA paper's claims, checked with our simulator and planner."""
