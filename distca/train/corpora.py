@@ -24,7 +24,6 @@ import numpy as np
 from distca.spec import unknown_name
 from distca.train.config import Settings
 from distca.train.megatron_files import MegatronCorpus
-from distca.validation import short
 
 SOURCES = ("stdlib", "text", "jsonl", "megatron")
 END_OF_DOCUMENT = 256  # behind the bytes 0 to 255
@@ -190,10 +189,10 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ValueError(f"{where} is not JSON ({reason}); repair or drop it") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{where} holds {short(record)}, not an object; write {{\"{field}\": \"…\"}}")
+        raise ValueError(f"{where} holds {_short(record)}, not an object; write {{\"{field}\": \"…\"}}")
     if not isinstance(record.get(field), str):
-        raise ValueError(f"{where} has {short(record.get(field))} under {field!r}, not text; its keys are "
-                         f"{short(list(record))}: set data.field to the one that holds the text")
+        raise ValueError(f"{where} has {_short(record.get(field))} under {field!r}, not text; its keys are "
+                         f"{_short(list(record))}: set data.field to the one that holds the text")
     try:
         return record[field].encode("utf-8")
     except UnicodeEncodeError:
@@ -221,3 +220,8 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
