@@ -70,6 +70,8 @@ def option_cases():
     for option in ("--batches", "--workers"):
         cases += _each(paper, option, (*NO_WHOLE, "0", "1000000000000", DIGITS))
     cases += _each(paper, "--only", NO_NAMES)
+    cases += [("checkpoint", what, name) for what in ("verify", "convert", "export")
+              for name in (*NO_NAMES, "none", "empty", "loop", "/proc", "text", "no\x00name")]
     return cases + train_cases(train) + [("", ), ("plam",), ("plan",), ("--bogus",), ("train", "a.toml", "b.toml")]
 
 
