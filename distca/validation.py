@@ -18,7 +18,8 @@ from typing import Any, Literal, TextIO
 import numpy as np
 
 MAX_RANKS = 65_536            # of a pool: planning time and memory grow with it; larger clusters are several pools
-MAX_DOCUMENTS = 2**22         # of a batch: beyond it the columns of a plan leave a gigabyte
+MAX_DOCUMENTS = 2**22         # of a batch
+DOCUMENTS_WHY = "whose plan takes a core a minute and 2 GB"
 MAX_NAME = 200                # characters of a name
 MAX_NUMBER = 1e200            # sums, and products with a unit, still are finite
 MAX_TEXT_BYTES = 2**25        # of a file of lengths, a table or a log

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distca.spec import unknown_name
-from distca.validation import MAX_DOCUMENTS, MAX_RANKS, check_whole, plain
+from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, check_whole, plain
 from distca.workload.documents import SAMPLERS, Workload, fill, read_source, sample_lengths, standard_library_lengths
 from distca.workload.packing import cut_at_ranks
 
@@ -17,7 +17,6 @@ DEFAULT_RANKS = 8
 DEFAULT_TOKENS_PER_RANK = 65_536
 COST_HELP = "Latency table: a file that `distca profile` wrote, or the name of a shipped one."
 MAX_TOKENS = 2**34  # 65,536 ranks of 256K, about as many documents as fit: beyond it a typing error is likelier
-DOCUMENTS_WHY = "what the columns of a plan hold in a gigabyte"
 RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as several pools"
 
 

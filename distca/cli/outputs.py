@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,12 @@ def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> Non
                          "first")
     if path.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, a folder, and cannot be written; give the name of a file")
+    try:
+        if not path.exists():
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise _not_writable(option, path, error) from None
 
 
 def page_writer(option: str, path: Path) -> Callable[[ReportData], None]:
@@ -55,7 +62,11 @@ def _writer(
         try:
             write(content, path)
         except OSError as error:
-            raise ValueError(f"{option} is {str(path)!r} and cannot be written ({error.strerror}); give a file in a "
-                             "folder that you may write to") from None
+            raise _not_writable(option, path, error) from None
 
     return guarded
+
+
+def _not_writable(option: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{option} is {str(path)!r} and cannot be written ({error.strerror}); give a file in a folder "
+                      "that you may write to")

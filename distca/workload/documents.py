@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.spec import unknown_name
-from distca.validation import MAX_DOCUMENTS, check_name, check_whole, parse_json, read_text, short
+from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, check_name, check_whole, parse_json, read_text, short
 
 IntArray = npt.NDArray[np.int64]
 
@@ -54,7 +54,7 @@ def check_lengths(lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengt
     values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), field)
     if values.size == 0:
         raise ValueError(f"{field} is empty; give at least one document length")
-    check_whole(f"the number of {field}", values.size, most=MAX_DOCUMENTS, why="as many as a plan holds in a gigabyte")
+    check_whole(f"the number of {field}", values.size, most=MAX_DOCUMENTS, why=DOCUMENTS_WHY)
     bad = (values < 1) | (values > MAX_LENGTH)
     if bad.any():
         index = int(bad.argmax())

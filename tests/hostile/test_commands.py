@@ -66,10 +66,12 @@ def option_cases():
         cases += _each(profile, option, (*NO_WHOLE, *more))
     for option in ("--model", "--kernel", "--device"):
         cases += _each(profile, option, NO_NAMES)
-    cases += _each(profile, "--output", ("no/x.json", "folder.html"))
+    cases += _each(profile, "--output", ("no/x.json", "folder.html", "/proc/x.json"))
     for option in ("--batches", "--workers"):
         cases += _each(paper, option, (*NO_WHOLE, "0", "1000000000000", DIGITS))
     cases += _each(paper, "--only", NO_NAMES)
+    cases += [("checkpoint", what, name) for what in ("verify", "convert", "export")
+              for name in (*NO_NAMES, "none", "empty", "loop", "/proc", "text", "no\x00name")]
     return cases + train_cases(train) + [("", ), ("plam",), ("plan",), ("--bogus",), ("train", "a.toml", "b.toml")]
 
 
