@@ -32,7 +32,8 @@ import distca
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.kernels import choose, kernel_named
 from distca.models import model_named
-from distca.profiling import samples, versions
+from distca.profiling import versions
+from distca.profiling.timing import samples
 from distca.spec import ModelShape
 from distca.workload.documents import Workload, read_source
 
@@ -179,7 +180,7 @@ def measure(
         goal = batch.goal if aims and name != "dense" else None
         ratio = [rates[name][way] / rates[BASELINE][way] if BASELINE in rates else None for way in (0, 1)]
         reached = [None if goal is None else rates[name][way] >= goal[way]
-                   and (ratio[way] is None or ratio[way] >= LEAST_OVER_BASELINE) for way in (0, 1)]
+                   and (over is None or over >= LEAST_OVER_BASELINE) for way, over in enumerate(ratio)]
         results.append(Result(
             batch=batch.name,
             kernel=name,
@@ -266,7 +267,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
                                            "workload": workload.name if workload else "sampled"}}
     aims = shrink == 1 and model.name == GOAL_MODEL and GOAL_DEVICE in str(facts["device"])
     torch.use_deterministic_algorithms(options.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and changes no result
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, no result
     torch.manual_seed(0)
     results: list[Result] = []
     failures: list[Failure] = []

@@ -51,7 +51,7 @@ def predict(content: dict[str, Any], table: str = TABLE) -> list[Replay]:
     calls: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for one in content["measured"]:
         calls.setdefault((one["gpus"], one["context"], one["batch"], one["half"]), []).append(one)
-    replays = []
+    replays: list[Replay] = []
     for ranks in calls.values():
         q_len, kv_len, aligned, document, kv_start = np.concatenate([one["tasks"] for one in ranks]).T
         server = np.repeat(np.arange(len(ranks)), [len(one["tasks"]) for one in ranks])

@@ -119,9 +119,9 @@ def compare(old: Path | None, rounds: int, num_matrices: int, scratch: str | Non
                 raise SystemExit(done.stderr)
             measured[name].append(json.loads(done.stdout.splitlines()[-1]))
     gigabytes = 3 * 4 * ROWS * COLUMNS * num_matrices / 1e9      # weights and both moments, float32
-    return [Result(name, *(min(one[key] for one in all_rounds) for key in ("save_seconds", "wait_seconds",
-                                                                          "load_seconds")), gigabytes, all_rounds)
-            for name, all_rounds in measured.items()]
+    least = {name: {key: min(one[key] for one in rounds) for key in ("save_seconds", "wait_seconds", "load_seconds")}
+             for name, rounds in measured.items()}
+    return [Result(name, gigabytes=gigabytes, rounds=rounds, **least[name]) for name, rounds in measured.items()]
 
 
 def table(results: list[Result]) -> Table:

@@ -32,8 +32,8 @@ def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:
     columns = micro_batch.layouts[nano].tokens(rank)
     document = micro_batch.nano_batches[nano].document[columns.document]
     at = (np.cumsum(lengths) - lengths)[document] + columns.position  # [tokens of the rank]
-    return Row(*(torch.from_numpy(x) for x in (text[at], labels[at], columns.position)),
-               reads=micro_batch.key_runs(nano, rank))
+    tokens, targets, positions = (torch.from_numpy(x) for x in (text[at], labels[at], columns.position))
+    return Row(tokens, targets, positions, micro_batch.key_runs(nano, rank))
 
 
 class GivenBatches:

@@ -33,6 +33,7 @@ from distca.models import MODELS
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.profiling.network import measure_exchange
+from distca.profiling.timing import samples
 from distca.runtime.transport import C10dTransport
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs
@@ -124,7 +125,7 @@ def work_seconds(length: int = 1_024) -> float:
     kernel = profiling.settings("cpu", MODEL.name).kernel
     q, k = torch.randn(length, MODEL.num_heads, MODEL.head_dim), torch.randn(length, MODEL.num_kv_heads, MODEL.head_dim)
     prepared = kernel.prepare(TaskRows.documents([length]), q.device)
-    return min(profiling.samples(lambda: kernel.forward(q, k, k, prepared), q.device, budget_seconds=1.0, least=20,
+    return min(samples(lambda: kernel.forward(q, k, k, prepared), q.device, budget_seconds=1.0, least=20,
                                  most=200))
 
 
@@ -135,8 +136,9 @@ def segments(tokens: int) -> dict[str, Ways]:
     chunk = load_settings(None, {}).optimizer.loss_chunk_tokens
     few = max(tokens // 16, 1)
     many_seconds, few_seconds = (_segments_of(decoder, count, chunk) for count in (tokens, few))
-    return {name: tuple((many - one) / (tokens - few) for many, one in zip(ways, few_seconds[name], strict=True))
-            for name, ways in many_seconds.items()}              # type: ignore[misc]
+    more = tokens - few
+    return {name: ((forward - few_seconds[name][0]) / more, (backward - few_seconds[name][1]) / more)
+            for name, (forward, backward) in many_seconds.items()}
 
 
 def _segments_of(decoder: Decoder, tokens: int, chunk: int) -> dict[str, Ways]:
@@ -164,7 +166,7 @@ def _two_ways(run: Callable[[], tuple[torch.Tensor, ...]], inputs: list[torch.Te
         return torch.autograd.grad(results, inputs, gradients, retain_graph=True)
 
     forward_seconds, backward_seconds = (
-        median(profiling.samples(one, torch.device("cpu"), budget_seconds=0.5, least=5)) for one in (run, backward))
+        median(samples(one, torch.device("cpu"), budget_seconds=0.5, least=5)) for one in (run, backward))
     return forward_seconds, backward_seconds
 
 

@@ -53,9 +53,10 @@ def rows_of(ranks: int, tokens: int, short: int) -> list[list[int]]:
 
 def small_llama(layers: int, attention: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
+    config = LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=65_536, attn_implementation=attention))
+        num_key_value_heads=2, max_position_embeddings=65_536)
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
 
 
 class Loop:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from distca.kernels import Kernel, TaskRows, kernel_named
@@ -30,11 +31,11 @@ MOST = 0.01  # relative error, of which bfloat16 alone makes up to half
 NAMES = ("out", "lse", "dq", "dk", "dv")
 ROWS = TaskRows(
     #    a shared prefix, the last shard off the tile; one token; queries of two rows; nothing; a rectangle
-    q_begin=[0, 128, 160, 290, 300, 300, 430, 440],
-    q_end=[128, 160, 281, 291, 420, 420, 430, 470],
-    k_begin=[0, 0, 0, 290, 291, 350, 7, 30],
-    k_end=[128, 160, 281, 291, 350, 411, 7, 171],
-    q_offset=[0, 128, 160, 0, 60, 1, 0, 200],
+    q_begin=np.array([0, 128, 160, 290, 300, 300, 430, 440]),
+    q_end=np.array([128, 160, 281, 291, 420, 420, 430, 470]),
+    k_begin=np.array([0, 0, 0, 290, 291, 350, 7, 30]),
+    k_end=np.array([128, 160, 281, 291, 350, 411, 7, 171]),
+    q_offset=np.array([0, 128, 160, 0, 60, 1, 0, 200]),
 )
 
 

@@ -23,7 +23,8 @@ from rich.table import Table
 
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.ranking import BACKWARD_FLOPS, MEASURED, Speed
-from distca.profiling import samples, versions
+from distca.profiling import versions
+from distca.profiling.timing import samples
 
 KERNELS = ("hopper", "cudnn", "varlen")
 HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128), (None, 4_096)

@@ -27,7 +27,8 @@ from distca.models import model_named
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import TILE, tasks_at_home
 from distca.spec import ModelShape
-from distca.workload.documents import Workload, parse_json, read_source, read_text, sample_lengths
+from distca.validation import parse_json, read_text
+from distca.workload.documents import Workload, read_source, sample_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import PLACEMENTS, pack, pack_workload
 

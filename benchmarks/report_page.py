@@ -79,7 +79,7 @@ def measure(data: ReportData, ranks: int, repeats: int) -> Result:
 def load(path: Path, profile: str) -> tuple[float, float, float]:
     """Seconds until ready, until drawn, and of the main thread, in a new browser."""
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome")
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
     for switch in (*SWITCHES, f"--user-data-dir={profile}"):
         options.add_argument(switch)
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))

@@ -337,7 +337,8 @@ def stored_over_needed(plan: Plan, built: RankTables) -> float:
 
 
 def _distinct(tasks: TaskTable, start: np.ndarray, stop: np.ndarray) -> int:
-    total, reached = 0, {}
+    total = 0
+    reached: dict[int, int] = {}
     for i in np.argsort(start, kind="stable"):
         document = int(tasks.document[i])
         begin = max(int(start[i]), reached.get(document, 0))

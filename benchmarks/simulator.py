@@ -51,7 +51,8 @@ def cpu_table(results: Sequence[Result]) -> Table:
 
 
 def on_cpu(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    from training_steps import MODEL, ratios, run_on_cpu  # needs what training needs; --gpu does not
+    from host_costs import MODEL  # these need what training needs; --gpu does not
+    from training_steps import ratios, run_on_cpu
 
     machine, launches, results = run_on_cpu(arguments)
     console.print(cpu_table(results))

@@ -30,7 +30,9 @@ from common import GivenBatches, num_cores, random_batch
 from host_costs import MODEL, Launches, Machine, Probe, launches_of, on_cores, profile_main, simulated
 
 from distca.models import MODELS
-from distca.train.data import StepPlan, step_plan
+from distca.planning.step import StepPlan
+from distca.trace import StepTrace
+from distca.train.data import step_plan
 from distca.train.launch import here, launch
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
@@ -86,9 +88,14 @@ class VariantTrainer(Trainer):
 
     def probed_step(self) -> Probe:
         """The same, by parts."""
-        kept: list[Any] = []
+        kept: list[StepTrace] = []
         end_step = self.recorder.end_step
-        self.recorder.end_step = lambda *about: kept.append(end_step(*about)) or kept[-1]  # type: ignore[method-assign]
+
+        def keep(rank: int, step: int) -> StepTrace:
+            kept.append(end_step(rank, step))
+            return kept[-1]
+
+        self.recorder.end_step = keep                            # type: ignore[method-assign]
         seconds, _ = self.timed_step()
         self.recorder.end_step = end_step                        # type: ignore[method-assign]
         forward, backward = (sum(span.seconds for span in kept[0].spans if span.name.startswith(f"{way} ")
