@@ -5,8 +5,8 @@ queries cost what their pairs cost. The sources in cuda/ are compiled at first u
 per KV head, and window or not. Tables live in device buffers that `refill` fills again for other rows: nothing is
 compiled, allocated or waited for then, and a captured CUDA graph replays with the new rows.
 
-Backward adds dQ up in float32 with atomic adds, in any order; under torch.use_deterministic_algorithms each key tile
-waits for its turn, which gives the same bits every time.
+Backward adds dQ up in float32 with atomic adds, in any order; under torch.use_deterministic_algorithms dQ has a kernel
+of its own instead, which sums it in registers and gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from distca.kernels.interface import (
     accumulation_dtype,
     check_inputs,
     joined,
-    query_disjoint,
     softmax_scale,
     visible,
 )
@@ -35,7 +34,7 @@ HEAD_DIMS = (64, 128)
 class Prepared:
     """Rows, and their tables for every number of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "parts", "rows", "window")
+    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "rows", "window")
 
     def __init__(self, rows: TaskRows, device: torch.device, window: int | None) -> None:
         self.device, self.window = device, window
@@ -55,7 +54,6 @@ class Prepared:
         self.rows, self.inside = rows, inside
         self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
         self.checked: set[tuple[object, ...]] = set()
-        self.parts: list[Prepared] | None = None
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """check_inputs, once for tensors of the same shapes."""
@@ -71,13 +69,6 @@ class Prepared:
                 raise ValueError(f"rows have no tables for {heads} heads yet; run once before capturing a CUDA graph")
             self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device)
         return self.by_heads[heads]
-
-    def in_turns(self) -> list[Prepared]:
-        """Rows in groups without a query in common, whose gradients are added up one after another."""
-        if self.parts is None:
-            groups = query_disjoint(self.inside)
-            self.parts = [self] if len(groups) <= 1 else [Prepared(g, self.device, self.window) for g in groups]
-        return self.parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,39 +128,19 @@ class HopperKernel:
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prepared.check(q, k, v)
-        saved, scale = (dout, q, k, v, out, lse), _positive(softmax_scale(q, scale))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        parts = prepared.in_turns() if deterministic else [prepared]
-        if len(parts) == 1:
-            return _gradients(saved, parts[0], scale, deterministic)
-        if _capturing(q):
-            raise ValueError("deterministic gradients of rows that share queries cannot be captured in a CUDA graph; "
-                             "turn torch.use_deterministic_algorithms off")
-        wide = accumulation_dtype(q.dtype)
-        sums = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-        for part in parts:
-            for total, gradient in zip(sums, _gradients(saved, part, scale, deterministic), strict=True):
-                total += gradient
-        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if capturing or prepared.covered["q"] < q.shape[0]:
+            dq.zero_()
+        if capturing or prepared.covered["k"] < k.shape[0]:
+            dk.zero_()
+            dv.zero_()
+        tables = prepared.tables(q, k, capturing)
+        if tables.num_blocks or capturing:
+            num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
+            run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, prepared.window, scale,
+                         torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
-
-
-def _gradients(
-    saved: tuple[torch.Tensor, ...], prepared: Prepared, scale: float, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, q, k, v, _, _ = saved
-    capturing = _capturing(q)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if capturing or prepared.covered["q"] < q.shape[0]:
-        dq.zero_()
-    if capturing or prepared.covered["k"] < k.shape[0]:
-        dk.zero_()
-        dv.zero_()
-    tables = prepared.tables(q, k, capturing)
-    if tables.num_blocks or capturing:
-        num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
-        run_backward(saved, (dq, dk, dv), tables, num_blocks, prepared.window, scale, deterministic)
-    return dq, dk, dv
 
 
 def _capturing(x: torch.Tensor) -> bool:

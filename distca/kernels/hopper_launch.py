@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,22 @@ from distca.kernels.interface import TaskRows
 SOURCES = Path(__file__).parent / "cuda"
 FORWARD = ("common.cuh", "forward.cu")
 BACKWARD = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
+BACKWARD_DQ = ("common.cuh", "backward_dq.cu")
 PANEL = 64  # columns that a tensor copy brings at once
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 CALLS_KEPT = 512
+BULK_BLOCKS = 24  # of queries that a tile of keys walks on average, from which the copy engine adds dQ up faster
 
 Heads = tuple[int, int]  # query heads, KV heads
+
+
+class Adds(IntEnum):
+    """Who adds up dQ; as in backward_copy.cuh."""
+
+    NOBODY = 0  # a kernel of its own computes it
+    REGISTERS = 1
+    BULK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +57,9 @@ class Tables:
     capacity: Capacity
     forward: torch.Tensor  # int32, see ForwardTables.pack
     backward: torch.Tensor  # int32, see BackwardTables.pack
-    counters: torch.Tensor  # int32 [2], of forward and backward; zero between launches
+    counters: torch.Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
     num_blocks: int  # of queries in backward
+    adds: Adds
 
     @classmethod
     def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device) -> Tables:
@@ -57,15 +69,16 @@ class Tables:
             capacity,
             _pinned(forward.pack(capacity), device).to(device, non_blocking=True),
             _pinned(backward.pack(capacity), device).to(device, non_blocking=True),
-            torch.zeros(2, dtype=torch.int32, device=device),
+            torch.zeros(3, dtype=torch.int32, device=device),
             len(backward.blocks),
+            _adds(backward),
         )
 
     def refilled(self, forward: ForwardTables, backward: BackwardTables) -> Tables:
         """Other rows' tables, which must fit, in the same buffers."""
         for buffer, tables in ((self.forward, forward), (self.backward, backward)):
             buffer.copy_(_pinned(tables.pack(self.capacity), buffer.device), non_blocking=True)
-        return replace(self, num_blocks=len(backward.blocks))
+        return replace(self, num_blocks=len(backward.blocks), adds=_adds(backward))
 
 
 def run_forward(
@@ -103,12 +116,15 @@ def run_backward(
     scale: float,
     deterministic: bool,
 ) -> None:
-    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks."""
+    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
+
+    Where it must be deterministic nothing is added up in memory: dQ comes from a kernel of its own.
+    """
     dout, q, k, v, out, lse = saved
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
         q.device, q.shape, k.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.stride(),
-        q.stride(), k.stride(), v.stride(), window is not None, deterministic,
+        q.stride(), k.stride(), v.stride(), window is not None, Adds.NOBODY if deterministic else tables.adds,
     )
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
@@ -118,23 +134,30 @@ def run_backward(
     dq, dk, dv = gradients
     (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
     num_numbers = num_q * heads
-    num_sums = num_blocks * kv_heads * BLOCK_ROWS * dim
-    num_zeros = num_sums + (4 * num_blocks * kv_heads if deterministic else 0)
-    workspace = torch.empty(num_zeros + 2 * num_numbers, dtype=torch.float32, device=q.device)
+    num_sums = 0 if deterministic else num_blocks * kv_heads * BLOCK_ROWS * dim
+    workspace = torch.empty(num_sums + 2 * num_numbers, dtype=torch.float32, device=q.device)
     dq_sum = workspace.data_ptr()
-    turns, lse_log2 = dq_sum + 4 * num_sums, dq_sum + 4 * num_zeros
+    lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
     items_at, rows_at, blocks_at, _ = tables.capacity.backward_offsets()
     before.launch(
         8 * before.num_sms, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
-        num_zeros // 4,
+        num_sums // 4,
     )
-    table = tables.backward.data_ptr()
+    table, counters = tables.backward.data_ptr(), tables.counters.data_ptr()
     main.launch(
-        main.num_sms, *maps, lse_log2, delta, dq_sum, turns, dk.data_ptr(), dv.data_ptr(), table,
-        tables.counters.data_ptr() + 4, items_at, rows_at, kv_heads, scale, window or 0,
+        main.num_sms, *maps, lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counters + 4, items_at,
+        rows_at, kv_heads, scale, window or 0,
     )
-    after.launch(8 * after.num_sms, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
+    if deterministic:
+        tiles_at, segments_at, _ = tables.capacity.forward_offsets()
+        queries, _, douts, _, *keys_and_values = maps
+        after.launch(
+            after.num_sms, queries, douts, *keys_and_values, lse_log2, delta, dq.data_ptr(),
+            tables.forward.data_ptr(), counters + 8, tiles_at, segments_at, kv_heads, scale, window or 0,
+        )
+    else:
+        after.launch(8 * after.num_sms, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +198,21 @@ def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: b
 
 
 @functools.cache
-def _backward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool
-) -> list[_Launcher]:
-    defines = {"D": head_dim, "G": group, "WINDOWED": windowed, "DETERMINISTIC": deterministic}
-    main: list[type] = [TensorMap] * 8 + [c_void_p] * 8 + [c_int32] * 3 + [c_float, c_int32]
+def _backward_kernels(device: torch.device, head_dim: int, group: int, windowed: bool, adds: Adds) -> list[_Launcher]:
+    """What runs before, the main kernel, what runs after: dQ's own kernel, or the one that writes what was added."""
+    defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
+    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
         "attention_backward": (main, SHARED_BYTES, THREADS),
         "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
     }
-    return _launchers(device, BACKWARD, defines, kernels)
+    before, backward, write_dq = _launchers(device, BACKWARD, {**defines, "ADDS": adds}, kernels)
+    if adds != Adds.NOBODY:
+        return [before, backward, write_dq]
+    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32]
+    return [before, backward,
+            *_launchers(device, BACKWARD_DQ, defines, {"attention_dq": (types, SHARED_BYTES, THREADS)})]
 
 
 Stride = tuple[int, ...]
@@ -234,7 +261,7 @@ def _backward_call(
     k_stride: Stride,
     v_stride: Stride,
     windowed: bool,
-    deterministic: bool,
+    adds: Adds,
 ) -> tuple[tuple[TensorMap, ...], list[_Launcher]] | None:
     """The same for dout, q, k, v."""
     places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
@@ -251,7 +278,7 @@ def _backward_call(
         _key_map(v, k_shape, v_stride),
         _key_map(v, k_shape, v_stride, 1),
     )
-    return maps, _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
+    return maps, _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, adds)
 
 
 def _mappable(place: int, stride: Stride) -> bool:
@@ -286,6 +313,12 @@ def tables_of(
     group, kv_heads = heads[0] // heads[1], heads[1]
     return (forward_tables(rows, window, group, kv_heads, num_sms),
             backward_tables(rows, window, group, kv_heads, num_sms))
+
+
+def _adds(backward: BackwardTables) -> Adds:
+    """A second slot of keys for tiles of few blocks, bulk adds for tiles of many."""
+    blocks = backward.items[:, 2]
+    return Adds.BULK if blocks.sum() >= BULK_BLOCKS * len(blocks) else Adds.REGISTERS
 
 
 def _pinned(packed: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -3,9 +3,7 @@
 Rows differ wildly in length, so a launch is not one thread block per row but one list of work items, long ones first,
 each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its rows.
 Backward, it is a tile of 128 keys that walks the queries of every row that reaches it: a key's gradient is summed in
-registers and written once, however many rows share it, and only the gradients of queries meet in memory. They meet in
-an order that every launch repeats: among the key tiles that visit a block of queries, the earlier keys stand earlier
-in the table.
+registers and written once, however many rows share it, and only the gradients of queries meet in memory.
 
 Rows come as `joined(visible(rows, window), window)`. With shift = k_begin + q_offset - q_begin, the query at buffer
 index q sees the key at buffer index k iff
@@ -176,8 +174,7 @@ def backward_tables(
     row_order = np.lexsort((-cut.k_end, region))
     row_count = np.bincount(region, minlength=len(region_begin))
     row_begin = np.cumsum(row_count) - row_count                 # [regions]
-    least = _least_so_far(num_blocks, item_region)
-    item_order = np.argsort(-_length_class(least, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
+    item_order = np.argsort(-_length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
     nothing = np.zeros_like(cut.shift)
     return BackwardTables(
         _table((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
@@ -231,12 +228,6 @@ def _regions(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray
     region[order] = np.cumsum(opens) - 1
     closes = np.append(opens[1:], True)[: len(begin)]
     return region, begin[order][opens], reach[closes]
-
-
-def _least_so_far(value: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """The running minimum inside each region; regions ascend."""
-    drop = region * (value.max(initial=0) + 1)                   # below everything of the regions before
-    return np.minimum.accumulate(value - drop) + drop
 
 
 def _length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The Hopper kernel around its launches, which hopper_walk.py plays on the CPU, and the compiling of its sources.
 
-Exactness on any rows is in test_exact.py; here are the buffers that are filled again, the turns that rows with common
-queries take, and what is refused.
+Exactness on any rows is in test_exact.py; here are the buffers that are filled again, the choice between the ways to
+sum dQ, and what is refused.
 """
 
 import importlib
@@ -19,6 +19,7 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, Prepared
+from distca.kernels.hopper_launch import Adds
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -76,10 +77,10 @@ def buffers(prepared: Prepared) -> dict[hopper_launch.Heads, list[int]]:
             for heads, tables in prepared.by_heads.items()}
 
 
-@pytest.mark.parametrize(("mode", "window"), [("in any order", None), ("in turns", None), ("in turns", 70)])
+@pytest.mark.parametrize(("mode", "window"), [("added up", None), ("by itself", None), ("by itself", 70)])
 def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str, window: int | None) -> None:
     """For every number of heads that was asked for, in the buffers of the first rows."""
-    if mode == "in turns":
+    if mode == "by itself":
         request.getfixturevalue("determinism")
     many = TaskRows(*np.concatenate([[getattr(rows, column) for column in TaskRows.__slots__]
                                      for rows in (DOCUMENTS, TWICE)], axis=1))
@@ -105,13 +106,23 @@ def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched) ->
     assert_same(attend(inputs(), prepared), before)
 
 
-def test_rows_with_common_queries_take_turns(launched, determinism) -> None:
-    for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 2), (NOTHING, 0)):
+def test_deterministic_gradients_are_one_call_for_any_rows(launched, determinism) -> None:
+    for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 1), (NOTHING, 0)):
         prepared = HOPPER.prepare(rows, CPU)
         first = attend(inputs(), prepared)
         assert launched == [True] * num_launches
         assert_same(attend(inputs(), prepared), first)
         launched.clear()
+
+
+@pytest.mark.parametrize(("lengths", "adds"), [([3_000], Adds.BULK), ([700] * 4, Adds.REGISTERS)])
+def test_sums_of_few_blocks_leave_room_for_keys(lengths: list[int], adds: Adds) -> None:
+    """Tiles of keys that three heads' queries of a document walk: about 1.5 · length / 21 blocks of them on average."""
+    prepared = HOPPER.prepare(TaskRows.documents(lengths), CPU)
+    q, k, *_ = (x[:1] for x in inputs())
+    assert prepared.tables(q, k, capturing=False).adds is adds
+    HOPPER.refill(prepared, TaskRows.documents([100]))
+    assert prepared.tables(q, k, capturing=False).adds is Adds.REGISTERS
 
 
 def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
@@ -128,29 +139,14 @@ def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
     assert not out.any() and (lse == -torch.inf).all() and not any(x.any() for x in gradients)
 
 
-def test_what_cannot_be_captured_is_refused(launched, determinism, monkeypatch) -> None:
-    new, known = HOPPER.prepare(TWICE, CPU), HOPPER.prepare(TWICE, CPU)
-    attend(inputs(), known)
+@pytest.mark.parametrize("rows", [DOCUMENTS, TWICE], ids=["queries apart", "queries shared"])
+def test_deterministic_gradients_can_be_captured(launched, determinism, monkeypatch, rows: TaskRows) -> None:
+    new, known = HOPPER.prepare(rows, CPU), HOPPER.prepare(rows, CPU)
+    expected = attend(inputs(), known)
     monkeypatch.setattr(hopper, "_capturing", lambda x: True)
+    assert_same(attend(inputs(), known), expected)
     with pytest.raises(ValueError, match=r"no tables for \(6, 2\) heads yet; run once before capturing"):
         attend(inputs(), new)
-    with pytest.raises(ValueError, match="share queries cannot be captured"):
-        attend(inputs(), known)
-
-
-def test_any_order_is_one_launch(launched) -> None:
-    attend(inputs(), HOPPER.prepare(TWICE, CPU))
-    assert launched == [False]
-
-
-def test_turns_add_up_in_float32(launched, determinism) -> None:
-    """Four rows over the same queries, each a part that is rounded to bf16; their sum is rounded once."""
-    rows = TaskRows([0] * 4, [200] * 4, [0, 100, 150, 300], [100, 150, 300, 500], [500] * 4)
-    q, k, v, dout = tensors = inputs(dtype=torch.bfloat16)
-    out, lse, *actual = attend(tensors, HOPPER.prepare(rows, CPU))
-    parts = [HOPPER.backward(dout, q, k, v, out, lse, HOPPER.prepare(rows.take(np.array([i])), CPU)) for i in range(4)]
-    assert len(launched) == 8 and (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    assert_same(actual, [sum(x.float() for x in side).bfloat16() for side in zip(*parts, strict=True)])
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
@@ -192,8 +188,9 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
         for windowed in (False, True):
             forward = hopper_launch._forward_kernel.__wrapped__(device, *shape, windowed)
             assert forward.function == "attention_forward"
-            for deterministic in (False, True):
-                backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, deterministic)
-                assert [x.function for x in backward] == ["attention_delta", "attention_backward", "attention_write_dq"]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 6
+            for adds in Adds:
+                backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, adds)
+                last = "attention_dq" if adds is Adds.NOBODY else "attention_write_dq"
+                assert [x.function for x in backward] == ["attention_delta", "attention_backward", last]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 10
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

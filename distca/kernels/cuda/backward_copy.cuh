@@ -1,17 +1,25 @@
 // The copying warp of backward: where everything stands in shared memory, and what is brought there for each tile.
+//
+// ADDS says who adds up dQ. NOBODY: this kernel computes dK and dV alone. REGISTERS: the computing warpgroups add from
+// their accumulators. BULK: they put them into shared memory and have the copy engine add them. That takes them less
+// time, but the room for it is the second slot of keys: it pays where tiles have many blocks.
 
+enum { NOBODY = 0, REGISTERS = 1, BULK = 2 };
 constexpr int STAGES = 3;
-constexpr int AT_KEYS = 0;  // two slots
-constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
+constexpr int SLOTS = ADDS == BULK ? 1 : 2;
+constexpr int AT_KEYS = 0;  // slots
+constexpr int AT_VALUES = AT_KEYS + SLOTS * KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;           // stages of queries and output gradients
 constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;  // two of dS, rows are keys; dV and dK in the end
-constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;              // stages of float[64], times log2(e)
+constexpr int AT_SUMS = AT_DS + 2 * KEY_PANEL;             // a block of dQ, its halves apart
+constexpr int SUM_BYTES = ROWS * D * 4 / 2;                // of a half
+constexpr int AT_LSE = AT_SUMS + (ADDS == BULK ? 2 * SUM_BYTES : 0);  // stages of float[64], times log2(e)
 constexpr int AT_DELTA = AT_LSE + STAGES * 256;            // rowsum(dO * O), likewise
 constexpr int AT_TILES = AT_DELTA + STAGES * 256;          // int4 of a slot: k_first, k_count, blocks, head
 constexpr int AT_BLOCKS = AT_TILES + 2 * 16;               // two int4 of a stage
 constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;  // of dQ's sum
-static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+static_assert(AT_BARRIERS + (12 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
@@ -21,10 +29,11 @@ struct Barriers {
     INLINE u32 ds_empty(u32 place) const { return base + 48 + 8 * place; }
     INLINE u32 values_full() const { return base + 64; }
     INLINE u32 values_empty() const { return base + 72; }
-    INLINE u32 queries_full(u32 stage) const { return base + 80 + 8 * stage; }
-    INLINE u32 queries_empty(u32 stage) const { return base + 80 + 8 * (STAGES + stage); }
-    INLINE u32 douts_full(u32 stage) const { return base + 80 + 8 * (2 * STAGES + stage); }
-    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * (3 * STAGES + stage); }
+    INLINE u32 sums_empty(u32 half) const { return base + 80 + 8 * half; }
+    INLINE u32 queries_full(u32 stage) const { return base + 96 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 96 + 8 * (STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 96 + 8 * (2 * STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 96 + 8 * (3 * STAGES + stage); }
 };
 
 struct Maps {
@@ -55,15 +64,15 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
     const u32 items = work.count * kv_heads;
     const int num_blocks = table[2];
-    Ring<2> slots;
+    Ring<SLOTS> slots;
     Ring<STAGES> ring;
     u32 next = 0, values_empty = 1;
     if (lane == 0) next = draw(counter, items);
     while (true) {
         const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage;
-        wait(barriers.keys_empty(slot), slots.empty());
         int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
         if (item >= items) {
+            wait(barriers.keys_empty(slot), slots.empty());
             if (lane == 0) {
                 *said = make_int4(0, 0, 0, 0);
                 arrive(barriers.keys_full(slot));
@@ -74,9 +83,6 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         locate(work, item, kv_heads, entry, head);
         const int4 tile = entries[entry];
         const int k_first = tile.x, k_end = tile.x + tile.y;
-        if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
-        copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y,
-                  head, lane);
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const int4 a = rows[2 * number], b = rows[2 * number + 1];
@@ -84,13 +90,14 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             const int low = max(k_first, a.z),
                       high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
             if (low >= high) continue;
-            int block = max(0, low - shift - q_begin) / TOKENS;
+            const int first_block = max(0, low - shift - q_begin) / TOKENS;
             int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
             if (WINDOWED) {
                 const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
                 stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
             }
-            for (; block < stop; block++, left--) {
+            // From the last to the first: tiles that are begun together meet the same queries and sums in the cache.
+            for (int block = stop - 1; block >= first_block; block--, left--) {
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
                 const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
@@ -99,24 +106,27 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 stage = ring.stage;
                 wait(barriers.queries_empty(stage), ring.empty());
                 if (lane == 0) {
-                    const int first_key = WINDOWED ? max(a.z, q_first + shift - window + 1) : a.z;
-                    const int turn =
-                        (max(0, k_first - first_key) + KEYS - 1) / KEYS;  // tiles of this block before this one
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, turn, 0);
+                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, 0, 0);
                 }
                 const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
                 copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head,
                              lane);
                 copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head,
                              kv_heads, lane);
+                if (left == tile.z) {  // keys and values may have one place only: what else the tile needs comes first
+                    wait(barriers.keys_empty(slot), slots.empty());
+                    if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
+                    copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot),
+                              k_first, tile.y, head, lane);
+                }
                 wait(barriers.douts_empty(stage), ring.empty());
                 copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count,
                              head, lane);
                 copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head,
                              kv_heads, lane);
-                if (left == tile.z) {  // values have one place only: whatever else the tile begins with comes first
+                if (left == tile.z) {
                     wait(barriers.values_empty(), values_empty);
                     values_empty ^= 1;
                     copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, tile.y,

@@ -1,7 +1,7 @@
 // What stands before and after backward's main kernel; both are bound by memory.
 
 // Before: delta = rowsum(dO * O), the log-sum-exp to base 2 (a query without keys gets probabilities of zero), and
-// zeros where dQ is added up and turns are counted.
+// zeros where dQ is added up.
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows,
                     uint4* zeros, long num_zeros) {
