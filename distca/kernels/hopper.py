@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import Heads, Tables, run_backward, run_forward, tables_of
+from distca.kernels.hopper_launch import Heads, Tables, free_multiprocessors, run_backward, run_forward, tables_of
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
 from distca.kernels.interface import (
     TaskRows,
@@ -32,12 +32,13 @@ HEAD_DIMS = (64, 128)
 
 
 class Prepared:
-    """Rows, and their tables for every number of heads that has been asked for."""
+    """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "rows", "window")
+    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "num_sms", "rows", "window")
 
-    def __init__(self, rows: TaskRows, device: torch.device, window: int | None) -> None:
+    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int) -> None:
         self.device, self.window = device, window
+        self.num_sms = free_multiprocessors(device, spare_multiprocessors)
         self.by_heads: dict[Heads, Tables] = {}
         self.take(rows)
 
@@ -45,7 +46,7 @@ class Prepared:
         inside = joined(visible(rows, self.window), self.window)
         filled = {}
         for heads, tables in self.by_heads.items():
-            filled[heads] = tables_of(inside, self.window, heads, self.device)
+            filled[heads] = tables_of(inside, self.window, heads, self.num_sms)
             reason = tables.capacity.holds(*filled[heads])
             if reason is not None:
                 raise ValueError(f"these rows do not fit where others were prepared: {reason}")
@@ -63,20 +64,26 @@ class Prepared:
             self.checked.add(key)
 
     def tables(self, q: torch.Tensor, k: torch.Tensor, capturing: bool) -> Tables:
-        heads = q.shape[1], k.shape[1]
+        heads = q.shape[1], k.shape[1], q.shape[2]
         if heads not in self.by_heads:
             if capturing:
-                raise ValueError(f"rows have no tables for {heads} heads yet; run once before capturing a CUDA graph")
-            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device)
+                raise ValueError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
+                                 "run once before capturing a CUDA graph")
+            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms)
         return self.by_heads[heads]
 
 
 @dataclass(frozen=True, slots=True)
 class HopperKernel:
-    """Attention tasks on compute capability 9.0."""
+    """Attention tasks on compute capability 9.0.
+
+    A launch takes every multiprocessor until it ends, so that a copy or collective issued after it waits; those that
+    are left to spare are free for it.
+    """
 
     name: str = "hopper"
     item_sizes: tuple[int, int] = (2 * BLOCK_ROWS, TILE_KEYS)  # forward in query rows, backward in keys
+    spare_multiprocessors: int = 0
 
     def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
@@ -95,7 +102,7 @@ class HopperKernel:
         return None
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Prepared:
-        return Prepared(rows, device, window)
+        return Prepared(rows, device, window, self.spare_multiprocessors)
 
     def refill(self, prepared: Prepared, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""

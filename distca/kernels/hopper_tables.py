@@ -24,7 +24,9 @@ from distca.kernels.interface import TaskRows
 
 TILE_KEYS = 128                                                  # keys of one matrix tile
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
+WIDE_BLOCK_ROWS = 128                                            # the same backward, where head dims leave room
 HEADER_INTS = 16
+LATE = 1.03                                                      # of the even share, for what the cache gains
 LARGEST = 2**30                                                  # a query's index plus its row's shift stays an int32
 
 
@@ -110,11 +112,16 @@ class BackwardTables:
         return _packed(header, [self.items, self.rows, self.blocks], list(capacity.backward_offsets()))
 
 
-def tokens_per_block(group: int) -> int:
+def backward_block_rows(head_dim: int) -> int:
+    """Half as many steps, each with half as much waiting, where dK and dV take half the registers."""
+    return WIDE_BLOCK_ROWS if head_dim <= 64 else BLOCK_ROWS
+
+
+def tokens_per_block(group: int, block_rows: int = BLOCK_ROWS) -> int:
     """Tokens whose query heads of one KV head fill a block."""
     if not 1 <= group <= BLOCK_ROWS:
         raise ValueError(f"group={group} query heads share a KV head; give 1 to {BLOCK_ROWS}, or choose another kernel")
-    return BLOCK_ROWS // group
+    return block_rows // group
 
 
 def forward_tables(
@@ -145,10 +152,10 @@ def forward_tables(
 
 
 def backward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, block_rows: int = BLOCK_ROWS
 ) -> BackwardTables:
     """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
-    block_len = tokens_per_block(group)
+    block_len = tokens_per_block(group, block_rows)
     cut = _cut(rows)
     region, region_begin, region_end = _regions(cut.k_begin, cut.k_end)
     item_region, number = _spread(_ceil_div(region_end - region_begin, TILE_KEYS))
@@ -181,7 +188,7 @@ def backward_tables(
         _table((cut.q_begin[cut.piece], cut.q_end[cut.piece], cut.k_begin, cut.k_end, cut.shift,
                 block_base[cut.piece], nothing, nothing), row_order),
         _table((q_first, q_count)),
-        _heads_outer(num_blocks, num_sms),
+        _heads_in_turn(num_blocks[item_order], kv_heads, num_sms),
     )
 
 
@@ -242,6 +249,17 @@ def _length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
 def _heads_outer(length: np.ndarray, num_sms: int) -> bool:
     """Whether one head's work is long enough to run by itself: its keys stay in cache and its tail is short."""
     return int(length.sum()) >= 2 * num_sms * int(length.max(initial=0))
+
+
+def _heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
+    """Whether each head's items, in this order, may come before the next head's without a late end.
+
+    Queries and their sums of one head stay in cache then. An item begins at the latest when all before it are dealt out
+    evenly, and so the last head's decide.
+    """
+    total = int(length.sum())
+    end = ((kv_heads - 1) * total + np.cumsum(length) - length) / num_sms + length
+    return bool(end.max(initial=0) <= LATE * max(kv_heads * total / num_sms, int(length.max(initial=0))))
 
 
 def _spread(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """The Hopper kernel around its launches, which hopper_walk.py plays on the CPU, and the compiling of its sources.
 
-Exactness on any rows is in test_exact.py; here are the buffers that are filled again, the choice between the ways to
-sum dQ, and what is refused.
+Exactness on any rows is in test_exact.py; here are the buffers that are filled again, deterministic gradients,
+multiprocessors to spare, and what is refused.
 """
 
 import importlib
@@ -19,7 +19,6 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, Prepared
-from distca.kernels.hopper_launch import Adds
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -88,7 +87,7 @@ def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str
     for kv_heads in (1, 2):
         attend(inputs(kv_heads), prepared)
     first = buffers(prepared)
-    assert set(first) == {(6, 1), (6, 2)}
+    assert set(first) == {(6, 1, 16), (6, 2, 16)}
     for rows in (TWICE, DOCUMENTS, NOTHING, many):
         HOPPER.refill(prepared, rows)
         for kv_heads in (1, 2):
@@ -115,16 +114,6 @@ def test_deterministic_gradients_are_one_call_for_any_rows(launched, determinism
         launched.clear()
 
 
-@pytest.mark.parametrize(("lengths", "adds"), [([3_000], Adds.BULK), ([700] * 4, Adds.REGISTERS)])
-def test_sums_of_few_blocks_leave_room_for_keys(lengths: list[int], adds: Adds) -> None:
-    """Tiles of keys that three heads' queries of a document walk: about 1.5 · length / 21 blocks of them on average."""
-    prepared = HOPPER.prepare(TaskRows.documents(lengths), CPU)
-    q, k, *_ = (x[:1] for x in inputs())
-    assert prepared.tables(q, k, capturing=False).adds is adds
-    HOPPER.refill(prepared, TaskRows.documents([100]))
-    assert prepared.tables(q, k, capturing=False).adds is Adds.REGISTERS
-
-
 def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
     """While capturing, launches are made even for no rows, and nothing is left out because these rows write it."""
     monkeypatch.setattr(torch, "empty", lambda shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
@@ -145,8 +134,23 @@ def test_deterministic_gradients_can_be_captured(launched, determinism, monkeypa
     expected = attend(inputs(), known)
     monkeypatch.setattr(hopper, "_capturing", lambda x: True)
     assert_same(attend(inputs(), known), expected)
-    with pytest.raises(ValueError, match=r"no tables for \(6, 2\) heads yet; run once before capturing"):
+    with pytest.raises(ValueError, match=r"no tables for .* \(6, 2, 16\) yet; run once before capturing"):
         attend(inputs(), new)
+
+
+def test_spare_multiprocessors_are_not_taken(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "free_multiprocessors", lambda device, spare: 132 - spare)
+    for spare in (0, 20):
+        prepared = HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, CPU)
+        attend(inputs(), prepared)
+        assert [tables.num_sms for tables in prepared.by_heads.values()] == [132 - spare]
+
+
+@pytest.mark.parametrize("spare", [-1, 132])
+def test_spares_that_leave_none_are_refused(monkeypatch, spare: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    with pytest.raises(ValueError, match=f"spare_multiprocessors is {spare}, of 132 .*; give 0 to 131"):
+        HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
@@ -188,9 +192,9 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
         for windowed in (False, True):
             forward = hopper_launch._forward_kernel.__wrapped__(device, *shape, windowed)
             assert forward.function == "attention_forward"
-            for adds in Adds:
-                backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, adds)
-                last = "attention_dq" if adds is Adds.NOBODY else "attention_write_dq"
+            for deterministic in (False, True):
+                backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, deterministic)
+                last = "attention_dq" if deterministic else "attention_write_dq"
                 assert [x.function for x in backward] == ["attention_delta", "attention_backward", last]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 10
+    assert len(list(tmp_path.rglob("*.cubin"))) == 8
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

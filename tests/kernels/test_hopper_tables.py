@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from distca.kernels.hopper_tables import (
     HEADER_INTS,
     TILE_KEYS,
+    WIDE_BLOCK_ROWS,
     BackwardTables,
     Capacity,
     ForwardTables,
@@ -243,19 +244,48 @@ def test_queries_are_cut_only_where_they_overlap() -> None:
 
 @pytest.mark.parametrize(("num_sms", "heads_outer"), [(1, True), (2, True), (3, False)])
 def test_heads_take_turns_only_where_one_heads_work_is_short(num_sms: int, heads_outer: bool) -> None:
-    """Four tiles of two steps each, four key tiles of two blocks each: 8 against 2 · num_sms · 2."""
+    """Four tiles of two steps each: 8 against 2 · num_sms · 2."""
     rows = table([(64 * i, 64 * i + 64, 0, 256, 300) for i in range(4)])
-    forward = forward_tables(rows, None, 2, 3, num_sms)
+    forward, backward = forward_tables(rows, None, 2, 3, num_sms), backward_tables(rows, None, 2, 3, num_sms)
     assert forward.tiles[:, 2].tolist() == [2] * 4
-    twice = table([(i, i + 1, 128 * i, 128 * i + 128, 300) for i in range(4)] * 2)
-    backward = backward_tables(twice, None, 64, 3, num_sms)
-    assert backward.items[:, 2].tolist() == [2] * 4
-    assert (forward.heads_outer, backward.heads_outer) == (heads_outer, heads_outer)
+    assert forward.heads_outer is heads_outer
     capacity = exact(forward, backward)
     heads = [head for head, *_ in hopper_walk.walk_forward(forward.pack(capacity), capacity, 2, 3, None)]
     assert heads == ([0] * 8 + [1] * 8 + [2] * 8 if heads_outer else [0, 0, 1, 1, 2, 2] * 4)
+
+
+@pytest.mark.parametrize(("num_sms", "heads_outer"), [(1, True), (2, True), (3, False), (12, False)])
+def test_heads_come_one_after_another_backward_where_none_ends_late(num_sms: int, heads_outer: bool) -> None:
+    """Four key tiles of two blocks and three heads: the last begins after 11 tiles and ends at 22 / num_sms + 2.
+
+    The even share is 24 / num_sms, never less than one tile: 24, 12, 8 and 2 against 24, 13, 9.3 and 3.8; a single
+    tile more or less of two multiprocessors is 8 %, so there one head has ten times as many tiles.
+    """
+    count = 40 if num_sms == 2 else 4
+    rows = table([(i, i + 1, 10 * i, 10 * i + 10, 300) for i in range(count)] * 2)
+    backward = backward_tables(rows, None, 64, 3, num_sms)
+    assert backward.items[:, 2].tolist() == [2] * count
+    assert backward.heads_outer is heads_outer
+    capacity = exact(forward_tables(rows, None, 64, 3, num_sms), backward)
     heads = [head for head, *_ in hopper_walk.walk_backward(backward.pack(capacity), capacity, 64, 3, None)]
-    assert heads == ([0] * 8 + [1] * 8 + [2] * 8 if heads_outer else [0, 0, 1, 1, 2, 2] * 4)
+    n = 2 * count
+    assert heads == ([0] * n + [1] * n + [2] * n if heads_outer else [0, 0, 1, 1, 2, 2] * count)
+
+
+@given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
+@settings(max_examples=40)
+def test_wide_blocks_are_exact_too(rows: TaskRows, window: int | None, group: int) -> None:
+    expected = named(rows, window)
+    inside = joined(visible(rows, window), window)
+    forward = forward_tables(inside, window, group, 2, 4)
+    backward = backward_tables(inside, window, group, 2, 4, WIDE_BLOCK_ROWS)
+    capacity, count = exact(forward, backward), np.zeros((2, NUM_Q, NUM_K), dtype=int)
+    for head, k_first, k_count, _, q_first, q_count, k_begin, k_end, shift in hopper_walk.walk_backward(
+        backward.pack(capacity), capacity, group, 2, window, WIDE_BLOCK_ROWS
+    ):
+        keys = max(k_first, k_begin), min(k_first + k_count, k_end)
+        add_tile(count[head], (q_first, q_first + q_count), keys, shift, window)
+    np.testing.assert_array_equal(count, [expected, expected])
 
 
 def test_no_rows_are_no_work() -> None:

@@ -7,10 +7,12 @@
 // goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
 // block later, when the other's half has long been written, so that the two need not keep step.
 //
-// Where NOBODY adds up dQ, dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
+// Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
-// Transposed scores of 64 keys and 64 queries, or of their values and output gradients.
-INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
+constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
+
+// Transposed scores of 64 keys and a block of queries, or of their values and output gradients.
+INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries) {
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
@@ -20,32 +22,33 @@ INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
     products_commit();
 }
 
-// dV of 64 keys from 64 output gradients.
-INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[16], u32 douts) {
+// dV of 64 keys from a block of output gradients, or dK from queries.
+INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[ROWS / 4], u32 douts) {
     const u64 b = outer_descriptor(douts, ROW_PANEL);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < ROWS / 16; i++)
         product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
 }
 
-// dK of 64 keys from 64 queries; dS comes from shared memory where dQ leaves no register to hold it.
+// dK of 64 keys from a block of queries; dS comes from shared memory where dQ leaves no register to hold it.
 INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
-    const u64 a = inner_descriptor(ds), b = outer_descriptor(queries, ROW_PANEL);
+    const u64 b = outer_descriptor(queries, ROW_PANEL);
 #pragma unroll
-    for (int i = 0; i < 4; i++) product<0, 1>(dk, a + i * INNER_STEP, b + i * OUTER_STEP, true);
+    for (int i = 0; i < ROWS / 16; i++)
+        product<0, 1>(dk, inner_descriptor(ds + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b + i * OUTER_STEP, true);
 }
 
-// Half of the columns of dQ, from all keys of the tile.
-INLINE void issue_dq(float (&dq)[D / 4], u32 ds, u32 keys, int half) {
-    const u64 a = outer_descriptor(ds, KEY_PANEL);
-    const u64 b = outer_descriptor(D == 128 ? keys + half * KEY_PANEL : keys + half * 64, KEY_PANEL);
+// Half of dQ, from all keys of the tile: of its rows where there are 128, else of its columns.
+INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half) {
+    const u64 a = outer_descriptor(ROWS == 128 ? ds + half * KEY_PANEL : ds, KEY_PANEL);
+    const u64 b = outer_descriptor(ROWS == 128 ? keys : D == 128 ? keys + half * KEY_PANEL : keys + half * 64, KEY_PANEL);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0);
 }
 
-INLINE void hide(float (&p)[32], int4 block, int row, int window, u32 lane) {
+INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < ROWS / 2; i++) {
         const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
         const int last = block.x + column / G;
         bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
@@ -55,34 +58,14 @@ INLINE void hide(float (&p)[32], int4 block, int row, int window, u32 lane) {
 }
 
 // A half's part of one block of dQ, added to the others' in global memory, in any order.
-INLINE void add_dq(float* dq_sum, const float (&dq)[D / 4], int place, int half, u32 thread) {
+INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
     float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2) + thread * 4;
 #pragma unroll
-    for (int i = 0; i < D / 16; i++)
+    for (int i = 0; i < SUMS / 4; i++)
         asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
                      "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                      : "memory");
 }
-
-// The same numbers in the same order in shared memory, for bulk_add.
-INLINE void stage_dq(u32 sums, const float (&dq)[D / 4], u32 thread) {
-#pragma unroll
-    for (int i = 0; i < D / 16; i++)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(sums + i * 2048 + thread * 16), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
-    fence_async_proxy();
-}
-
-INLINE void bulk_add(float* dq_sum, u32 sums, int place, int half) {
-    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2);
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-                 "cp.async.bulk.commit_group;" ::"l"(to),
-                 "r"(sums), "n"(SUM_BYTES)
-                 : "memory");
-}
-
-INLINE void bulk_adds_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float factor, int4 tile, int half, int kv_heads,
                        u32 warp, u32 lane) {
@@ -97,9 +80,9 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
 }
 
 // Probabilities from transposed scores, in place.
-INLINE void exponentiate(float (&s)[32], u32 lse, float scale_log2) {
+INLINE void exponentiate(float (&s)[ROWS / 2], u32 lse, float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < ROWS / 2; i += 4) {
         const float2 less = load_pair(lse + i * 8);
         s[i] = exp2_fast(s[i] * scale_log2 - less.x);
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
@@ -108,9 +91,9 @@ INLINE void exponentiate(float (&s)[32], u32 lse, float scale_log2) {
     }
 }
 
-INLINE void differentiate(float (&p)[32], const float (&dp)[32], u32 delta) {
+INLINE void differentiate(float (&p)[ROWS / 2], const float (&dp)[ROWS / 2], u32 delta) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < ROWS / 2; i += 4) {
         const float2 less = load_pair(delta + i * 8);
         p[i] *= dp[i] - less.x;
         p[i + 1] *= dp[i + 1] - less.y;
@@ -125,21 +108,18 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
     const int row = half * 64 + 16 * warp + lane / 4;
     const float scale_log2 = scale * LOG2E;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
-    const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * ROW_PANEL;
+    const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * 64 * 128;
     const u32 ds_place = my_ds + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
-    Ring<SLOTS> slots;
-    Ring<2> ds_ring;  // its stage is also the parity of the number of blocks
+    Ring<2> slots, ds_ring;
     Ring<STAGES> ring;
-    const u32 sums = base + AT_SUMS + half * SUM_BYTES;
-    int staged_place = -1;  // of the block whose dQ stands there and is not being added yet
     u32 values_full = 0;
     while (true) {
         wait(barriers.keys_full(slots.stage), slots.full);
         const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
-        if (tile.z == 0) break;
+        if (tile.z == 0) return;
         const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
-        float s[32], dq[D / 4], dk_sum[D / 2], dv_sum[D / 2];
-        u32 ds[16];
+        float s[ROWS / 2], dq[SUMS], dk_sum[D / 2], dv_sum[D / 2];
+        u32 ds[ROWS / 4];
         int place, last_place;  // of this block, and of the one whose dQ is still to come
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
@@ -154,19 +134,14 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(s);
             const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
             place = said.y;
-            exponentiate(s, base + AT_LSE + ring.stage * 256 + columns, scale_log2);
+            exponentiate(s, base + AT_LSE + ring.stage * ROWS * 4 + columns, scale_log2);
             if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
-        };
-        // What is staged, once all threads of the half have met since.
-        auto add_staged = [&] {
-            if (thread == 0 && staged_place >= 0) bulk_add(dq_sum, sums, staged_place, half);
-            staged_place = -1;
         };
         // From probabilities in s to dV and to dS; no product is under way before or after.
         auto middle = [&](bool is_last) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
-            float dp[32];
-            u32 p[16];
+            float dp[ROWS / 2];
+            u32 p[ROWS / 4];
             wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
@@ -178,71 +153,51 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             products_wait<1>();
             hold(dp);
             if (is_last) arrive(barriers.values_empty());
-            differentiate(s, dp, base + AT_DELTA + ring.stage * 256 + columns);
+            differentiate(s, dp, base + AT_DELTA + ring.stage * ROWS * 4 + columns);
             round_pairs(ds, s);
-            if (ADDS != NOBODY) {
+            if (WITH_DQ) {
                 wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
 #pragma unroll
-                for (int j = 0; j < 4; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                    store_matrices((ds_place + ds_ring.stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1],
-                                   ds[4 * j + 2], ds[4 * j + 3]);
+                for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
+                    store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
+                                   ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
                 fence_async_proxy();
                 sync_named(4 + half, 128);
                 arrive(barriers.ds_full(ds_ring.stage));
-                if (ADDS == BULK) add_staged();
             }
             products_wait<0>();
             hold(dv_sum);
             hold(p);
             arrive(barriers.douts_empty(ring.stage));
         };
-        auto begin_dk = [&](u32 stage, u32 place) {
+        auto begin_dk = [&](u32 stage, u32 ds_stage) {
             const u32 queries = base + AT_QUERIES + stage * 2 * ROW_TILE;
             hold(dk_sum);
-            if (ADDS == NOBODY) hold(ds);
+            if (!WITH_DQ) hold(ds);
             products_begin();
-            if (ADDS == NOBODY)
+            if (!WITH_DQ)
                 issue_dv(dk_sum, ds, queries);
             else
-                issue_dk(dk_sum, my_ds + place * KEY_PANEL, queries);
+                issue_dk(dk_sum, my_ds + ds_stage * DS_TILE, queries);
             products_commit();
         };
         auto finish_dk = [&](u32 stage) {
             hold(dk_sum);
-            if (ADDS == NOBODY) hold(ds);
+            if (!WITH_DQ) hold(ds);
             arrive(barriers.queries_empty(stage));
         };
-        auto begin_dq = [&](const Ring<2>& place) {
-            if (ADDS == NOBODY) return;
-            wait(barriers.ds_full(place.stage), place.full);
+        auto begin_dq = [&](const Ring<2>& at) {
+            if (!WITH_DQ) return;
+            wait(barriers.ds_full(at.stage), at.full);
             products_begin();
-            issue_dq(dq, base + AT_DS + place.stage * KEY_PANEL, keys, half);
+            issue_dq(dq, base + AT_DS + at.stage * DS_TILE, keys, half);
             products_commit();
         };
-        auto finish_dq = [&](u32 place) {
+        auto finish_dq = [&](u32 ds_stage) {
+            if (!WITH_DQ) return;
             hold(dq);
-            arrive(barriers.ds_empty(place));
-            if (ADDS == BULK) {
-                if (thread == 0) {
-                    bulk_adds_have_read();
-                    arrive(barriers.sums_empty(half));
-                }
-                wait(barriers.sums_empty(half), place);
-                stage_dq(sums, dq, thread);
-                staged_place = last_place;
-            } else {
-                add_dq(dq_sum, dq, last_place, half, thread);
-            }
-        };
-        // dQ of the place and dK of the stage are under way, in this order. Bulk adds begin while dK is computed.
-        auto finish_both = [&](u32 place, u32 stage) {
-            if (ADDS == BULK) {
-                products_wait<1>();
-                finish_dq(place);
-            }
-            products_wait<0>();
-            finish_dk(stage);
-            if (ADDS == REGISTERS) finish_dq(place);
+            arrive(barriers.ds_empty(ds_stage));
+            add_dq(dq_sum, dq, last_place, half, thread);
         };
 
         begin_scores();
@@ -267,15 +222,9 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
                 ds_ring.advance();
                 middle(--left == 0);
                 if (left == 0) {
-                    if (ADDS != NOBODY) {
-                        begin_dq(before);
-                        products_wait<0>();
-                        finish_dq(before.stage);
-                    }
-                    if (ADDS == BULK) {
-                        sync_named(4 + half, 128);
-                        add_staged();
-                    }
+                    begin_dq(before);
+                    products_wait<0>();
+                    finish_dq(before.stage);
                     break;
                 }
                 const u32 stage = ring.stage;
@@ -284,25 +233,25 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
                 begin_scores();
                 begin_dq(before);
                 begin_dk(stage, ds_ring.stage);
-                products_wait<ADDS == NOBODY ? 1 : 2>();
+                products_wait<WITH_DQ ? 2 : 1>();
                 finish_scores();
-                finish_both(before.stage, stage);
+                products_wait<0>();
+                finish_dk(stage);
+                finish_dq(before.stage);
                 last_place = this_place;
             }
         }
         last_place = place;
         begin_dq(ds_ring);
         begin_dk(ring.stage, ds_ring.stage);
-        finish_both(ds_ring.stage, ring.stage);
-        if (ADDS == BULK) {
-            sync_named(4 + half, 128);
-            add_staged();
-        }
+        products_wait<0>();
+        finish_dk(ring.stage);
+        finish_dq(ds_ring.stage);
         arrive(barriers.keys_empty(slots.stage));
         ring.advance();
         ds_ring.advance();
         slots.advance();
-        if (ADDS != NOBODY) {  // both places of dS have been read by both halves
+        if (WITH_DQ) {  // both places of dS have been read by both halves
             Ring<2> free = ds_ring;
             wait(barriers.ds_empty(free.stage), free.empty());
             free.advance();
@@ -313,7 +262,6 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         write_keys(dk, my_ds, dk_sum, scale, tile, half, kv_heads, warp, lane);
         __syncwarp();
     }
-    if (ADDS == BULK && thread == 0) bulk_adds_have_read();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -332,7 +280,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < 2; i++) {
-            barrier_init(barriers.sums_empty(i), 1);
             barrier_init(barriers.keys_full(i), 1);
             barrier_init(barriers.keys_empty(i), READERS);
             barrier_init(barriers.ds_full(i), READERS);
@@ -351,14 +298,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
-        give_registers<ADDS == REGISTERS ? 24 : 40>();
+        give_registers<WITH_DQ ? 24 : 40>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
             copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window,
                        threadIdx.x);
         }
     } else {
-        take_registers<ADDS == REGISTERS ? 240 : 232>();
+        take_registers<WITH_DQ ? 240 : 232>();
         compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, window);
     }
 }

@@ -1,25 +1,18 @@
 // The copying warp of backward: where everything stands in shared memory, and what is brought there for each tile.
-//
-// ADDS says who adds up dQ. NOBODY: this kernel computes dK and dV alone. REGISTERS: the computing warpgroups add from
-// their accumulators. BULK: they put them into shared memory and have the copy engine add them. That takes them less
-// time, but the room for it is the second slot of keys: it pays where tiles have many blocks.
 
-enum { NOBODY = 0, REGISTERS = 1, BULK = 2 };
 constexpr int STAGES = 3;
-constexpr int SLOTS = ADDS == BULK ? 1 : 2;
-constexpr int AT_KEYS = 0;  // slots
-constexpr int AT_VALUES = AT_KEYS + SLOTS * KEY_TILE;
+constexpr int AT_KEYS = 0;  // two slots
+constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;           // stages of queries and output gradients
+constexpr int DS_TILE = KEY_PANEL * ROWS / 64;
 constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;  // two of dS, rows are keys; dV and dK in the end
-constexpr int AT_SUMS = AT_DS + 2 * KEY_PANEL;             // a block of dQ, its halves apart
-constexpr int SUM_BYTES = ROWS * D * 4 / 2;                // of a half
-constexpr int AT_LSE = AT_SUMS + (ADDS == BULK ? 2 * SUM_BYTES : 0);  // stages of float[64], times log2(e)
-constexpr int AT_DELTA = AT_LSE + STAGES * 256;            // rowsum(dO * O), likewise
-constexpr int AT_TILES = AT_DELTA + STAGES * 256;          // int4 of a slot: k_first, k_count, blocks, head
+constexpr int AT_LSE = AT_DS + 2 * DS_TILE;                // stages of float[ROWS], times log2(e)
+constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;       // rowsum(dO * O), likewise
+constexpr int AT_TILES = AT_DELTA + STAGES * ROWS * 4;     // int4 of a slot: k_first, k_count, blocks, head
 constexpr int AT_BLOCKS = AT_TILES + 2 * 16;               // two int4 of a stage
 constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;  // of dQ's sum
-static_assert(AT_BARRIERS + (12 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
@@ -29,11 +22,10 @@ struct Barriers {
     INLINE u32 ds_empty(u32 place) const { return base + 48 + 8 * place; }
     INLINE u32 values_full() const { return base + 64; }
     INLINE u32 values_empty() const { return base + 72; }
-    INLINE u32 sums_empty(u32 half) const { return base + 80 + 8 * half; }
-    INLINE u32 queries_full(u32 stage) const { return base + 96 + 8 * stage; }
-    INLINE u32 queries_empty(u32 stage) const { return base + 96 + 8 * (STAGES + stage); }
-    INLINE u32 douts_full(u32 stage) const { return base + 96 + 8 * (2 * STAGES + stage); }
-    INLINE u32 douts_empty(u32 stage) const { return base + 96 + 8 * (3 * STAGES + stage); }
+    INLINE u32 queries_full(u32 stage) const { return base + 80 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 80 + 8 * (STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 80 + 8 * (2 * STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * (3 * STAGES + stage); }
 };
 
 struct Maps {
@@ -44,7 +36,7 @@ struct Maps {
 INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads,
                          u32 lane) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < ROWS / 32; i++) {
         const int row = i * 32 + lane;
         const bool inside = row < q_count * G;
         const float* source =
@@ -64,7 +56,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
     const u32 items = work.count * kv_heads;
     const int num_blocks = table[2];
-    Ring<SLOTS> slots;
+    Ring<2> slots;
     Ring<STAGES> ring;
     u32 next = 0, values_empty = 1;
     if (lane == 0) next = draw(counter, items);
@@ -113,9 +105,9 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
                 copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head,
                              lane);
-                copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head,
+                copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count, head,
                              kv_heads, lane);
-                if (left == tile.z) {  // keys and values may have one place only: what else the tile needs comes first
+                if (left == tile.z) {  // what keys and values might wait for comes after queries
                     wait(barriers.keys_empty(slot), slots.empty());
                     if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
                     copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot),
@@ -124,7 +116,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 wait(barriers.douts_empty(stage), ring.empty());
                 copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count,
                              head, lane);
-                copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head,
+                copy_numbers(base + AT_DELTA + stage * ROWS * 4, delta, barriers.douts_full(stage), q_first, q_count, head,
                              kv_heads, lane);
                 if (left == tile.z) {
                     wait(barriers.values_empty(), values_empty);

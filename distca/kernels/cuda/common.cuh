@@ -1,6 +1,7 @@
 // What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
 //
-// Compiled with D (head dim, 64 or 128), G (query heads per KV head) and WINDOWED defined, backward with ADDS too. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
+// Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
+// WINDOWED defined, backward with WITH_DQ too. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
 // bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled`
 // names it for the rest.
 
@@ -13,8 +14,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int KEYS = 128;         // in a key tile
-constexpr int ROWS = 64;          // of a block: one row is one token and one query head
-constexpr int TOKENS = ROWS / G;  // in a block
+constexpr int TOKENS = ROWS / G;  // in a block, whose rows are pairs of a token and a query head
 constexpr int PANELS = D / 64;
 constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
