@@ -26,7 +26,7 @@ TILE_KEYS = 128                                                  # keys of one m
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
 WIDE_BLOCK_ROWS = 128                                            # the same backward, where head dims leave room
 HEADER_INTS = 16
-LATE = 1.03                                                      # of the even share, for what the cache gains
+LATE = 1.075                                                     # of the even share, for what the cache gains
 LARGEST = 2**30                                                  # a query's index plus its row's shift stays an int32
 
 

@@ -258,8 +258,8 @@ def test_heads_take_turns_only_where_one_heads_work_is_short(num_sms: int, heads
 def test_heads_come_one_after_another_backward_where_none_ends_late(num_sms: int, heads_outer: bool) -> None:
     """Four key tiles of two blocks and three heads: the last begins after 11 tiles and ends at 22 / num_sms + 2.
 
-    The even share is 24 / num_sms, never less than one tile: 24, 12, 8 and 2 against 24, 13, 9.3 and 3.8; a single
-    tile more or less of two multiprocessors is 8 %, so there one head has ten times as many tiles.
+    The even share is 24 / num_sms, never less than one tile: 24, 12, 8 and 2 against 24, 13, 9.3 and 3.8. On two
+    multiprocessors that is 8 % more, so there a head has ten times as many tiles and the last ends at 121 of 120.
     """
     count = 40 if num_sms == 2 else 4
     rows = table([(i, i + 1, 10 * i, 10 * i + 10, 300) for i in range(count)] * 2)
