@@ -41,7 +41,7 @@ INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
 // Half of dQ, from all keys of the tile: of its rows where there are 128, else of its columns.
 INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half) {
     const u64 a = outer_descriptor(ROWS == 128 ? ds + half * KEY_PANEL : ds, KEY_PANEL);
-    const u64 b = outer_descriptor(ROWS == 128 ? keys : D == 128 ? keys + half * KEY_PANEL : keys + half * 64, KEY_PANEL);
+    const u64 b = outer_descriptor(ROWS == 128 ? keys : keys + half * KEY_PANEL, KEY_PANEL);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0);
 }

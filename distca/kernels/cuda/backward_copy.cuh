@@ -12,6 +12,7 @@ constexpr int AT_TILES = AT_DELTA + STAGES * ROWS * 4;     // int4 of a slot: k_
 constexpr int AT_BLOCKS = AT_TILES + 2 * 16;               // two int4 of a stage
 constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;  // of dQ's sum
+static_assert(ROWS * D == 8192, "64 rows of dim 128, whose halves are of columns, or 128 of dim 64, of rows");
 static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
@@ -105,8 +106,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
                 copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head,
                              lane);
-                copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count, head,
-                             kv_heads, lane);
+                copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count,
+                             head, kv_heads, lane);
                 if (left == tile.z) {  // what keys and values might wait for comes after queries
                     wait(barriers.keys_empty(slot), slots.empty());
                     if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
@@ -116,8 +117,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 wait(barriers.douts_empty(stage), ring.empty());
                 copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count,
                              head, lane);
-                copy_numbers(base + AT_DELTA + stage * ROWS * 4, delta, barriers.douts_full(stage), q_first, q_count, head,
-                             kv_heads, lane);
+                copy_numbers(base + AT_DELTA + stage * ROWS * 4, delta, barriers.douts_full(stage), q_first, q_count,
+                             head, kv_heads, lane);
                 if (left == tile.z) {
                     wait(barriers.values_empty(), values_empty);
                     values_empty ^= 1;

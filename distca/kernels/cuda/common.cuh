@@ -196,7 +196,6 @@ INLINE void hold(u32 (&x)[N]) {
                      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_A), "n"(OUTER_B));              \
     }
 
-PRODUCT_SHARED(16, "m64n32k16", TEXT16, HELD16(d, 0), "%16", "%17", "%18", "%19", "%20")
 PRODUCT_SHARED(32, "m64n64k16", TEXT32, HELD32(d, 0), "%32", "%33", "%34", "%35", "%36")
 PRODUCT_SHARED(64, "m64n128k16", TEXT64, HELD64(d), "%64", "%65", "%66", "%67", "%68")
 
