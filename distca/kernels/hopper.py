@@ -5,8 +5,8 @@ queries cost what their pairs cost. The sources in cuda/ are compiled at first u
 per KV head, and window or not. Tables live in device buffers that `refill` fills again for other rows: nothing is
 compiled, allocated or waited for then, and a captured CUDA graph replays with the new rows.
 
-Backward adds dQ up in float32 with atomic adds, in any order; under torch.use_deterministic_algorithms each key tile
-waits for its turn, which gives the same bits every time.
+Backward adds dQ up in float32 with atomic adds, in any order; under torch.use_deterministic_algorithms dQ has a kernel
+of its own instead, which sums it in registers and gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import Heads, Tables, run_backward, run_forward, tables_of
+from distca.kernels.hopper_launch import Heads, Tables, free_multiprocessors, run_backward, run_forward, tables_of
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
 from distca.kernels.interface import (
     TaskRows,
     accumulation_dtype,
     check_inputs,
     joined,
-    query_disjoint,
     softmax_scale,
     visible,
 )
@@ -33,12 +32,13 @@ HEAD_DIMS = (64, 128)
 
 
 class Prepared:
-    """Rows, and their tables for every number of heads that has been asked for."""
+    """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "parts", "rows", "window")
+    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "num_sms", "rows", "window")
 
-    def __init__(self, rows: TaskRows, device: torch.device, window: int | None) -> None:
+    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int) -> None:
         self.device, self.window = device, window
+        self.num_sms = free_multiprocessors(device, spare_multiprocessors)
         self.by_heads: dict[Heads, Tables] = {}
         self.take(rows)
 
@@ -46,7 +46,7 @@ class Prepared:
         inside = joined(visible(rows, self.window), self.window)
         filled = {}
         for heads, tables in self.by_heads.items():
-            filled[heads] = tables_of(inside, self.window, heads, self.device)
+            filled[heads] = tables_of(inside, self.window, heads, self.num_sms)
             reason = tables.capacity.holds(*filled[heads])
             if reason is not None:
                 raise ValueError(f"these rows do not fit where others were prepared: {reason}")
@@ -55,7 +55,6 @@ class Prepared:
         self.rows, self.inside = rows, inside
         self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
         self.checked: set[tuple[object, ...]] = set()
-        self.parts: list[Prepared] | None = None
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """check_inputs, once for tensors of the same shapes."""
@@ -65,27 +64,26 @@ class Prepared:
             self.checked.add(key)
 
     def tables(self, q: torch.Tensor, k: torch.Tensor, capturing: bool) -> Tables:
-        heads = q.shape[1], k.shape[1]
+        heads = q.shape[1], k.shape[1], q.shape[2]
         if heads not in self.by_heads:
             if capturing:
-                raise ValueError(f"rows have no tables for {heads} heads yet; run once before capturing a CUDA graph")
-            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device)
+                raise ValueError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
+                                 "run once before capturing a CUDA graph")
+            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms)
         return self.by_heads[heads]
-
-    def in_turns(self) -> list[Prepared]:
-        """Rows in groups without a query in common, whose gradients are added up one after another."""
-        if self.parts is None:
-            groups = query_disjoint(self.inside)
-            self.parts = [self] if len(groups) <= 1 else [Prepared(g, self.device, self.window) for g in groups]
-        return self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class HopperKernel:
-    """Attention tasks on compute capability 9.0."""
+    """Attention tasks on compute capability 9.0.
+
+    A launch takes every multiprocessor until it ends, so that a copy or collective issued after it waits; those that
+    are left to spare are free for it.
+    """
 
     name: str = "hopper"
     item_sizes: tuple[int, int] = (2 * BLOCK_ROWS, TILE_KEYS)  # forward in query rows, backward in keys
+    spare_multiprocessors: int = 0
 
     def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
@@ -104,7 +102,7 @@ class HopperKernel:
         return None
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Prepared:
-        return Prepared(rows, device, window)
+        return Prepared(rows, device, window, self.spare_multiprocessors)
 
     def refill(self, prepared: Prepared, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""
@@ -137,39 +135,19 @@ class HopperKernel:
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prepared.check(q, k, v)
-        saved, scale = (dout, q, k, v, out, lse), _positive(softmax_scale(q, scale))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        parts = prepared.in_turns() if deterministic else [prepared]
-        if len(parts) == 1:
-            return _gradients(saved, parts[0], scale, deterministic)
-        if _capturing(q):
-            raise ValueError("deterministic gradients of rows that share queries cannot be captured in a CUDA graph; "
-                             "turn torch.use_deterministic_algorithms off")
-        wide = accumulation_dtype(q.dtype)
-        sums = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-        for part in parts:
-            for total, gradient in zip(sums, _gradients(saved, part, scale, deterministic), strict=True):
-                total += gradient
-        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        if capturing or prepared.covered["q"] < q.shape[0]:
+            dq.zero_()
+        if capturing or prepared.covered["k"] < k.shape[0]:
+            dk.zero_()
+            dv.zero_()
+        tables = prepared.tables(q, k, capturing)
+        if tables.num_blocks or capturing:
+            num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
+            run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, prepared.window, scale,
+                         torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
-
-
-def _gradients(
-    saved: tuple[torch.Tensor, ...], prepared: Prepared, scale: float, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, q, k, v, _, _ = saved
-    capturing = _capturing(q)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if capturing or prepared.covered["q"] < q.shape[0]:
-        dq.zero_()
-    if capturing or prepared.covered["k"] < k.shape[0]:
-        dk.zero_()
-        dv.zero_()
-    tables = prepared.tables(q, k, capturing)
-    if tables.num_blocks or capturing:
-        num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
-        run_backward(saved, (dq, dk, dv), tables, num_blocks, prepared.window, scale, deterministic)
-    return dq, dk, dv
 
 
 def _capturing(x: torch.Tensor) -> bool:

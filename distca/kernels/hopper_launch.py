@@ -22,6 +22,7 @@ from distca.kernels.hopper_tables import (
     BackwardTables,
     Capacity,
     ForwardTables,
+    backward_block_rows,
     backward_tables,
     forward_tables,
     tokens_per_block,
@@ -31,34 +32,37 @@ from distca.kernels.interface import TaskRows
 SOURCES = Path(__file__).parent / "cuda"
 FORWARD = ("common.cuh", "forward.cu")
 BACKWARD = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
+BACKWARD_DQ = ("common.cuh", "backward_dq.cu")
 PANEL = 64  # columns that a tensor copy brings at once
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 CALLS_KEPT = 512
 
-Heads = tuple[int, int]  # query heads, KV heads
+Heads = tuple[int, int, int]  # query heads, KV heads, head dim
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables of one set of rows for one number of heads, on the device at fixed addresses."""
+    """The tables of one set of rows for one kind of heads, on the device at fixed addresses."""
 
     capacity: Capacity
     forward: torch.Tensor  # int32, see ForwardTables.pack
     backward: torch.Tensor  # int32, see BackwardTables.pack
-    counters: torch.Tensor  # int32 [2], of forward and backward; zero between launches
+    counters: torch.Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
     num_blocks: int  # of queries in backward
+    num_sms: int  # multiprocessors that a launch takes
 
     @classmethod
-    def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device) -> Tables:
-        forward, backward = tables_of(rows, window, heads, device)
+    def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Tables:
+        forward, backward = tables_of(rows, window, heads, num_sms)
         capacity = Capacity.fitting(forward, backward)
         return cls(
             capacity,
             _pinned(forward.pack(capacity), device).to(device, non_blocking=True),
             _pinned(backward.pack(capacity), device).to(device, non_blocking=True),
-            torch.zeros(2, dtype=torch.int32, device=device),
+            torch.zeros(3, dtype=torch.int32, device=device),
             len(backward.blocks),
+            num_sms,
         )
 
     def refilled(self, forward: ForwardTables, backward: BackwardTables) -> Tables:
@@ -89,7 +93,7 @@ def run_forward(
     maps, kernel = call
     tiles_at, segments_at, _ = tables.capacity.forward_offsets()
     kernel.launch(
-        kernel.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
+        tables.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
         tiles_at, segments_at, k.shape[1], scale, window or 0,
     )
 
@@ -103,7 +107,10 @@ def run_backward(
     scale: float,
     deterministic: bool,
 ) -> None:
-    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks."""
+    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
+
+    Where it must be deterministic nothing is added up in memory: dQ comes from a kernel of its own.
+    """
     dout, q, k, v, out, lse = saved
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
@@ -118,23 +125,29 @@ def run_backward(
     dq, dk, dv = gradients
     (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
     num_numbers = num_q * heads
-    num_sums = num_blocks * kv_heads * BLOCK_ROWS * dim
-    num_zeros = num_sums + (4 * num_blocks * kv_heads if deterministic else 0)
-    workspace = torch.empty(num_zeros + 2 * num_numbers, dtype=torch.float32, device=q.device)
+    num_sums = 0 if deterministic else num_blocks * kv_heads * backward_block_rows(dim) * dim
+    workspace = torch.empty(num_sums + 2 * num_numbers, dtype=torch.float32, device=q.device)
     dq_sum = workspace.data_ptr()
-    turns, lse_log2 = dq_sum + 4 * num_sums, dq_sum + 4 * num_zeros
+    lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
     items_at, rows_at, blocks_at, _ = tables.capacity.backward_offsets()
     before.launch(
         8 * before.num_sms, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
-        num_zeros // 4,
+        num_sums // 4,
     )
-    table = tables.backward.data_ptr()
+    table, counters = tables.backward.data_ptr(), tables.counters.data_ptr()
     main.launch(
-        main.num_sms, *maps, lse_log2, delta, dq_sum, turns, dk.data_ptr(), dv.data_ptr(), table,
-        tables.counters.data_ptr() + 4, items_at, rows_at, kv_heads, scale, window or 0,
+        tables.num_sms, *maps[:8], lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counters + 4, items_at,
+        rows_at, kv_heads, scale, window or 0,
     )
-    after.launch(8 * after.num_sms, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
+    if deterministic:
+        tiles_at, segments_at, _ = tables.capacity.forward_offsets()
+        after.launch(
+            tables.num_sms, *maps[8:], *maps[4:8], lse_log2, delta, dq.data_ptr(), tables.forward.data_ptr(),
+            counters + 8, tiles_at, segments_at, kv_heads, scale, window or 0,
+        )
+    else:
+        after.launch(8 * after.num_sms, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +183,7 @@ def _launchers(
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Launcher:
     types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
-    defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
+    defines = {"D": head_dim, "G": group, "ROWS": BLOCK_ROWS, "WINDOWED": windowed}
     return _launchers(device, FORWARD, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
 
 
@@ -178,14 +191,21 @@ def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: b
 def _backward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool
 ) -> list[_Launcher]:
-    defines = {"D": head_dim, "G": group, "WINDOWED": windowed, "DETERMINISTIC": deterministic}
-    main: list[type] = [TensorMap] * 8 + [c_void_p] * 8 + [c_int32] * 3 + [c_float, c_int32]
+    """What runs before, the main kernel, what runs after: dQ's own kernel, or the one that writes what was added."""
+    defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
+    rows = {"ROWS": backward_block_rows(head_dim), "WITH_DQ": not deterministic}
+    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
         "attention_backward": (main, SHARED_BYTES, THREADS),
         "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
     }
-    return _launchers(device, BACKWARD, defines, kernels)
+    before, backward, write_dq = _launchers(device, BACKWARD, {**defines, **rows}, kernels)
+    if not deterministic:
+        return [before, backward, write_dq]
+    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32]
+    alone = {"attention_dq": (types, SHARED_BYTES, THREADS)}
+    return [before, backward, *_launchers(device, BACKWARD_DQ, {**defines, "ROWS": BLOCK_ROWS}, alone)]
 
 
 Stride = tuple[int, ...]
@@ -236,20 +256,23 @@ def _backward_call(
     windowed: bool,
     deterministic: bool,
 ) -> tuple[tuple[TensorMap, ...], list[_Launcher]] | None:
-    """The same for dout, q, k, v."""
+    """The same for dout, q, k, v; behind them the maps of q and dout for dQ's own kernel."""
     places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
     if not all(_mappable(place, stride) for place, stride in places):
         return None
     kv_heads = k_shape[1]
+    block_len = tokens_per_block(q_shape[1] // kv_heads, backward_block_rows(q_shape[2]))
     maps = (
-        _query_map(q, q_shape, q_stride, kv_heads),
+        _query_map(q, q_shape, q_stride, kv_heads, block_len),
         _query_map(q, q_shape, q_stride, kv_heads, 1),
-        _query_map(dout, q_shape, dout_stride, kv_heads),
+        _query_map(dout, q_shape, dout_stride, kv_heads, block_len),
         _query_map(dout, q_shape, dout_stride, kv_heads, 1),
         _key_map(k, k_shape, k_stride),
         _key_map(k, k_shape, k_stride, 1),
         _key_map(v, k_shape, v_stride),
         _key_map(v, k_shape, v_stride, 1),
+        _query_map(q, q_shape, q_stride, kv_heads),
+        _query_map(dout, q_shape, dout_stride, kv_heads),
     )
     return maps, _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
 
@@ -279,13 +302,22 @@ def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens:
     return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
 
 
+def free_multiprocessors(device: torch.device, spare: int) -> int:
+    """How many multiprocessors launches take; one where there is no GPU."""
+    if device.type != "cuda":
+        return 1
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if not 0 <= spare < num_sms:
+        raise ValueError(f"spare_multiprocessors is {spare}, of {num_sms} on {device}; give 0 to {num_sms - 1}")
+    return num_sms - spare
+
+
 def tables_of(
-    rows: TaskRows, window: int | None, heads: Heads, device: torch.device
+    rows: TaskRows, window: int | None, heads: Heads, num_sms: int
 ) -> tuple[ForwardTables, BackwardTables]:
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     group, kv_heads = heads[0] // heads[1], heads[1]
     return (forward_tables(rows, window, group, kv_heads, num_sms),
-            backward_tables(rows, window, group, kv_heads, num_sms))
+            backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2])))
 
 
 def _pinned(packed: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -3,9 +3,7 @@
 Rows differ wildly in length, so a launch is not one thread block per row but one list of work items, long ones first,
 each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its rows.
 Backward, it is a tile of 128 keys that walks the queries of every row that reaches it: a key's gradient is summed in
-registers and written once, however many rows share it, and only the gradients of queries meet in memory. They meet in
-an order that every launch repeats: among the key tiles that visit a block of queries, the earlier keys stand earlier
-in the table.
+registers and written once, however many rows share it, and only the gradients of queries meet in memory.
 
 Rows come as `joined(visible(rows, window), window)`. With shift = k_begin + q_offset - q_begin, the query at buffer
 index q sees the key at buffer index k iff
@@ -26,7 +24,9 @@ from distca.kernels.interface import TaskRows
 
 TILE_KEYS = 128                                                  # keys of one matrix tile
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
+WIDE_BLOCK_ROWS = 128                                            # the same backward, where head dims leave room
 HEADER_INTS = 16
+LATE = 1.075                                                     # of the even share, for what the cache gains
 LARGEST = 2**30                                                  # a query's index plus its row's shift stays an int32
 
 
@@ -112,11 +112,16 @@ class BackwardTables:
         return _packed(header, [self.items, self.rows, self.blocks], list(capacity.backward_offsets()))
 
 
-def tokens_per_block(group: int) -> int:
+def backward_block_rows(head_dim: int) -> int:
+    """Half as many steps, each with half as much waiting, where dK and dV take half the registers."""
+    return WIDE_BLOCK_ROWS if head_dim <= 64 else BLOCK_ROWS
+
+
+def tokens_per_block(group: int, block_rows: int = BLOCK_ROWS) -> int:
     """Tokens whose query heads of one KV head fill a block."""
     if not 1 <= group <= BLOCK_ROWS:
         raise ValueError(f"group={group} query heads share a KV head; give 1 to {BLOCK_ROWS}, or choose another kernel")
-    return BLOCK_ROWS // group
+    return block_rows // group
 
 
 def forward_tables(
@@ -147,10 +152,10 @@ def forward_tables(
 
 
 def backward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, block_rows: int = BLOCK_ROWS
 ) -> BackwardTables:
     """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
-    block_len = tokens_per_block(group)
+    block_len = tokens_per_block(group, block_rows)
     cut = _cut(rows)
     region, region_begin, region_end = _regions(cut.k_begin, cut.k_end)
     item_region, number = _spread(_ceil_div(region_end - region_begin, TILE_KEYS))
@@ -176,15 +181,14 @@ def backward_tables(
     row_order = np.lexsort((-cut.k_end, region))
     row_count = np.bincount(region, minlength=len(region_begin))
     row_begin = np.cumsum(row_count) - row_count                 # [regions]
-    least = _least_so_far(num_blocks, item_region)
-    item_order = np.argsort(-_length_class(least, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
+    item_order = np.argsort(-_length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
     nothing = np.zeros_like(cut.shift)
     return BackwardTables(
         _table((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
         _table((cut.q_begin[cut.piece], cut.q_end[cut.piece], cut.k_begin, cut.k_end, cut.shift,
                 block_base[cut.piece], nothing, nothing), row_order),
         _table((q_first, q_count)),
-        _heads_outer(num_blocks, num_sms),
+        _heads_in_turn(num_blocks[item_order], kv_heads, num_sms),
     )
 
 
@@ -233,12 +237,6 @@ def _regions(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return region, begin[order][opens], reach[closes]
 
 
-def _least_so_far(value: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """The running minimum inside each region; regions ascend."""
-    drop = region * (value.max(initial=0) + 1)                   # below everything of the regions before
-    return np.minimum.accumulate(value - drop) + drop
-
-
 def _length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
     """Lengths in sixteenths of what one multiprocessor computes in all.
 
@@ -251,6 +249,17 @@ def _length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
 def _heads_outer(length: np.ndarray, num_sms: int) -> bool:
     """Whether one head's work is long enough to run by itself: its keys stay in cache and its tail is short."""
     return int(length.sum()) >= 2 * num_sms * int(length.max(initial=0))
+
+
+def _heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
+    """Whether each head's items, in this order, may come before the next head's without a late end.
+
+    Queries and their sums of one head stay in cache then. An item begins at the latest when all before it are dealt out
+    evenly, and so the last head's decide.
+    """
+    total = int(length.sum())
+    end = ((kv_heads - 1) * total + np.cumsum(length) - length) / num_sms + length
+    return bool(end.max(initial=0) <= LATE * max(kv_heads * total / num_sms, int(length.max(initial=0))))
 
 
 def _spread(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,10 +2,9 @@
 
 The walks read the flat int32 array alone, as a launch does, and yield what the kernel multiplies next. The launches
 stand in for the kernel's on any device and in any dtype: they compute along the walks, sum where the kernel sums, and
-refuse to write a place twice or to wait for a turn that cannot come.
+refuse to write a place twice.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from distca.kernels.hopper_launch import Tables
-from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS, Capacity
+from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS, Capacity, backward_block_rows
 
 
 def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int, int]]:
@@ -49,7 +48,7 @@ def walk_forward(
 
 
 def walk_backward(
-    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None
+    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, block_rows: int = BLOCK_ROWS
 ) -> Iterator[tuple[int, int, int, int, int, int, int, int, int]]:
     """(head, k_first, k_count, block_id, q_first, q_count, k_begin, k_end, shift) of every block that an item visits.
 
@@ -58,7 +57,7 @@ def walk_backward(
     ints = packed.tolist()
     items_at, rows_at, blocks_at, total = capacity.backward_offsets()
     assert len(ints) == total
-    block_len = BLOCK_ROWS // group
+    block_len = block_rows // group
     num_items, heads_outer, num_table_blocks = ints[:3]
     for item, head in work(num_items, kv_heads, heads_outer):
         k_first, k_count, num_blocks, row = ints[items_at + 4 * item : items_at + 4 * item + 4]
@@ -74,7 +73,7 @@ def walk_backward(
             b0, b1 = max(0, a - shift - q_begin) // block_len, (q_end - 1 - q_begin) // block_len
             if window is not None:
                 b1 = min(b1, (z - 2 + window - shift - q_begin) // block_len)
-            for b in range(b0, b1 + 1):
+            for b in range(b1, b0 - 1, -1):
                 q_first = q_begin + b * block_len
                 q_count = min(block_len, q_end - q_first)
                 assert block_base + b < num_table_blocks
@@ -83,12 +82,6 @@ def walk_backward(
                 yield head, k_first, k_count, block_base + b, q_first, q_count, k_begin, k_end, shift
             num_blocks -= max(0, b1 + 1 - b0)
         assert num_blocks == 0, "an item ends inside a row"
-
-
-def turn(k_first: int, q_first: int, k_begin: int, shift: int, window: int | None) -> int:
-    """How many key tiles add to a block before the one at k_first, where no query stands in two rows."""
-    lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
-    return -(-max(0, k_first - lo) // TILE_KEYS)
 
 
 def seen(q: slice, keys: torch.Tensor, shift: int, window: int | None) -> torch.Tensor:
@@ -143,37 +136,64 @@ def launch_backward(
     scale: float,
     deterministic: bool,
 ) -> None:
-    """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table."""
+    """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table or by itself."""
     lse = saved[-1]
     dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
     dq, dk, dv = gradients
     packed, (_, _, blocks_at, _) = tables.backward.numpy(), tables.capacity.backward_offsets()
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     assert num_blocks >= packed[2] == tables.num_blocks
-    sums = lse.new_zeros((num_blocks, kv_heads, BLOCK_ROWS // group, group, q.shape[2]))
-    visits: Counter[tuple[int, int]] = Counter()
+    block_rows = backward_block_rows(q.shape[2])
+    sums = lse.new_zeros((num_blocks, kv_heads, block_rows // group, group, q.shape[2]))
     written = torch.zeros(k.shape[:2], dtype=torch.bool)
-    walk = walk_backward(packed, tables.capacity, group, kv_heads, window)
+    walk = walk_backward(packed, tables.capacity, group, kv_heads, window, block_rows)
     for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
         heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
         dk_sum, dv_sum = (lse.new_zeros((k_count, q.shape[2])) for _ in range(2))
         for *_, block, q_first, q_count, k_begin, k_end, shift in blocks:
-            if deterministic:
-                assert turn(k_first, q_first, k_begin, shift, window) == visits[block, head], "a turn that never comes"
-            visits[block, head] += 1
             queries, keys = slice(q_first, q_first + q_count), torch.arange(k_first, k_first + k_count)
             shown = seen(queries, keys, shift, window) & (k_begin <= keys) & (keys < k_end)
-            q_block, dout_block = q[queries, heads], dout[queries, heads]
-            scores = torch.einsum("qhd,kd->qhk", q_block, k[tile, head]) * scale
-            p = torch.exp(scores - lse[queries, heads, None]).masked_fill(~shown[:, None], 0.0)
-            delta = (dout_block * out[queries, heads]).sum(dim=-1, keepdim=True)
-            ds = p * (torch.einsum("qhd,kd->qhk", dout_block, v[tile, head]) - delta) * scale
-            dv_sum += torch.einsum("qhk,qhd->kd", p, dout_block)
-            dk_sum += torch.einsum("qhk,qhd->kd", ds, q_block)
+            p, ds = differentiated((dout, q, k, v, out, lse), queries, heads, tile, head, shown, scale)
+            dv_sum += torch.einsum("qhk,qhd->kd", p, dout[queries, heads])
+            dk_sum += torch.einsum("qhk,qhd->kd", ds, q[queries, heads])
             sums[block, head, :q_count] += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
         write_once(dk[tile, head], dk_sum, written[tile, head])
         dv[tile, head] = dv_sum
+    if deterministic:
+        write_dq((dout, q, k, v, out, lse), dq, tables, window, scale)
+        return
     written = torch.zeros(q.shape[0], dtype=torch.bool)
     for block, (q_first, q_count) in enumerate(packed[blocks_at : blocks_at + 2 * packed[2]].reshape(-1, 2).tolist()):
         queries = slice(q_first, q_first + q_count)
         write_once(dq[queries], sums[block, :, :q_count].transpose(0, 1).flatten(1, 2), written[queries])
+
+
+def write_dq(
+    saved: tuple[torch.Tensor, ...], dq: torch.Tensor, tables: Tables, window: int | None, scale: float
+) -> None:
+    """dQ by itself, along forward's walk."""
+    _, q, k, *_ = saved
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    written = torch.zeros(q.shape[:2], dtype=torch.bool)
+    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window)
+    for (head, q_first, q_count), steps in groupby(walk, key=lambda step: step[:3]):
+        queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
+        total = q.new_zeros((q_count, group, q.shape[2]))
+        for *_, k_lo, k_hi, shift in steps:
+            tile = slice(k_lo, k_hi)
+            shown = seen(queries, torch.arange(k_lo, k_hi), shift, window)
+            _, ds = differentiated(saved, queries, heads, tile, head, shown, scale)
+            total += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
+        write_once(dq[queries, heads], total, written[queries, heads])
+
+
+def differentiated(
+    saved: tuple[torch.Tensor, ...], queries: slice, heads: slice, tile: slice, head: int, shown: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of these queries and keys, and the gradients of their scores: [q, h, k] each."""
+    dout, q, k, v, out, lse = saved
+    scores = torch.einsum("qhd,kd->qhk", q[queries, heads], k[tile, head]) * scale
+    p = torch.exp(scores - lse[queries, heads, None]).masked_fill(~shown[:, None], 0.0)
+    delta = (dout[queries, heads] * out[queries, heads]).sum(dim=-1, keepdim=True)
+    return p, p * (torch.einsum("qhd,kd->qhk", dout[queries, heads], v[tile, head]) - delta) * scale

@@ -1,7 +1,7 @@
 """The Hopper kernel around its launches, which hopper_walk.py plays on the CPU, and the compiling of its sources.
 
-Exactness on any rows is in test_exact.py; here are the buffers that are filled again, the turns that rows with common
-queries take, and what is refused.
+Exactness on any rows is in test_exact.py; here are the buffers that are filled again, deterministic gradients,
+multiprocessors to spare, and what is refused.
 """
 
 import importlib
@@ -76,10 +76,10 @@ def buffers(prepared: Prepared) -> dict[hopper_launch.Heads, list[int]]:
             for heads, tables in prepared.by_heads.items()}
 
 
-@pytest.mark.parametrize(("mode", "window"), [("in any order", None), ("in turns", None), ("in turns", 70)])
+@pytest.mark.parametrize(("mode", "window"), [("added up", None), ("by itself", None), ("by itself", 70)])
 def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str, window: int | None) -> None:
     """For every number of heads that was asked for, in the buffers of the first rows."""
-    if mode == "in turns":
+    if mode == "by itself":
         request.getfixturevalue("determinism")
     many = TaskRows(*np.concatenate([[getattr(rows, column) for column in TaskRows.__slots__]
                                      for rows in (DOCUMENTS, TWICE)], axis=1))
@@ -87,7 +87,7 @@ def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str
     for kv_heads in (1, 2):
         attend(inputs(kv_heads), prepared)
     first = buffers(prepared)
-    assert set(first) == {(6, 1), (6, 2)}
+    assert set(first) == {(6, 1, 16), (6, 2, 16)}
     for rows in (TWICE, DOCUMENTS, NOTHING, many):
         HOPPER.refill(prepared, rows)
         for kv_heads in (1, 2):
@@ -105,8 +105,8 @@ def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched) ->
     assert_same(attend(inputs(), prepared), before)
 
 
-def test_rows_with_common_queries_take_turns(launched, determinism) -> None:
-    for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 2), (NOTHING, 0)):
+def test_deterministic_gradients_are_one_call_for_any_rows(launched, determinism) -> None:
+    for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 1), (NOTHING, 0)):
         prepared = HOPPER.prepare(rows, CPU)
         first = attend(inputs(), prepared)
         assert launched == [True] * num_launches
@@ -128,29 +128,29 @@ def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
     assert not out.any() and (lse == -torch.inf).all() and not any(x.any() for x in gradients)
 
 
-def test_what_cannot_be_captured_is_refused(launched, determinism, monkeypatch) -> None:
-    new, known = HOPPER.prepare(TWICE, CPU), HOPPER.prepare(TWICE, CPU)
-    attend(inputs(), known)
+@pytest.mark.parametrize("rows", [DOCUMENTS, TWICE], ids=["queries apart", "queries shared"])
+def test_deterministic_gradients_can_be_captured(launched, determinism, monkeypatch, rows: TaskRows) -> None:
+    new, known = HOPPER.prepare(rows, CPU), HOPPER.prepare(rows, CPU)
+    expected = attend(inputs(), known)
     monkeypatch.setattr(hopper, "_capturing", lambda x: True)
-    with pytest.raises(ValueError, match=r"no tables for \(6, 2\) heads yet; run once before capturing"):
+    assert_same(attend(inputs(), known), expected)
+    with pytest.raises(ValueError, match=r"no tables for .* \(6, 2, 16\) yet; run once before capturing"):
         attend(inputs(), new)
-    with pytest.raises(ValueError, match="share queries cannot be captured"):
-        attend(inputs(), known)
 
 
-def test_any_order_is_one_launch(launched) -> None:
-    attend(inputs(), HOPPER.prepare(TWICE, CPU))
-    assert launched == [False]
+def test_spare_multiprocessors_are_not_taken(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "free_multiprocessors", lambda device, spare: 132 - spare)
+    for spare in (0, 20):
+        prepared = HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, CPU)
+        attend(inputs(), prepared)
+        assert [tables.num_sms for tables in prepared.by_heads.values()] == [132 - spare]
 
 
-def test_turns_add_up_in_float32(launched, determinism) -> None:
-    """Four rows over the same queries, each a part that is rounded to bf16; their sum is rounded once."""
-    rows = TaskRows([0] * 4, [200] * 4, [0, 100, 150, 300], [100, 150, 300, 500], [500] * 4)
-    q, k, v, dout = tensors = inputs(dtype=torch.bfloat16)
-    out, lse, *actual = attend(tensors, HOPPER.prepare(rows, CPU))
-    parts = [HOPPER.backward(dout, q, k, v, out, lse, HOPPER.prepare(rows.take(np.array([i])), CPU)) for i in range(4)]
-    assert len(launched) == 8 and (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    assert_same(actual, [sum(x.float() for x in side).bfloat16() for side in zip(*parts, strict=True)])
+@pytest.mark.parametrize("spare", [-1, 132])
+def test_spares_that_leave_none_are_refused(monkeypatch, spare: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    with pytest.raises(ValueError, match=f"spare_multiprocessors is {spare}, of 132 .*; give 0 to 131"):
+        HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
@@ -194,6 +194,7 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
             assert forward.function == "attention_forward"
             for deterministic in (False, True):
                 backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, deterministic)
-                assert [x.function for x in backward] == ["attention_delta", "attention_backward", "attention_write_dq"]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 6
+                last = "attention_dq" if deterministic else "attention_write_dq"
+                assert [x.function for x in backward] == ["attention_delta", "attention_backward", last]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 8
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

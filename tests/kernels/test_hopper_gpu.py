@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -44,17 +44,6 @@ def gpu(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(skipped(test))
 
 
-@pytest.fixture(scope="module")
-def compiled() -> None:
-    """Compile side by side what the tests would compile one after another."""
-    def once(shape: tuple[int, int, int | None]) -> None:
-        group, dim, window = shape
-        attend(HOPPER, random_inputs(1, 1, group, 1, dim), TaskRows.documents([1]), window)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(once, SHAPES))
-
-
 @contextmanager
 def determinism() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
@@ -63,6 +52,18 @@ def determinism() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compile side by side what the tests would compile one after another."""
+    def once(shape: tuple[int, int, int | None]) -> None:
+        group, dim, window = shape
+        attend(HOPPER, random_inputs(1, 1, group, 1, dim), TaskRows.documents([1]), window)
+
+    for mode in (nullcontext, determinism):
+        with mode(), ThreadPoolExecutor(8) as pool:
+            list(pool.map(once, SHAPES))
 
 
 def test_the_check_takes_bf16_and_no_more(monkeypatch) -> None:
@@ -86,6 +87,26 @@ def test_random_rows(compiled, group: int, dim: int, window: int | None, apart: 
     rows = random_rows(group + dim, 12, 1500, 2100, apart)
     tensors = random_inputs(1500, 2100, 2 * group, 2, dim)
     assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
+
+
+@gpu
+@pytest.mark.parametrize(("group", "dim", "window"), SHAPES)
+def test_random_rows_where_dq_is_computed_by_itself(compiled, group: int, dim: int, window: int | None) -> None:
+    rows = random_rows(group + dim, 12, 1500, 2100, apart=False)
+    tensors = random_inputs(1500, 2100, 2 * group, 2, dim)
+    with determinism():
+        actual = attend(HOPPER, tensors, rows, window)
+    assert_exact(actual, tensors, rows, window)
+
+
+@gpu
+@pytest.mark.parametrize("spare", [20, 131])
+@pytest.mark.parametrize("mode", [nullcontext, determinism], ids=["added up", "by itself"])
+def test_spare_multiprocessors(mode: Callable[[], AbstractContextManager[None]], spare: int) -> None:
+    rows, tensors = random_rows(3, 12, 1500, 2100, apart=True), random_inputs(1500, 2100, 8, 2, 128)
+    with mode():
+        actual = attend(HopperKernel(spare_multiprocessors=spare), tensors, rows)
+    assert_exact(actual, tensors, rows)
 
 
 @st.composite
@@ -204,7 +225,9 @@ def test_deterministic_mode_gives_the_same_bits(name: str) -> None:
 def steady(q_tokens: int = 4_096) -> tuple[list[torch.Tensor], list[TaskRows]]:
     """Inputs, and rows of which the first need the most room."""
     tables = [shards(32, 128, q_tokens), TaskRows.documents([1_000, 1, 2_500]), shards(7, 300, 3_333),
-              TaskRows([0, 512, 9], [512, 1_024, 9], [0, 0, 5], [512, 1_024, 9], [0, 512, 0]), TaskRows.documents([])]
+              TaskRows([0, 512, 9], [512, 1_024, 9], [0, 0, 5], [512, 1_024, 9], [0, 512, 0]),
+              TaskRows([0, 0, 300], [700, 700, 900], [0, 500, 900], [500, 900, 1_700], [700, 200, 100]),
+              TaskRows.documents([])]
     return random_inputs(q_tokens, q_tokens, 8, 2, 128), tables
 
 

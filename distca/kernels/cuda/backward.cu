@@ -6,9 +6,13 @@
 // keys, columns are queries, and the rounded probabilities are left operands without leaving their registers. Only dS
 // goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
 // block later, when the other's half has long been written, so that the two need not keep step.
+//
+// Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
-// Transposed scores of 64 keys and 64 queries, or of their values and output gradients.
-INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
+constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
+
+// Transposed scores of 64 keys and a block of queries, or of their values and output gradients.
+INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries) {
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
@@ -18,32 +22,33 @@ INLINE void issue_transposed(float (&s)[32], u32 keys, u32 queries) {
     products_commit();
 }
 
-// dV of 64 keys from 64 output gradients.
-INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[16], u32 douts) {
+// dV of 64 keys from a block of output gradients, or dK from queries.
+INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[ROWS / 4], u32 douts) {
     const u64 b = outer_descriptor(douts, ROW_PANEL);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < ROWS / 16; i++)
         product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
 }
 
-// dK of 64 keys from 64 queries; dS comes from shared memory because there is no register left to hold it.
+// dK of 64 keys from a block of queries; dS comes from shared memory where dQ leaves no register to hold it.
 INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
-    const u64 a = inner_descriptor(ds), b = outer_descriptor(queries, ROW_PANEL);
+    const u64 b = outer_descriptor(queries, ROW_PANEL);
 #pragma unroll
-    for (int i = 0; i < 4; i++) product<0, 1>(dk, a + i * INNER_STEP, b + i * OUTER_STEP, true);
+    for (int i = 0; i < ROWS / 16; i++)
+        product<0, 1>(dk, inner_descriptor(ds + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b + i * OUTER_STEP, true);
 }
 
-// Half of the columns of dQ, from all keys of the tile.
-INLINE void issue_dq(float (&dq)[D / 4], u32 ds, u32 keys, int half) {
-    const u64 a = outer_descriptor(ds, KEY_PANEL);
-    const u64 b = outer_descriptor(D == 128 ? keys + half * KEY_PANEL : keys + half * 64, KEY_PANEL);
+// Half of dQ, from all keys of the tile: of its rows where there are 128, else of its columns.
+INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half) {
+    const u64 a = outer_descriptor(ROWS == 128 ? ds + half * KEY_PANEL : ds, KEY_PANEL);
+    const u64 b = outer_descriptor(ROWS == 128 ? keys : keys + half * KEY_PANEL, KEY_PANEL);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0);
 }
 
-INLINE void hide(float (&p)[32], int4 block, int row, int window, u32 lane) {
+INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < ROWS / 2; i++) {
         const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
         const int last = block.x + column / G;
         bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
@@ -52,28 +57,14 @@ INLINE void hide(float (&p)[32], int4 block, int row, int window, u32 lane) {
     }
 }
 
-// A half's part of one block of dQ, added to the others' in global memory: in any order, or each when its turn comes.
-INLINE void add_dq(float* dq_sum, u32* turns, const float (&dq)[D / 4], int place, int turn, int half, u32 thread) {
+// A half's part of one block of dQ, added to the others' in global memory, in any order.
+INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
     float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2) + thread * 4;
-    u32* my_turn = turns + 2 * static_cast<long>(place) + half;
-    if (DETERMINISTIC) {
-        if (thread == 0) {
-            u32 now;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(my_turn) : "memory");
-            while (now != turn);
-        }
-        sync_named(4 + half, 128);
-    }
 #pragma unroll
-    for (int i = 0; i < D / 16; i++)
+    for (int i = 0; i < SUMS / 4; i++)
         asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
                      "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                      : "memory");
-    if (DETERMINISTIC) {
-        __threadfence();
-        sync_named(4 + half, 128);
-        if (thread == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(my_turn) : "memory");
-    }
 }
 
 INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float factor, int4 tile, int half, int kv_heads,
@@ -89,9 +80,9 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
 }
 
 // Probabilities from transposed scores, in place.
-INLINE void exponentiate(float (&s)[32], u32 lse, float scale_log2) {
+INLINE void exponentiate(float (&s)[ROWS / 2], u32 lse, float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < ROWS / 2; i += 4) {
         const float2 less = load_pair(lse + i * 8);
         s[i] = exp2_fast(s[i] * scale_log2 - less.x);
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
@@ -100,9 +91,9 @@ INLINE void exponentiate(float (&s)[32], u32 lse, float scale_log2) {
     }
 }
 
-INLINE void differentiate(float (&p)[32], const float (&dp)[32], u32 delta) {
+INLINE void differentiate(float (&p)[ROWS / 2], const float (&dp)[ROWS / 2], u32 delta) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < ROWS / 2; i += 4) {
         const float2 less = load_pair(delta + i * 8);
         p[i] *= dp[i] - less.x;
         p[i + 1] *= dp[i + 1] - less.y;
@@ -111,13 +102,13 @@ INLINE void differentiate(float (&p)[32], const float (&dp)[32], u32 delta) {
     }
 }
 
-INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turns, bf16* dk, bf16* dv, int half,
-                    int kv_heads, float scale, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, int half, int kv_heads,
+                    float scale, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = half * 64 + 16 * warp + lane / 4;
     const float scale_log2 = scale * LOG2E;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
-    const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * ROW_PANEL;
+    const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * 64 * 128;
     const u32 ds_place = my_ds + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
     Ring<2> slots, ds_ring;
     Ring<STAGES> ring;
@@ -127,8 +118,9 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
         const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
         if (tile.z == 0) return;
         const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
-        float s[32], dq[D / 4], dk_sum[D / 2], dv_sum[D / 2];
-        int place, turn, last_place, last_turn;  // of this block, and of the one whose dQ is still to come
+        float s[ROWS / 2], dq[SUMS], dk_sum[D / 2], dv_sum[D / 2];
+        u32 ds[ROWS / 4];
+        int place, last_place;  // of this block, and of the one whose dQ is still to come
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
 
@@ -142,15 +134,14 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
             hold(s);
             const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
             place = said.y;
-            turn = said.z;
-            exponentiate(s, base + AT_LSE + ring.stage * 256 + columns, scale_log2);
+            exponentiate(s, base + AT_LSE + ring.stage * ROWS * 4 + columns, scale_log2);
             if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
         };
-        // From probabilities in s to dV and to dS in shared memory; no product is under way before or after.
+        // From probabilities in s to dV and to dS; no product is under way before or after.
         auto middle = [&](bool is_last) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
-            float dp[32];
-            u32 p[16], ds[16];
+            float dp[ROWS / 2];
+            u32 p[ROWS / 4];
             wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
@@ -162,39 +153,51 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
             products_wait<1>();
             hold(dp);
             if (is_last) arrive(barriers.values_empty());
-            differentiate(s, dp, base + AT_DELTA + ring.stage * 256 + columns);
-            wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
+            differentiate(s, dp, base + AT_DELTA + ring.stage * ROWS * 4 + columns);
             round_pairs(ds, s);
+            if (WITH_DQ) {
+                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
 #pragma unroll
-            for (int j = 0; j < 4; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                store_matrices((ds_place + ds_ring.stage * KEY_PANEL) ^ (j * 32), ds[4 * j], ds[4 * j + 1],
-                               ds[4 * j + 2], ds[4 * j + 3]);
-            fence_async_proxy();
-            sync_named(4 + half, 128);
-            arrive(barriers.ds_full(ds_ring.stage));
+                for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
+                    store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
+                                   ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+                fence_async_proxy();
+                sync_named(4 + half, 128);
+                arrive(barriers.ds_full(ds_ring.stage));
+            }
             products_wait<0>();
             hold(dv_sum);
             hold(p);
             arrive(barriers.douts_empty(ring.stage));
         };
-        auto begin_dk = [&](u32 stage, u32 place) {
+        auto begin_dk = [&](u32 stage, u32 ds_stage) {
+            const u32 queries = base + AT_QUERIES + stage * 2 * ROW_TILE;
             hold(dk_sum);
+            if (!WITH_DQ) hold(ds);
             products_begin();
-            issue_dk(dk_sum, my_ds + place * KEY_PANEL, base + AT_QUERIES + stage * 2 * ROW_TILE);
-        };
-        auto begin_dq = [&](u32 place, u32 parity) {
-            wait(barriers.ds_full(place), parity);
-            products_begin();
-            issue_dq(dq, base + AT_DS + place * KEY_PANEL, keys, half);
+            if (!WITH_DQ)
+                issue_dv(dk_sum, ds, queries);
+            else
+                issue_dk(dk_sum, my_ds + ds_stage * DS_TILE, queries);
+            products_commit();
         };
         auto finish_dk = [&](u32 stage) {
             hold(dk_sum);
+            if (!WITH_DQ) hold(ds);
             arrive(barriers.queries_empty(stage));
         };
-        auto finish_dq = [&](u32 place) {
+        auto begin_dq = [&](const Ring<2>& at) {
+            if (!WITH_DQ) return;
+            wait(barriers.ds_full(at.stage), at.full);
+            products_begin();
+            issue_dq(dq, base + AT_DS + at.stage * DS_TILE, keys, half);
+            products_commit();
+        };
+        auto finish_dq = [&](u32 ds_stage) {
+            if (!WITH_DQ) return;
             hold(dq);
-            arrive(barriers.ds_empty(place));
-            add_dq(dq_sum, turns, dq, last_place, last_turn, half, thread);
+            arrive(barriers.ds_empty(ds_stage));
+            add_dq(dq_sum, dq, last_place, half, thread);
         };
 
         begin_scores();
@@ -205,13 +208,11 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
         int left = tile.z - 1;
         middle(left == 0);
         if (left > 0) {
-            const u32 stage = ring.stage, ds = ds_ring.stage;
+            const u32 stage = ring.stage;
             ring.advance();
             last_place = place;
-            last_turn = turn;
             begin_scores();
-            begin_dk(stage, ds);
-            products_commit();
+            begin_dk(stage, ds_ring.stage);
             products_wait<1>();
             finish_scores();
             products_wait<0>();
@@ -221,33 +222,28 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
                 ds_ring.advance();
                 middle(--left == 0);
                 if (left == 0) {
-                    begin_dq(before.stage, before.full);
-                    products_commit();
+                    begin_dq(before);
                     products_wait<0>();
                     finish_dq(before.stage);
                     break;
                 }
                 const u32 stage = ring.stage;
-                const int this_place = place, this_turn = turn;
+                const int this_place = place;
                 ring.advance();
                 begin_scores();
-                begin_dq(before.stage, before.full);
+                begin_dq(before);
                 begin_dk(stage, ds_ring.stage);
-                products_commit();
-                products_wait<1>();
+                products_wait<WITH_DQ ? 2 : 1>();
                 finish_scores();
                 products_wait<0>();
                 finish_dk(stage);
                 finish_dq(before.stage);
                 last_place = this_place;
-                last_turn = this_turn;
             }
         }
         last_place = place;
-        last_turn = turn;
+        begin_dq(ds_ring);
         begin_dk(ring.stage, ds_ring.stage);
-        begin_dq(ds_ring.stage, ds_ring.full);
-        products_commit();
         products_wait<0>();
         finish_dk(ring.stage);
         finish_dq(ds_ring.stage);
@@ -255,10 +251,12 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, u32* turn
         ring.advance();
         ds_ring.advance();
         slots.advance();
-        Ring<2> free = ds_ring;  // both places of dS have been read by both halves
-        wait(barriers.ds_empty(free.stage), free.empty());
-        free.advance();
-        wait(barriers.ds_empty(free.stage), free.empty());
+        if (WITH_DQ) {  // both places of dS have been read by both halves
+            Ring<2> free = ds_ring;
+            wait(barriers.ds_empty(free.stage), free.empty());
+            free.advance();
+            wait(barriers.ds_empty(free.stage), free.empty());
+        }
         write_keys(dv, my_ds, dv_sum, 1.f, tile, half, kv_heads, warp, lane);
         __syncwarp();
         write_keys(dk, my_ds, dk_sum, scale, tile, half, kv_heads, warp, lane);
@@ -271,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
                        const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
-                       const float* lse, const float* delta, float* dq_sum, u32* turns, bf16* dk, bf16* dv,
+                       const float* lse, const float* delta, float* dq_sum, bf16* dk, bf16* dv,
                        const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
                        int window) {
     extern __shared__ unsigned char unaligned[];
@@ -300,14 +298,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
-        give_registers<24>();
+        give_registers<WITH_DQ ? 24 : 40>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
             copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window,
                        threadIdx.x);
         }
     } else {
-        take_registers<240>();
-        compute(base, barriers, dq_sum, turns, dk, dv, warpgroup - 1, kv_heads, scale, window);
+        take_registers<WITH_DQ ? 240 : 232>();
+        compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, window);
     }
 }

@@ -4,13 +4,15 @@ constexpr int STAGES = 3;
 constexpr int AT_KEYS = 0;  // two slots
 constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;           // stages of queries and output gradients
+constexpr int DS_TILE = KEY_PANEL * ROWS / 64;
 constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;  // two of dS, rows are keys; dV and dK in the end
-constexpr int AT_LSE = AT_DS + 2 * KEY_PANEL;              // stages of float[64], times log2(e)
-constexpr int AT_DELTA = AT_LSE + STAGES * 256;            // rowsum(dO * O), likewise
-constexpr int AT_TILES = AT_DELTA + STAGES * 256;          // int4 of a slot: k_first, k_count, blocks, head
+constexpr int AT_LSE = AT_DS + 2 * DS_TILE;                // stages of float[ROWS], times log2(e)
+constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;       // rowsum(dO * O), likewise
+constexpr int AT_TILES = AT_DELTA + STAGES * ROWS * 4;     // int4 of a slot: k_first, k_count, blocks, head
 constexpr int AT_BLOCKS = AT_TILES + 2 * 16;               // two int4 of a stage
 constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;  // of dQ's sum
+static_assert(ROWS * D == 8192, "64 rows of dim 128, whose halves are of columns, or 128 of dim 64, of rows");
 static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
@@ -35,7 +37,7 @@ struct Maps {
 INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads,
                          u32 lane) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < ROWS / 32; i++) {
         const int row = i * 32 + lane;
         const bool inside = row < q_count * G;
         const float* source =
@@ -61,9 +63,9 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     if (lane == 0) next = draw(counter, items);
     while (true) {
         const u32 item = __shfl_sync(~0u, next, 0), slot = slots.stage;
-        wait(barriers.keys_empty(slot), slots.empty());
         int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
         if (item >= items) {
+            wait(barriers.keys_empty(slot), slots.empty());
             if (lane == 0) {
                 *said = make_int4(0, 0, 0, 0);
                 arrive(barriers.keys_full(slot));
@@ -74,9 +76,6 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         locate(work, item, kv_heads, entry, head);
         const int4 tile = entries[entry];
         const int k_first = tile.x, k_end = tile.x + tile.y;
-        if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
-        copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot), k_first, tile.y,
-                  head, lane);
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const int4 a = rows[2 * number], b = rows[2 * number + 1];
@@ -84,13 +83,14 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             const int low = max(k_first, a.z),
                       high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
             if (low >= high) continue;
-            int block = max(0, low - shift - q_begin) / TOKENS;
+            const int first_block = max(0, low - shift - q_begin) / TOKENS;
             int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
             if (WINDOWED) {
                 const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
                 stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
             }
-            for (; block < stop; block++, left--) {
+            // From the last to the first: tiles that are begun together meet the same queries and sums in the cache.
+            for (int block = stop - 1; block >= first_block; block--, left--) {
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
                 const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
@@ -99,24 +99,27 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 stage = ring.stage;
                 wait(barriers.queries_empty(stage), ring.empty());
                 if (lane == 0) {
-                    const int first_key = WINDOWED ? max(a.z, q_first + shift - window + 1) : a.z;
-                    const int turn =
-                        (max(0, k_first - first_key) + KEYS - 1) / KEYS;  // tiles of this block before this one
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, turn, 0);
+                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, 0, 0);
                 }
                 const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
                 copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head,
                              lane);
-                copy_numbers(base + AT_LSE + stage * 256, lse, barriers.queries_full(stage), q_first, q_count, head,
-                             kv_heads, lane);
+                copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count,
+                             head, kv_heads, lane);
+                if (left == tile.z) {  // what keys and values might wait for comes after queries
+                    wait(barriers.keys_empty(slot), slots.empty());
+                    if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
+                    copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot),
+                              k_first, tile.y, head, lane);
+                }
                 wait(barriers.douts_empty(stage), ring.empty());
                 copy_queries(at + ROW_TILE, maps.douts, maps.dout_rows, barriers.douts_full(stage), q_first, q_count,
                              head, lane);
-                copy_numbers(base + AT_DELTA + stage * 256, delta, barriers.douts_full(stage), q_first, q_count, head,
-                             kv_heads, lane);
-                if (left == tile.z) {  // values have one place only: whatever else the tile begins with comes first
+                copy_numbers(base + AT_DELTA + stage * ROWS * 4, delta, barriers.douts_full(stage), q_first, q_count,
+                             head, kv_heads, lane);
+                if (left == tile.z) {
                     wait(barriers.values_empty(), values_empty);
                     values_empty ^= 1;
                     copy_keys(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first, tile.y,

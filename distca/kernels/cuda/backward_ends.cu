@@ -1,7 +1,7 @@
 // What stands before and after backward's main kernel; both are bound by memory.
 
 // Before: delta = rowsum(dO * O), the log-sum-exp to base 2 (a query without keys gets probabilities of zero), and
-// zeros where dQ is added up and turns are counted.
+// zeros where dQ is added up.
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows,
                     uint4* zeros, long num_zeros) {
@@ -30,10 +30,12 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn; a thread
-// takes eight columns of a row and of the row eight below, which lie in 64 bytes.
+// takes eight columns of a row and of the row eight below, which lie in 64 bytes. The halves of a block are those of
+// its rows where there are 128, else of its columns.
 extern "C" __global__ void __launch_bounds__(256)
     attention_write_dq(bf16* dq, const float* dq_sum, const int* table, int blocks_at, int kv_heads, float scale) {
-    constexpr int CHUNKS = D / 16;  // of eight columns in a half
+    constexpr bool BY_ROWS = ROWS == 128;
+    constexpr int CHUNKS = (BY_ROWS ? D : D / 2) / 8;  // of eight columns in a half
     const int2* entries = reinterpret_cast<const int2*>(table + blocks_at);
     const int used = table[2];
     for (int item = blockIdx.x; item < used * kv_heads; item += gridDim.x) {
@@ -57,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(256)
             round_pairs(rounded[1], below);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int row = upper / 8 * 16 + upper % 8 + 8 * i;
+                const int row = (BY_ROWS ? half * 64 : 0) + upper / 8 * 16 + upper % 8 + 8 * i;
                 const long place = static_cast<long>(block.x + row / G) * kv_heads * G + head * G + row % G;
                 if (row < block.y * G)
-                    reinterpret_cast<uint4*>(dq + place * D)[half * CHUNKS + chunk] =
+                    reinterpret_cast<uint4*>(dq + place * D)[(BY_ROWS ? 0 : half * CHUNKS) + chunk] =
                         make_uint4(rounded[i][0], rounded[i][1], rounded[i][2], rounded[i][3]);
             }
         }

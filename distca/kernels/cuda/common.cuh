@@ -1,7 +1,7 @@
 // What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
 //
-// Compiled with D (head dim, 64 or 128), G (query heads per KV head) and WINDOWED defined, backward with DETERMINISTIC
-// too. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
+// Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
+// WINDOWED defined, backward with WITH_DQ too. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
 // bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled`
 // names it for the rest.
 
@@ -14,8 +14,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int KEYS = 128;         // in a key tile
-constexpr int ROWS = 64;          // of a block: one row is one token and one query head
-constexpr int TOKENS = ROWS / G;  // in a block
+constexpr int TOKENS = ROWS / G;  // in a block, whose rows are pairs of a token and a query head
 constexpr int PANELS = D / 64;
 constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
@@ -197,7 +196,6 @@ INLINE void hold(u32 (&x)[N]) {
                      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(OUTER_A), "n"(OUTER_B));              \
     }
 
-PRODUCT_SHARED(16, "m64n32k16", TEXT16, HELD16(d, 0), "%16", "%17", "%18", "%19", "%20")
 PRODUCT_SHARED(32, "m64n64k16", TEXT32, HELD32(d, 0), "%32", "%33", "%34", "%35", "%36")
 PRODUCT_SHARED(64, "m64n128k16", TEXT64, HELD64(d), "%64", "%65", "%66", "%67", "%68")
 
@@ -285,6 +283,29 @@ INLINE uint4 load_shared(u32 address) {
                  : "r"(address)
                  : "memory");
     return x;
+}
+
+// One of the two blocks of a tile of queries, as it lies in memory.
+struct Block {
+    int rows;
+    long first;  // in heads of tokens
+    int skip;    // from token to token
+
+    INLINE Block(int4 tile, int half, int kv_heads)  // tile: q_first, q_count, steps, head
+        : rows(min(TOKENS, tile.y - half * TOKENS) * G),
+          first(static_cast<long>(tile.x + half * TOKENS) * kv_heads * G + tile.w * G),
+          skip((kv_heads - 1) * G) {}
+    INLINE long place(int row) const { return first + row + (row / G) * skip; }
+};
+
+// A warp writes its 16 rows of a block, which it has staged.
+INLINE void write_block(bf16* out, u32 staging, const Block& block, u32 warp, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8);
+        const uint4 x = load_shared(staging + (chunk >> 3) * ROW_PANEL + swizzled(row, chunk & 7));
+        if (row < block.rows) reinterpret_cast<uint4*>(out + block.place(row) * D)[chunk] = x;
+    }
 }
 
 INLINE int4 load_said(u32 address) {  // what the copying warp wrote

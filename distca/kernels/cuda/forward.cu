@@ -181,21 +181,13 @@ INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[D / 
         sum0 += __shfl_xor_sync(~0u, sum0, hop);
         sum1 += __shfl_xor_sync(~0u, sum1, hop);
     }
+    const Block block = {tile, half, kv_heads};
     stage_rows(staging, ROW_PANEL, o, sum0 > 0 ? 1 / sum0 : 0.f, sum1 > 0 ? 1 / sum1 : 0.f, warp, lane);
-    const int rows = min(TOKENS, tile.y - half * TOKENS) * G;
-    const long first = static_cast<long>(tile.x + half * TOKENS) * kv_heads * G + tile.w * G;  // in heads of tokens
-    const int skip = (kv_heads - 1) * G;                                                       // from token to token
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8);
-        const uint4 x = load_shared(staging + (chunk >> 3) * ROW_PANEL + swizzled(row, chunk & 7));
-        if (row < rows) reinterpret_cast<uint4*>(out + (first + row + (row / G) * skip) * D)[chunk] = x;
-    }
+    write_block(out, staging, block, warp, lane);
     if ((lane & 3) == 0) {
         const int row = 16 * warp + lane / 4;
-        if (row < rows) lse[first + row + (row / G) * skip] = (softmax.max0 * scale_log2 + log2f(sum0)) / LOG2E;
-        if (row + 8 < rows)
-            lse[first + row + 8 + ((row + 8) / G) * skip] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
+        if (row < block.rows) lse[block.place(row)] = (softmax.max0 * scale_log2 + log2f(sum0)) / LOG2E;
+        if (row + 8 < block.rows) lse[block.place(row + 8)] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
     }
 }
 
