@@ -276,7 +276,7 @@ def attend_on_fake_ranks(
     def body(attend: CoreAttention) -> tuple[torch.Tensor, ...]:
         index = row_index(plan.layout, attend.transport.rank)
         row = [x.detach()[index].requires_grad_() for x in (q, k, v)]
-        out = attend(*row, plan, scale=scale, window=window)
+        out = attend(row[0], row[1], row[2], plan, scale=scale, window=window)
         out.backward(dout[index])
         return out.detach(), *(x.grad for x in row if x.grad is not None)
 

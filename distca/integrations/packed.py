@@ -25,7 +25,7 @@ from distca.cost.latency_table import LatencyTable
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
-from distca.runtime.attention import CoreAttention
+from distca.runtime.attention import CoreAttention, not_compiled
 from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport, TransportError
 from distca.runtime.transport.c10d import first_line
@@ -33,7 +33,6 @@ from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import check_tolerance
 
-_not_compiled = torch.compiler.disable(reason="distca exchanges with other ranks, by lengths that change")
 _FIRST_CAPACITY = 255                                            # documents of a rank that fit the first collective
 Rows = tuple[tuple[int, ...], ...]                               # [ranks] lengths of each rank's documents
 
@@ -80,7 +79,7 @@ class PackedAttention:
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._capacity = _FIRST_CAPACITY
 
-    @_not_compiled
+    @not_compiled
     def begin(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedBatch:
         """Exchange lengths and plan; every rank calls this once per forward. `device` carries the lengths."""
         rows = self._everyones(lengths, torch.device(device))
@@ -89,12 +88,12 @@ class PackedAttention:
         self.latest = self._plan(rows, False)
         return PackedBatch(tuple(lengths), self.latest, self._plan(rows, True) if self._two_plans else None)
 
-    @_not_compiled
+    @not_compiled
     def at_home(self, lengths: Sequence[int]) -> PackedBatch:
         """A batch that talks to nobody, such as evaluation's: ranks may run unequal numbers of these."""
         return PackedBatch(tuple(lengths), None)
 
-    @_not_compiled
+    @not_compiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PackedBatch, *,
         scale: float | None = None, window: int | None = None,

@@ -13,9 +13,9 @@ autograd's saved tensors, so replay by activation checkpointing is an ordinary f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ from distca.runtime.registry import PlanRegistry
 from distca.runtime.transport import Transport, transport_for
 
 STATES = ("resend", "keep")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def not_compiled(method: Method) -> Method:
+    """torch.compile breaks its graph here; unlike torch's own decorator this keeps the types."""
+    outside: Method = torch.compiler.disable(
+        method, reason="distca exchanges with other ranks, by lengths that change with every batch")
+    return outside
 
 
 class CoreAttention:
@@ -54,7 +62,7 @@ class CoreAttention:
         self.state, self.recorder = state, recorder
         self._announcer = Announcer(self.transport)
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(
         self,
         q: torch.Tensor,
@@ -76,7 +84,7 @@ class CoreAttention:
         pending.token = _Serve.apply(pending, pending.token)
         return _Finish.apply(pending, pending.token, q, k, v)
 
-    @torch.compiler.disable
+    @not_compiled
     def start(
         self,
         q: torch.Tensor,
@@ -93,12 +101,12 @@ class CoreAttention:
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
-    @torch.compiler.disable
+    @not_compiled
     def serve(self, pending: Pending) -> None:
         """Wait for the tasks this rank serves, compute them, send the results back."""
         pending.token = _Serve.apply(pending, pending.token)
 
-    @torch.compiler.disable
+    @not_compiled
     def finish(self, pending: Pending) -> torch.Tensor:
         """Wait for this rank's own results."""
         return _Finish.apply(pending, pending.token, *pending.inputs)
