@@ -13,8 +13,11 @@ Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_â
 
 @checkpoint_app.command("verify")
 def verify_command(folder: Folder) -> None:
-    """Read every byte of every checkpoint and say which are what was written; exit code 1 where one is not."""
-    from distca.train.checkpoint_folder import DamagedError, verify
+    """Read every byte of every checkpoint and say which are what was written; exit code 1 where one is not.
+
+    One whose save was cut short, or goes on, is torn: no run uses it, and it is no reason for another exit code.
+    """
+    from distca.train.checkpoint_folder import DamagedError, TornError, verify
 
     bad = 0
     for path in _checkpoints(folder):
@@ -23,6 +26,8 @@ def verify_command(folder: Folder) -> None:
         except DamagedError as error:
             bad += 1
             print(f"{path.name}  damaged: {error}")
+        except TornError as error:
+            print(f"{path.name}  torn: {error}")
         except ValueError as error:
             bad += 1
             print(f"{path.name}  not read: {error}")
@@ -60,14 +65,14 @@ def export_command(
                                            show_default=False)],
 ) -> None:
     """Write the newest good checkpoint's weights as a Hugging Face model that `from_pretrained` loads."""
-    from distca.train.checkpoint_folder import DamagedError
+    from distca.train.checkpoint_folder import DamagedError, TornError
     from distca.train.export import export_hf
 
     for path in reversed(_checkpoints(folder)):
         try:
             export_hf(path, target)
-        except DamagedError as error:
-            print(f"{path.name}  damaged and not used: {error}")
+        except (DamagedError, TornError) as error:
+            print(f"{path.name}  {'torn' if isinstance(error, TornError) else 'damaged'} and not used: {error}")
         else:
             print(f"{path.name}  exported to {target}")
             return

@@ -40,6 +40,10 @@ class DamagedError(ValueError):
     """A checkpoint's content is not what was written, or cannot be read; says which file."""
 
 
+class TornError(ValueError):
+    """A checkpoint without a manifest: its save was cut short, or goes on."""
+
+
 class OldFormatError(ValueError):
     """A checkpoint of an earlier version, which only an unpickler can read."""
 
@@ -146,7 +150,9 @@ def judge(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> tuple
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a folder. DamagedError where it was one of ours, ValueError where it never was."""
+    """The manifest of a folder. DamagedError or TornError where it was one of ours, ValueError where it never was."""
+    if not os.path.lexists(path / MANIFEST):
+        raise TornError(f"it has no {MANIFEST}: its save was cut short, or goes on")
     if not (path / MANIFEST).is_file():
         raise DamagedError(f"{MANIFEST} is no file")
     try:

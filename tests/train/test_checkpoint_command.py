@@ -76,6 +76,11 @@ def test_verify_tells_good_from_damaged(run, tmp_path):
     assert code == 1 and not err and "step_00000001  good" in out
     assert "step_00000002  damaged: state-00000.safetensors does not match its checksum" in out
     assert run("checkpoint", "verify", "saved/step_00000001")[0] == 0
+    (tmp_path / "saved/step_00000002" / MANIFEST).unlink()
+    code, out, err = run("checkpoint", "verify", "saved")
+    assert code == 0 and not err and "step_00000002  torn: it has no manifest.json: its save was cut short" in out
+    code, out, _ = run("checkpoint", "export", "saved", "out")
+    assert code == 0 and "step_00000002  torn and not used" in out and "step_00000001  exported" in out
 
 
 @pytest.mark.parametrize("command", ["verify", "convert"])

@@ -26,7 +26,7 @@ WHERE = {  # what a killed process was doing -> (module, function of it)
     "writing the manifest": ("distca.train.checkpoint", "write_manifest"),
     "removing an old one": ("distca.train.checkpoint_folder", "remove"),
     "rewriting the log": ("distca.train.display", "open_log"),
-    "loading": ("distca.train.checkpoint_files", "check_bytes"),
+    "loading": ("distca.train.checkpoint_files", "read_at"),
 }
 
 

@@ -104,7 +104,7 @@ def test_every_group_of_a_run_has_its_timeout(mains, settings, tmp_path, values)
 @pytest.mark.multiprocess
 def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains, settings, capfd):
     begin = time.monotonic()
-    short = settings.with_values({"run.timeout_seconds": 8, "checkpoint.every": 0, "run.steps": 1})
+    short = settings.with_values({"run.timeout_seconds": 5, "checkpoint.every": 0, "run.steps": 1})
     assert launch(short, mains.train_and_stop_in_the_last_save) == 1
     assert time.monotonic() - begin < 100                        # torch's own wait is half an hour
     error = capfd.readouterr().err
@@ -112,7 +112,7 @@ def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains, settings, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "continue"])
 def test_a_full_disk_says_so_and_the_run_goes_on_if_asked_to(mains, settings, tmp_path, capfd, on_error):
     code = launch(settings.with_values({"checkpoint.on_error": on_error}), mains.train_with_a_full_disk)
     error = capfd.readouterr().err
