@@ -80,10 +80,11 @@ def reference(results: Path) -> str:
 def attention(results: Path) -> str:
     content = _read(results, "attention_nvidia_h200")
     rows = {(row["batch"].partition(":")[0], row["kernel"]): row for row in content["rows"]}
+    kernels = {kernel: said for kernel, said in KERNELS.items() if any(kernel == one for _, one in rows)}
     table = []
     for batch, said in BATCHES.items():
         cells = []
-        for kernel in KERNELS:
+        for kernel in kernels:
             row = rows.get((batch, kernel))
             note = " (no mask)" if row and "no mask" in row["runs"] else ""
             cells.append(f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}{note}" if row else "")
@@ -92,7 +93,7 @@ def attention(results: Path) -> str:
             "query heads, 8 KV heads, dim 128, with our own kernel for attention tasks, in which keys that several "
             f"tasks share cost nothing extra ({_source('attention_nvidia_h200')}, "
             "`benchmarks/attention.py`;\n[kernels.md](kernels.md) has the "
-            f"rest).\n\n{_table(('batch', *KERNELS.values()), table)}")
+            f"rest).\n\n{_table(('batch', *kernels.values()), table)}")
 
 
 def runtime(results: Path) -> str:
@@ -187,7 +188,8 @@ def trusted(results: Path) -> str:
             f"({_source('simulator_cpu')}). Ranks that share cores are not predicted so well. All attention calls of "
             f"simulated pools of 64 and 512 GPUs, {len(gpu['measured'])} batches run for real on an H200, forward and "
             f"backward: {100 * charged['median_error']:.1f} % median and {100 * charged['worst_error']:.1f} % worst "
-            f"error of what is charged from the shipped tables ({_source('simulator_gpu')}, `benchmarks/simulator.py`).")
+            f"error of what is charged from the shipped tables ({_source('simulator_gpu')}, "
+            "`benchmarks/simulator.py`).")
 
 
 def report_page(results: Path) -> str:
