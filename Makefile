@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench sweep clean
+.PHONY: demo test check lint bench sweep torchtitan clean
 
 demo: $(INSTALLED)
 	$(BIN)/distca train examples/demo.toml
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+check: $(INSTALLED) lint
+	$(BIN)/python -m pytest -m 'not slow and not multiprocess and not browser' --ignore tests/integrations --ignore tests/train
 
 sweep: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
@@ -22,6 +25,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planner.py
 
+torchtitan:
+	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan
+	$(VENV)-torchtitan/bin/python -m pip install --quiet --editable '.[train,torchtitan]' hypothesis pytest pytest-timeout transformers
+	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py tests/integrations/test_versions.py
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"distca needs Python 3.11 or newer, found {v[0]}.{v[1]}; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,4 +38,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torchtitan build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

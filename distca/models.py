@@ -75,6 +75,8 @@ def model_of_folder(path: str | Path) -> ModelShape:
 def read_config(path: str | Path) -> dict[str, Any]:
     """A config.json, or that of a folder."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    if Path(path).is_dir() and not file.is_file():
+        raise ValueError(f"{path} has no {CONFIG}; give the folder of a Hugging Face model")
     content = read_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; give a model's {CONFIG}")

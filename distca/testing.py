@@ -299,7 +299,7 @@ def dense_on_one(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProcessOutcome:
     """How a process ended: with what its body returned, with an error, or without a word."""
 
     value: Any                # None where the body raised or never came back
@@ -311,7 +311,7 @@ class Outcome:
 def run_processes(
     size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 20.0, deadline_seconds: float = 60.0,
     lost: int | None = None,
-) -> list[Outcome]:
+) -> list[ProcessOutcome]:
     """Run `body(transport, *args)` in real processes that form a gloo group; none of them outlives this call.
 
     `body` is a function of a module that can be loaded from its file. `timeout_seconds` is the group's. The rank that
@@ -352,9 +352,9 @@ def _hear(end: Connection, process: Any, deadline: float) -> bytes:
         return b""
 
 
-def _outcome(process: Any, said: bytes) -> Outcome:
+def _outcome(process: Any, said: bytes) -> ProcessOutcome:
     value, error, seconds = pickle.loads(said) if said else (None, None, 0.0)
-    return Outcome(value, error, process.exitcode, seconds)
+    return ProcessOutcome(value, error, process.exitcode, seconds)
 
 
 def _one_process(

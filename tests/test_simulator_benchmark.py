@@ -144,8 +144,8 @@ def made_up_machine(folder, per_pair=0.0, per_token=0.0, per_byte=0.0):
     grid = np.array([1, 128, 256, 512, 1_024, 4_096])
     q = grid[:, None].astype(np.float64)
     pairs = np.where(q <= grid, q * (grid - (q - 1) / 2), np.nan)
-    table = LatencyTable("made up", grid, grid, max(per_pair, 1e-30) * pairs, 2 * max(per_pair, 1e-30) * pairs,
-                         1 / max(per_pair, 1e-30), {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32})
+    table = LatencyTable("made up", grid, grid, max(per_pair, 1e-12) * pairs, 2 * max(per_pair, 1e-12) * pairs,
+                         1 / max(per_pair, 1e-12), {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32})
     table.save(folder / "table.json")
     ways = (per_token, 2 * per_token)
     return host.Machine(str(folder / "table.json"), ways, ways, ways, (1.0, 2.0), per_byte, 0.0)

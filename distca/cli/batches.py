@@ -21,7 +21,7 @@ RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class DocumentBatch:
     """Documents that fill their ranks exactly; with a workload, each inside its own sequence's ranks."""
 
     source: str  # for people
@@ -33,7 +33,7 @@ class Batch:
 
 def read_batch(
     source: str, ranks: int | None, tokens_per_rank: int | None, seed: int | None, max_document: int | None
-) -> Batch:
+) -> DocumentBatch:
     """The batch that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
     if ranks is not None:
         check_whole("ranks", ranks, most=MAX_RANKS, why=RANKS_WHY)
@@ -46,7 +46,7 @@ def read_batch(
     if source in SAMPLERS:
         seed = 0 if seed is None else seed
         lengths = sample_lengths(source, wanted, seed=seed, max_document=max_document)
-        return Batch(f"{source}, seed {seed}", lengths, ranks or DEFAULT_RANKS,
+        return DocumentBatch(f"{source}, seed {seed}", lengths, ranks or DEFAULT_RANKS,
                      tokens_per_rank or DEFAULT_TOKENS_PER_RANK)
     if seed is not None:
         raise ValueError(f"seed is {seed} but {source!r} is not a sampler; leave --seed out or name one of: "
@@ -75,7 +75,7 @@ def refuse_source(source: str, field: str = "SOURCE") -> None:
 
 def _batch_of_workload(
     path: str, workload: Workload, ranks: int | None, tokens_per_rank: int | None, max_document: int | None
-) -> Batch:
+) -> DocumentBatch:
     for field, asked, said in (("ranks", ranks, workload.ranks),
                                ("tokens_per_rank", tokens_per_rank, workload.tokens_per_rank)):
         if asked is not None and asked != said:
@@ -85,12 +85,13 @@ def _batch_of_workload(
         raise ValueError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
                          "cutting it would leave its ranks unfilled; leave the option out or change the file")
     check_whole("ranks", workload.ranks, most=MAX_RANKS, why=RANKS_WHY)
-    return Batch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank, workload)
+    return DocumentBatch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank,
+                         workload)
 
 
 def _batch_of_lengths(
     name: str, lengths: np.ndarray, ranks: int | None, tokens_per_rank: int | None, max_document: int | None
-) -> Batch:
+) -> DocumentBatch:
     """As many leading documents as fill the ranks, the last one cut; all of them where nothing else is asked."""
     ranks = ranks or DEFAULT_RANKS
     whole = len(lengths)
@@ -101,14 +102,14 @@ def _batch_of_lengths(
     if tokens_per_rank == 0:
         raise ValueError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
     lengths = fill(lengths, ranks * tokens_per_rank)
-    return Batch(f"{plain(name)}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
+    return DocumentBatch(f"{plain(name)}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
 
 
-def without_spanning(batch: Batch) -> Batch:
+def without_spanning(batch: DocumentBatch) -> DocumentBatch:
     """The same tokens with every document cut at its rank's end."""
     lengths = cut_at_ranks(batch.lengths, batch.tokens_per_rank)
     workload = batch.workload
     if workload is not None:
         workload = Workload(workload.name, workload.ranks, workload.tokens_per_rank,
                             tuple(cut_at_ranks(sequence, workload.tokens_per_rank) for sequence in workload.sequences))
-    return Batch(f"{batch.source}, cut at ranks", lengths, batch.ranks, batch.tokens_per_rank, workload)
+    return DocumentBatch(f"{batch.source}, cut at ranks", lengths, batch.ranks, batch.tokens_per_rank, workload)

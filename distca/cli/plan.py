@@ -19,7 +19,7 @@ from distca.cli.batches import (
     DEFAULT_RANKS,
     DEFAULT_TOKENS_PER_RANK,
     STANDARD_LIBRARY,
-    Batch,
+    DocumentBatch,
     read_batch,
     without_spanning,
 )
@@ -42,7 +42,7 @@ from distca.workload.packing import check_tolerance, pack, pack_workload
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PlanPool:
     """Who serves, and how their work is counted."""
 
     model: ModelShape
@@ -92,7 +92,7 @@ def plan_command(
     write_page = page_writer("html", html) if html else None
     shape = model_named(model)
     seconds = None if cost is None else AttentionTime.of(find_table(cost), shape, tp)
-    pool = Pool(shape, tp, tolerance, dedicated, seconds)
+    pool = PlanPool(shape, tp, tolerance, dedicated, seconds)
     if pool.cost is not None and pool.cost.note:
         print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)
@@ -118,7 +118,7 @@ def plan_command(
         raise typer.Exit(1)
 
 
-def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], None]) -> PlannedBatch:
+def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: Callable[[str], None]) -> PlannedBatch:
     """Plan, prove and measure. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:
@@ -139,7 +139,7 @@ def plan_batch(batch: Batch, pool: Pool, placement: str, step: Callable[[str], N
                            plan_seconds=plan_seconds, invalid=invalid)
 
 
-def _layout(batch: Batch, pool: Pool, placement: str) -> Layout:
+def _layout(batch: DocumentBatch, pool: PlanPool, placement: str) -> Layout:
     speed = pool.speed(batch.ranks)
     work, wave_tokens = work_of_documents(pool.cost), 1 if pool.cost is None else pool.cost.wave_tokens
     if batch.workload is not None:
@@ -157,7 +157,7 @@ def _failed_proof(plan: Plan) -> str | None:
     return None
 
 
-def _warm_up(pool: Pool, placement: str) -> None:
+def _warm_up(pool: PlanPool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
-    batch = Batch("warm-up", np.array([3072, 512, 512]), 2, 2048)
+    batch = DocumentBatch("warm-up", np.array([3072, 512, 512]), 2, 2048)
     pool.balanced(_layout(batch, pool, placement)).summary()

@@ -11,7 +11,7 @@ import typer
 from distca.cli.batches import read_batch
 from distca.cli.logs import RunLog, read_log, read_traces
 from distca.cli.outputs import page_writer
-from distca.cli.plan import Pool, plan_batch
+from distca.cli.plan import PlanPool, plan_batch
 from distca.cli.progress import progress
 from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, plan_page
@@ -41,7 +41,7 @@ def report_command(
     if not (paths or predicted or plan):
         raise ValueError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
     write = page_writer("out", out)
-    data = _planned(plan, Pool(model_named(model), 1, tolerance, 0, None), placement, ranks, tokens_per_rank, seed
+    data = _planned(plan, PlanPool(model_named(model), 1, tolerance, 0, None), placement, ranks, tokens_per_rank, seed
                     ) if plan else ReportData("distca report")
     logs = [(path, read_log(path)) for path in paths or ()]
     data = replace(
@@ -55,7 +55,7 @@ def report_command(
     print(f"Written to {out}.")
 
 
-def _planned(source: str, pool: Pool, placement: str, ranks: int | None, tokens_per_rank: int | None,
+def _planned(source: str, pool: PlanPool, placement: str, ranks: int | None, tokens_per_rank: int | None,
              seed: int | None) -> ReportData:
     with progress() as say:
         say("reading documents")

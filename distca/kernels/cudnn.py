@@ -51,7 +51,7 @@ _Uid = IntEnum(
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CudnnBatch:
     """The rows of one call. Reads start where the rows begin, writes at the rows' places: there too, or packed."""
 
     rows: TaskRows
@@ -88,10 +88,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _CudnnTasks:
     rows: TaskRows
-    forward: tuple[Batch, ...]
-    backward: tuple[Batch, ...]
+    forward: tuple[CudnnBatch, ...]
+    backward: tuple[CudnnBatch, ...]
     forward_in_place: bool  # no query stands in two rows
     keys_in_place: bool  # no key stands in two rows of backward
     num_queries: int  # in the visible rows
@@ -124,7 +124,7 @@ class CudnnKernel:
             return f"cuDNN is version {version}; install {OLDEST_BACKEND} or newer"
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _CudnnTasks:
         if window is not None:
             raise ValueError(f"kernel='cudnn' got window={window}, it takes None; use kernel='varlen'")
         inside = joined(visible(rows))
@@ -136,9 +136,9 @@ class CudnnKernel:
         every = concatenate(squares, before)
         keys_in_place = disjoint(every.k_begin, every.k_end)
 
-        def batch(rows: TaskRows, mask: Mask, in_place: bool) -> Batch:
+        def batch(rows: TaskRows, mask: Mask, in_place: bool) -> CudnnBatch:
             q, k = Spans.of(rows.q_begin, rows.q_end), Spans.of(rows.k_begin, rows.k_end)
-            return Batch(rows, mask, in_place, device, q, k)
+            return CudnnBatch(rows, mask, in_place, device, q, k)
 
         forward = [
             batch(chunk, mask, forward_in_place)
@@ -151,13 +151,13 @@ class CudnnKernel:
             for apart in query_disjoint(table)
             for chunk in launches(apart, ROWS_AT_ONCE, None if keys_in_place else COPIED_KEYS_AT_ONCE)
         ]
-        return _Prepared(
+        return _CudnnTasks(
             rows, tuple(forward), tuple(backward), forward_in_place, keys_in_place, int(inside.q_len.sum()),
             int(every.k_len.sum()),
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _CudnnTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
@@ -185,7 +185,7 @@ class CudnnKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        prepared: _Prepared,
+        prepared: _CudnnTasks,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
@@ -222,7 +222,8 @@ def bucket(count: int, least: int = 1) -> int:
 
 
 def run_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, batch: CudnnBatch,
+    scale: float,
 ) -> None:
     """Fill the rows' places in out and lse."""
     q_width, k_width = q[0].numel(), k[0].numel()
@@ -237,7 +238,7 @@ def run_forward(
 
 
 def run_backward(
-    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: Batch, scale: float
+    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: CudnnBatch, scale: float
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse."""
     q, k = saved[1], saved[2]
@@ -286,7 +287,7 @@ def _handle(device: torch.device) -> Any:
     return handles[device]
 
 
-def _execute(pack: dict[_Uid, torch.Tensor], batch: Batch, scale: float, totals: tuple[int, int] | None) -> None:
+def _execute(pack: dict[_Uid, torch.Tensor], batch: CudnnBatch, scale: float, totals: tuple[int, int] | None) -> None:
     q, k = pack[_Uid.Q], pack[_Uid.K]
     q_dim = (batch.num_rows, q.shape[1], bucket(int(batch.rows.q_len.max()), MIN_LEN), q.shape[2])
     k_dim = (batch.num_rows, k.shape[1], bucket(int(batch.rows.k_len.max()), MIN_LEN), k.shape[2])

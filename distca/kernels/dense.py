@@ -45,7 +45,7 @@ def dense_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _DenseTasks:
     rows: TaskRows
     window: int | None
 
@@ -59,12 +59,12 @@ class DenseKernel:
     def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
         return None if dtype.is_floating_point else f"dtype is {dtype}; give a floating-point dtype"
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _DenseTasks:
         check_window(window)
-        return _Prepared(rows, window)
+        return _DenseTasks(rows, window)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _DenseTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
         scores = _scores(q, k, prepared, softmax_scale(q, scale))  # [heads, q, k]
@@ -81,7 +81,7 @@ class DenseKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        prepared: _Prepared,
+        prepared: _DenseTasks,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
@@ -103,7 +103,7 @@ def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.to(accumulation_dtype(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, prepared: _Prepared, scale: float) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, prepared: _DenseTasks, scale: float) -> torch.Tensor:
     """[heads, num_q, num_k], -inf where no row shows the key to the query."""
     count = times_shown(q, k, prepared.rows, prepared.window)
     scores = torch.einsum("qhd,khd->hqk", q.to(count.dtype), _per_head(k, q)) * scale

@@ -31,7 +31,7 @@ from distca.kernels.interface import (
 HEAD_DIMS = (64, 128)
 
 
-class Prepared:
+class HopperTasks:
     """Rows, and their tables for every kind of heads that has been asked for."""
 
     __slots__ = ("by_heads", "checked", "covered", "device", "inside", "num_sms", "rows", "window")
@@ -101,15 +101,15 @@ class HopperKernel:
             return str(error)
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Prepared:
-        return Prepared(rows, device, window, self.spare_multiprocessors)
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> HopperTasks:
+        return HopperTasks(rows, device, window, self.spare_multiprocessors)
 
-    def refill(self, prepared: Prepared, rows: TaskRows) -> None:
+    def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""
         prepared.take(rows)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Prepared, scale: float | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         prepared.check(q, k, v)
         capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
@@ -131,7 +131,7 @@ class HopperKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        prepared: Prepared,
+        prepared: HopperTasks,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prepared.check(q, k, v)

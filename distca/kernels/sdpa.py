@@ -42,7 +42,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _SdpaTasks:
     rows: TaskRows
     parts: tuple[_Part, ...]
     masks: tuple[torch.Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
@@ -59,7 +59,7 @@ class SdpaKernel:
             return f"dtype is {dtype}; give float64, float32, bfloat16 or float16"
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _SdpaTasks:
         inside = joined(visible(rows, window), window)
         reach = np.inf if window is None else window
         banded = inside.q_offset + inside.q_len > reach
@@ -79,10 +79,10 @@ class SdpaKernel:
                 fresh = not covered[q0:q1].any()
                 parts.append(_Part(slice(q0, q1), slice(k0, k1), kind == "causal", mask, fresh))
                 covered[q0:q1] = True
-        return _Prepared(rows, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks))
+        return _SdpaTasks(rows, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _SdpaTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
@@ -107,7 +107,7 @@ class SdpaKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        prepared: _Prepared,
+        prepared: _SdpaTasks,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)

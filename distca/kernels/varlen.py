@@ -34,7 +34,7 @@ UNBOUNDED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class VarlenCall:
     """One launch over packed queries, and keys that forward finds by their starts and backward gets packed."""
 
     q: Spans
@@ -50,10 +50,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _VarlenTasks:
     rows: TaskRows
-    forward: tuple[Call, ...]
-    backward: tuple[Call, ...]
+    forward: tuple[VarlenCall, ...]
+    backward: tuple[VarlenCall, ...]
     queries_disjoint: bool
 
 
@@ -74,17 +74,17 @@ class VarlenKernel:
             return f"head_dim is {head_dim}; give a multiple of 8 up to 256"
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _Prepared:
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _VarlenTasks:
         inside = joined(visible(rows, window), window)
         forward, backward = [], []
         for group, causal, left in _groups(inside, window):
             forward += [_call(chunk, causal, left, device) for chunk in launches(group, ROWS_AT_ONCE)]
             chunks = launches(group, ROWS_AT_ONCE, COPIED_KEYS_AT_ONCE)
             backward += [_call(chunk, causal, left, device) for chunk in chunks]
-        return _Prepared(rows, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
+        return _VarlenTasks(rows, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _Prepared, scale: float | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _VarlenTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
@@ -111,7 +111,7 @@ class VarlenKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        prepared: _Prepared,
+        prepared: _VarlenTasks,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
@@ -134,7 +134,7 @@ class VarlenKernel:
 
 
 def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed q against k and v where they lie -> out like q, lse [packed q, heads]."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -163,7 +163,7 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    call: Call,
+    call: VarlenCall,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Everything packed in the order of the call's rows."""
@@ -206,12 +206,12 @@ def _groups(rows: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, bool
         yield full.take(left == bound), False, bound
 
 
-def _call(rows: TaskRows, causal: bool, left: int, device: torch.device) -> Call:
+def _call(rows: TaskRows, causal: bool, left: int, device: torch.device) -> VarlenCall:
     def upload(column: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(column.astype(np.int32)).to(device)
 
     max_q_len, max_k_len = int(rows.q_len.max()), int(rows.k_len.max())
-    return Call(
+    return VarlenCall(
         q=Spans.of(rows.q_begin, rows.q_end),
         k=Spans.of(rows.k_begin, rows.k_end),
         q_ends=upload(np.concatenate([[0], np.cumsum(rows.q_len)])),

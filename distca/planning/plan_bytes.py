@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
-from distca.spec import ModelShape
+from distca.spec import Experts, Latent, ModelShape
 from distca.workload.layout import KeySlices, Layout
 
 MAGIC = b"distca plan 1\n"
@@ -46,7 +46,7 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
     try:
         header: dict[str, Any] = json.loads(content[begin:end])
         lengths = {name: int(header["columns"][name]) for name in _COLUMNS}
-        model = ModelShape(**header["model"])
+        model = _model(header["model"])
         num_ranks, tp, backward = int(header["num_ranks"]), int(header["tp"]), bool(header["backward"])
         tolerance, limit = float(header["tolerance"]), None if header["limit"] is None else str(header["limit"])
     except (KeyError, TypeError, ValueError, RecursionError, UnicodeDecodeError) as error:
@@ -64,3 +64,9 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
                     key_only=KeySlices(*(columns[f"key {name}"] for name in _SLICES)))
     tasks = TaskTable(*(columns[f"task {name}"] for name in _TASKS))
     return Plan(layout, tasks, columns["speed"], tolerance, model, tp, limit=limit, backward=backward)
+
+
+def _model(about: dict[str, Any]) -> ModelShape:
+    parts = {name: None if about.get(name) is None else kind(**about[name])
+             for name, kind in (("experts", Experts), ("latent", Latent))}
+    return ModelShape(**{**about, **parts})

@@ -40,7 +40,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProfileLimits:
     """What is worth measuring on one kind of device."""
 
     max_kv_len: int       # unless the user says
@@ -56,14 +56,15 @@ class Limits:
     copy_bytes: int
 
 
-CPU = Limits(2_048, 524_288, "whose keys and values of a layer take 4 GB", 1, 2**16, 4_096, 8_192, 0.1, 30, 256, 2**26)
-CUDA = Limits(524_288, 2**22, "whose keys and values of a layer take 16 GB", 2_048, 2**26, 65_536, 2**20, 0.1, 1_000,
-              8_192, 2**30)
+CPU = ProfileLimits(2_048, 524_288, "whose keys and values of a layer take 4 GB", 1, 2**16, 4_096, 8_192, 0.1, 30, 256,
+                    2**26)
+CUDA = ProfileLimits(524_288, 2**22, "whose keys and values of a layer take 16 GB", 2_048, 2**26, 65_536, 2**20, 0.1,
+                     1_000, 8_192, 2**30)
 SHORT_ITEM, LONG_ITEM = 16, 256   # tiles that an item of a probe walks
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProfileSettings:
     """One profile's subject."""
 
     device: torch.device
@@ -73,7 +74,7 @@ class Settings:
     kernel: Kernel
     q_len: tuple[int, ...]
     kv_len: tuple[int, ...]
-    limits: Limits
+    limits: ProfileLimits
     most_samples: int
 
     @property
@@ -88,7 +89,7 @@ def settings(
     kernel: str = "auto",
     max_kv_len: int | None = None,
     quick: bool = False,
-) -> Settings:
+) -> ProfileSettings:
     """Check what the user asks for; `quick` takes every second length and few samples."""
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; choose one of: {', '.join(DEVICES)}")
@@ -105,7 +106,7 @@ def settings(
     kv_len = lengths_up_to(longest, every=2 if quick else 1)
     q_len = tuple(length for length in kv_len if length <= MAX_Q_LEN)
     chosen = choose(where, dtype, shape.head_dim, name=kernel)
-    return Settings(where, dtype, shape, tp, chosen, q_len, kv_len, limits, 5 if quick else limits.most_samples)
+    return ProfileSettings(where, dtype, shape, tp, chosen, q_len, kv_len, limits, 5 if quick else limits.most_samples)
 
 
 def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
@@ -114,13 +115,13 @@ def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
     return (*(MIN_LEN << octave for octave in octaves), longest)
 
 
-def num_steps(chosen: Settings) -> int:
+def num_steps(chosen: ProfileSettings) -> int:
     """How often `profile` reports progress."""
     return len(chosen.grid) + 3
 
 
 def profile(
-    chosen: Settings, step: Callable[[str], None], network: dict[str, object] | None = None
+    chosen: ProfileSettings, step: Callable[[str], None], network: dict[str, object] | None = None
 ) -> LatencyTable:
     """The latency table of this machine; `step` hears what comes next."""
     tensors = _Tensors.random(chosen)
@@ -162,7 +163,7 @@ class _Tensors:
     dout: torch.Tensor
 
     @classmethod
-    def random(cls, chosen: Settings) -> _Tensors:
+    def random(cls, chosen: ProfileSettings) -> _Tensors:
         num_q = max(q * num_shards(chosen, q, kv, own_keys=own) for q, kv in chosen.grid for own in (False, True))
         num_k = max(kv * num_shards(chosen, q, kv) for q, kv in chosen.grid)
         heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
@@ -172,7 +173,7 @@ class _Tensors:
         return cls(q, k, v, dout)
 
 
-def num_shards(chosen: Settings, q_len: int, kv_len: int, *, own_keys: bool = True) -> int:
+def num_shards(chosen: ProfileSettings, q_len: int, kv_len: int, *, own_keys: bool = True) -> int:
     """Shards of one grid point that fill the device, within what a server would hold."""
     limits = chosen.limits
     tiles = chosen.model.heads_per_rank(chosen.tp) * -(-q_len // MIN_LEN)
@@ -181,7 +182,7 @@ def num_shards(chosen: Settings, q_len: int, kv_len: int, *, own_keys: bool = Tr
 
 
 def attention_seconds(
-    chosen: Settings, tensors: _Tensors, q_len: int, kv_len: int, work_list: WorkList | None = None
+    chosen: ProfileSettings, tensors: _Tensors, q_len: int, kv_len: int, work_list: WorkList | None = None
 ) -> tuple[float, float]:
     """Forward and backward seconds of one shard among as many as fill the device."""
     counts = num_shards(chosen, q_len, kv_len, own_keys=False), num_shards(chosen, q_len, kv_len)
@@ -212,7 +213,7 @@ def _of_one(
 
 
 def _seconds_of_shards(
-    chosen: Settings, tensors: _Tensors, q_len: int, kv_len: int, counts: tuple[int, int]
+    chosen: ProfileSettings, tensors: _Tensors, q_len: int, kv_len: int, counts: tuple[int, int]
 ) -> tuple[float, float]:
     calls = []
     for backward, count in enumerate(counts):
@@ -224,7 +225,7 @@ def _seconds_of_shards(
     return forward, backward_seconds
 
 
-def _call(chosen: Settings, tensors: _Tensors, rows: TaskRows, backward: bool) -> Run:
+def _call(chosen: ProfileSettings, tensors: _Tensors, rows: TaskRows, backward: bool) -> Run:
     kernel, prepared = chosen.kernel, chosen.kernel.prepare(rows, chosen.device)
     num_q, num_k = int(rows.q_end.max()), int(rows.k_end.max())
     q, dout, k, v = tensors.q[:num_q], tensors.dout[:num_q], tensors.k[:num_k], tensors.v[:num_k]
@@ -234,7 +235,7 @@ def _call(chosen: Settings, tensors: _Tensors, rows: TaskRows, backward: bool) -
     return lambda: kernel.backward(dout, q, k, v, out, lse, prepared)
 
 
-def work_list_facts(chosen: Settings, tensors: _Tensors) -> dict[str, Any] | None:
+def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any] | None:
     """What cost.work_list needs to know of this kernel and device; None of a kernel without a work list.
 
     A quarter of the multiprocessors get an item each, short ones and long ones: the launch is what items of no length
@@ -287,7 +288,7 @@ def describe(table: LatencyTable) -> list[str]:
     return lines
 
 
-def linear_layers(chosen: Settings) -> dict[str, float]:
+def linear_layers(chosen: ProfileSettings) -> dict[str, float]:
     """The matrix products of one layer: Q, K, V and output projections, gate, up and down."""
     model, tokens = chosen.model, chosen.limits.linear_tokens
     attention = model.heads_per_rank(chosen.tp) * model.head_dim
@@ -321,24 +322,24 @@ def linear_layers(chosen: Settings) -> dict[str, float]:
     }
 
 
-def copy_rate(chosen: Settings) -> float:
+def copy_rate(chosen: ProfileSettings) -> float:
     """Bytes read plus bytes written per second by a large copy inside the device."""
     source = torch.randint(0, 256, (chosen.limits.copy_bytes,), dtype=torch.uint8, device=chosen.device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _median(chosen, lambda: target.copy_(source))
 
 
-def _medians(chosen: Settings, runs: list[Run]) -> list[float]:
+def _medians(chosen: ProfileSettings, runs: list[Run]) -> list[float]:
     """Of calls that take turns."""
     budget = chosen.limits.budget_seconds * len(runs)
     return [median(one) for one in in_turns(runs, chosen.device, budget_seconds=budget, most=chosen.most_samples)]
 
 
-def _median(chosen: Settings, run: Run) -> float:
+def _median(chosen: ProfileSettings, run: Run) -> float:
     return median(samples(run, chosen.device, budget_seconds=chosen.limits.budget_seconds, most=chosen.most_samples))
 
 
-def _facts(chosen: Settings) -> dict[str, Any]:
+def _facts(chosen: ProfileSettings) -> dict[str, Any]:
     gpu = chosen.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(chosen.device) if gpu else _cpu_name(),

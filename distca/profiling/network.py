@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -26,6 +27,7 @@ from distca.runtime.transport import C10dTransport, Transport
 CPU_SIZES = tuple(4_096 * 8**power for power in range(5))      # to 16 MiB
 CUDA_SIZES = (*CPU_SIZES, 2**27, 2**29)
 REPEATS = 7
+TIMEOUT = timedelta(minutes=5)  # of any one exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def measure_network(device: torch.device, local_ranks: int | None = None) -> Net
     if ours:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # where torchrun says which GPU is ours
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     if dist.is_initialized():
         if local_ranks is not None:
             raise ValueError(f"ranks is {local_ranks} but a process group is running; leave --ranks out under torchrun")
@@ -135,7 +137,8 @@ def _local_rank(rank: int, num_ranks: int, device_type: str, folder: str) -> Non
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+                            timeout=TIMEOUT)
     cost = measure_exchange(C10dTransport(), device, backend)
     if rank == 0:
         (Path(folder) / "cost.json").write_text(json.dumps(asdict(cost)), encoding="utf-8")

@@ -7,6 +7,7 @@ any of its tasks could run again elsewhere.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,12 +15,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from distca.planning.plan import Plan
+from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.runtime.call import Call, Phase, Shapes
 from distca.runtime.registry import PLANS_KEPT, LatestUsed
 from distca.runtime.transport import Transport
 
 if TYPE_CHECKING:
     from distca.runtime.attention import CoreAttention
+
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype
+          for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 class Announcement(NamedTuple):
@@ -30,9 +36,29 @@ class Announcement(NamedTuple):
     call: int
     digest: int
     plan: Plan | None    # comes along where servers do not know it
-    shapes: Shapes
+    shapes: Shapes       # their device is the server's own
     scale: float | None
     window: int | None
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON, and the plan behind it: data, which a server checks and never runs."""
+        *sizes, dtype, _ = self.shapes
+        about = {"phase": self.phase.value, "backward": self.backward, "call": self.call, "digest": self.digest,
+                 "sizes": sizes, "dtype": str(dtype).removeprefix("torch."), "scale": self.scale, "window": self.window}
+        return json.dumps(about).encode() + b"\n" + (b"" if self.plan is None else plan_to_bytes(self.plan))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, device: torch.device) -> Announcement:
+        line, _, plan = content.partition(b"\n")
+        try:
+            about = json.loads(line)
+            heads, kv_heads, head_dim = map(int, about["sizes"])
+            shapes = Shapes(heads, kv_heads, head_dim, DTYPES[about["dtype"]], device)
+            return cls(Phase(about["phase"]), bool(about["backward"]), int(about["call"]), int(about["digest"]),
+                       plan_from_bytes(plan) if plan else None, shapes, about["scale"], about["window"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"an announcement of {len(content)} bytes cannot be read ({error}); run the same distca "
+                             "on every rank") from None
 
 
 class Announcer:
@@ -56,7 +82,7 @@ class Announcer:
         self._known.put(about.digest, True)
         message = about._replace(phase=phase, plan=None if known else plan)
         for server in range(plan.layout.num_ranks, plan.num_servers):
-            self.transport.tell(message, server)
+            self.transport.tell(message.to_bytes(), server)
 
 
 def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "cpu") -> int:
@@ -64,13 +90,14 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
     calls: dict[int, Call] = {}
     plans: LatestUsed[int, Plan] = LatestUsed(PLANS_KEPT)
     served = 0
-    while (heard := attention.transport.hear()) is not None:
+    while content := attention.transport.hear():
+        heard = Announcement.from_bytes(content, torch.device(device))
         plan = heard.plan or plans.get(heard.digest)
         assert plan is not None, "the announcer knows which plans are kept here"
         plans.put(heard.digest, plan)
         if heard.phase is Phase.DISPATCH:
             calls[heard.call] = attention.call(
-                plan, heard.shapes._replace(device=torch.device(device)), heard.scale, heard.window, heard.backward)
+                plan, heard.shapes, heard.scale, heard.window, heard.backward)
             served += not heard.backward
         calls[heard.call].run_without_tokens(heard.phase)
         if heard.phase is Phase.COMBINE:
@@ -82,4 +109,4 @@ def stop_servers(attention: CoreAttention, plan: Plan) -> None:
     """Ends the loop of every dedicated server of the plan's pool; any trainer may call it, the first one speaks."""
     if attention.transport.rank == 0:
         for server in range(plan.layout.num_ranks, plan.num_servers):
-            attention.transport.tell(None, server)
+            attention.transport.tell(b"", server)

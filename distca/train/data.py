@@ -36,7 +36,7 @@ from distca.workload.packing import NanoBatch
 IGNORED = -100  # the label of a token that has no next one
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Tokens [start, stop) of a corpus document: a document of its own to the model."""
 
     document: int
@@ -74,15 +74,15 @@ class Stream:
         self._epoch, self._index, self._offset = -1, 0, 0
         self._enter(0)
 
-    def take(self, num_tokens: int) -> list[Piece]:
+    def take(self, num_tokens: int) -> list[TextPiece]:
         """The next pieces, exactly `num_tokens` tokens in all."""
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         left = num_tokens
         while left > 0:
             at = int(self._order[self._index])
             start, end = int(self._begin[at]) + self._offset, int(self._end[at])
             stop = min(start + left, end)
-            pieces.append(Piece(int(self._document[at]), start, stop))
+            pieces.append(TextPiece(int(self._document[at]), start, stop))
             left -= stop - start
             self._offset += stop - start
             if stop == end:
@@ -245,7 +245,7 @@ class Loader:
                    for micro_batch, pieces in zip(plan.micro_batches, micro_batches, strict=True)]
         return _Draft(columns, plan, plan.summary(), seconds, after)
 
-    def _columns(self, nano: NanoBatch, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _columns(self, nano: NanoBatch, pieces: list[TextPiece]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, labels and positions of this rank's slices; the token behind a slice comes along as a label."""
         layout = nano.layout
         mine = layout.rank == self._rank

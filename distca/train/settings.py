@@ -114,7 +114,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSettings:
     tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a micro-batch.", least=1, most=MAX_LENGTH,
                                     common=True)
     micro_batches: int = _setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
@@ -191,7 +191,7 @@ class Settings:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    batch: Batch = field(default_factory=Batch)
+    batch: BatchSettings = field(default_factory=BatchSettings)
     attention: Attention = field(default_factory=Attention)
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)

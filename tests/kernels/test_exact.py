@@ -102,7 +102,7 @@ def formula_backward(
     return torch.einsum("hqk,khd->qhd", ds, keys), dk, dv
 
 
-def flash_band(q_len: int, k_len: int, call: varlen_module.Call) -> torch.Tensor:
+def flash_band(q_len: int, k_len: int, call: varlen_module.VarlenCall) -> torch.Tensor:
     """FlashAttention-2's mask, with the way it caps both window bounds by the longest keys of the launch."""
     left, right = call.window_left, 0 if call.causal else -1
     left = -1 if left >= call.max_k_len else left
@@ -114,7 +114,7 @@ def flash_band(q_len: int, k_len: int, call: varlen_module.Call) -> torch.Tensor
 
 
 def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: varlen_module.Call, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: varlen_module.VarlenCall, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, dtype=q.dtype)
     ends = call.q_ends.tolist()
@@ -133,7 +133,7 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    call: varlen_module.Call,
+    call: varlen_module.VarlenCall,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
     gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
@@ -145,7 +145,7 @@ def flash_backward(
     return gradients
 
 
-def ragged(x: torch.Tensor, batch: cudnn_module.Batch, column: str, length: str) -> list[torch.Tensor]:
+def ragged(x: torch.Tensor, batch: cudnn_module.CudnnBatch, column: str, length: str) -> list[torch.Tensor]:
     """The rows of x as cuDNN finds them: from their first elements and their lengths."""
     flat, width = x.view(-1), x[0].numel()
     begins = batch.offsets(column, width).tolist()
@@ -174,7 +174,7 @@ def cudnn_forward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    batch: cudnn_module.Batch,
+    batch: cudnn_module.CudnnBatch,
     scale: float,
 ) -> None:
     written = ragged(torch.zeros_like(lse, dtype=torch.bool), batch, "q_place", "q_len")
@@ -190,7 +190,7 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: cudnn_module.Batch, scale: float
+    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: cudnn_module.CudnnBatch, scale: float
 ) -> None:
     sides = ("q", "q", "k", "k", "q", "q")
     reads = [ragged(x, batch, f"{side}_begin", f"{side}_len") for x, side in zip(saved, sides, strict=True)]

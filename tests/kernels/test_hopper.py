@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
-from distca.kernels.hopper import HopperKernel, Prepared
+from distca.kernels.hopper import HopperKernel, HopperTasks
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -60,7 +60,7 @@ def inputs(kv_heads: int = 2, dtype: torch.dtype = torch.float64) -> list[torch.
             for heads in (6, kv_heads, kv_heads, 6)]
 
 
-def attend(tensors: list[torch.Tensor], prepared: Prepared) -> list[torch.Tensor]:
+def attend(tensors: list[torch.Tensor], prepared: HopperTasks) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv."""
     q, k, v, dout = tensors
     out, lse = HOPPER.forward(q, k, v, prepared)
@@ -71,7 +71,7 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def buffers(prepared: Prepared) -> dict[hopper_launch.Heads, list[int]]:
+def buffers(prepared: HopperTasks) -> dict[hopper_launch.Heads, list[int]]:
     return {heads: [x.data_ptr() for x in (tables.forward, tables.backward, tables.counters)]
             for heads, tables in prepared.by_heads.items()}
 

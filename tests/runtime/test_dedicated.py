@@ -11,7 +11,7 @@ from distca.kernels.accuracy import check_attention
 from distca.planning.balance import balance
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase
-from distca.runtime.dedicated import serve_until_stopped, stop_servers
+from distca.runtime.dedicated import Announcement, serve_until_stopped, stop_servers
 from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackWorld
 from distca.spec import ModelShape
@@ -150,7 +150,7 @@ def test_servers_hold_nothing_between_forward_and_backward(recording):
 
             def watched():
                 heard = hear()
-                if heard is None or heard.phase is Phase.DISPATCH:
+                if not heard or Announcement.from_bytes(heard, torch.device("cpu")).phase is Phase.DISPATCH:
                     alive.append((attend.transport.alive, sum(ref() is not None for ref in calls)))
                 return heard
 

@@ -17,7 +17,7 @@ from distca.models import model_named
 from distca.runtime.registry import digest
 from distca.testing import random_lengths
 from distca.train.corpora import MemoryCorpus, corpus_from
-from distca.train.data import Loader, Piece, Stream
+from distca.train.data import Loader, Stream, TextPiece
 from distca.train.settings import MODES, Settings
 
 MODEL = replace(model_named("tiny"), vocab=1_000_000)
@@ -87,9 +87,9 @@ def test_an_epoch_is_every_token_once_and_pieces_stay_whole(lengths, seed, num_t
 
 def test_a_document_that_does_not_fit_opens_the_next_batch():
     stream = Stream(np.array([10]), seed=0)
-    assert stream.take(4) == [Piece(0, 0, 4)]
-    assert stream.take(4) == [Piece(0, 4, 8)]
-    assert stream.take(4) == [Piece(0, 8, 10), Piece(0, 0, 2)]   # the corpus begins anew within a batch
+    assert stream.take(4) == [TextPiece(0, 0, 4)]
+    assert stream.take(4) == [TextPiece(0, 4, 8)]
+    assert stream.take(4) == [TextPiece(0, 8, 10), TextPiece(0, 0, 2)]   # the corpus begins anew within a batch
 
 
 def test_the_order_follows_seed_and_epoch():

@@ -15,9 +15,7 @@ PACKAGE = Path(distca.__file__).parent
 UNPICKLES = {  # file -> whose pickles those are
     "train/convert_checkpoint.py": "old checkpoints, once --trust is given",
     "testing.py": "of child processes that tests start",
-    "runtime/transport.py": "plans for dedicated servers, of this run's own ranks",
 }
-OTHER_TIMEOUTS = {"runtime/symmetric.py", "runtime/probe.py"}  # groups that no training run makes
 PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                   "send_object_list", "recv_object_list", "FileSystemReader", "read_pickle"}
@@ -68,7 +66,7 @@ def test_the_walk_sees_every_form():
 
 def test_every_group_is_made_with_a_timeout():
     found = {name: lines for name, tree in modules().items() if (lines := groups_without_timeout(tree))}
-    assert found.keys() <= OTHER_TIMEOUTS, found
+    assert not found
 
 
 @pytest.fixture

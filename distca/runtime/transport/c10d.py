@@ -50,19 +50,30 @@ class C10dTransport:
             raise self.lost(error) from error
         return torch.cat(everyone).tolist()
 
-    def tell(self, message: Any, rank: int) -> None:
+    def tell(self, message: bytes, rank: int) -> None:
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0)
         try:
-            dist.send_object_list([message], group=self.control, group_dst=rank)
+            dist.send(torch.tensor([len(content)]).to(self._told_on), group=self.control, group_dst=rank)
+            if message:
+                dist.send(content.to(self._told_on), group=self.control, group_dst=rank)
         except RuntimeError as error:
             raise self.lost(error) from error
 
-    def hear(self) -> Any:
-        box = [None]
+    def hear(self) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64, device=self._told_on)
         try:
-            dist.recv_object_list(box, group=self.control, group_src=0)
+            dist.recv(length, group=self.control, group_src=0)
+            content = torch.empty(int(length), dtype=torch.uint8, device=self._told_on)
+            if len(content):
+                dist.recv(content, group=self.control, group_src=0)
         except RuntimeError as error:
             raise self.lost(error) from error
-        return box[0]
+        return content.cpu().numpy().tobytes()
+
+    @property
+    def _told_on(self) -> torch.device:
+        """Where the tensors of announcements are."""
+        return torch.device("cuda" if dist.get_backend(self.control) == "nccl" else "cpu")
 
     def lost(self, error: RuntimeError) -> TransportError:
         return TransportError(

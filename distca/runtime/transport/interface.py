@@ -7,7 +7,7 @@ that dies or hangs ends in an error that says so, never in a silent wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -41,12 +41,12 @@ class Transport(Protocol):
         """Every rank's value, in rank order."""
         ...
 
-    def tell(self, message: Any, rank: int) -> None:
-        """Give one rank an object; it must call `hear`."""
+    def tell(self, message: bytes, rank: int) -> None:
+        """Give one rank some bytes, or none; it must call `hear`."""
         ...
 
-    def hear(self) -> Any:
-        """Wait for the next object that rank 0 tells."""
+    def hear(self) -> bytes:
+        """Wait for the next bytes that rank 0 tells."""
         ...
 
 

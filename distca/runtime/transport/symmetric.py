@@ -95,10 +95,10 @@ class SymmetricTransport:
     def gather(self, value: int, device: torch.device) -> list[int]:
         return self._control.gather(value, torch.device("cpu"))
 
-    def tell(self, message: Any, rank: int) -> None:
+    def tell(self, message: bytes, rank: int) -> None:
         self._control.tell(message, rank)
 
-    def hear(self) -> Any:
+    def hear(self) -> bytes:
         return self._control.hear()
 
     def _meet(self, send_splits: list[int], recv_splits: list[int]) -> tuple[list[int], int]:
@@ -174,7 +174,8 @@ def _with_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if "cpu:gloo" in dist.get_backend_config(whole):
         return whole
     ranks = dist.get_process_group_ranks(whole)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    waits = whole._get_backend(torch.device("cuda")).options._timeout
+    return dist.new_group(ranks, backend="gloo", timeout=waits, use_local_synchronization=True)
 
 
 def _number(text: str) -> int:
