@@ -12,15 +12,19 @@ from distca.validation import check_number, check_whole, short
 
 MAX_SIZE = 2**31  # of a model's dimensions and a node's GPUs: products of a few fit an int64
 MAX_RATE = 1e30   # of bytes, operations and seconds
+MOST_NAMED = 20   # names that an error lists
 BF16_BYTES = 2
 FLOAT32_BYTES = 4
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a registry: lists what is, and the nearest where there is one."""
-    names = list(known)
-    near = difflib.get_close_matches(str(name).lower()[:100], names, n=1, cutoff=0.4)
+    """The error for a name that is not in a registry: the nearest where there is one, and what, or some of what, is."""
+    names, text = list(known), str(name).lower()[:100]
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
+    if len(names) > MOST_NAMED:
+        shown = difflib.get_close_matches(text, names, n=MOST_NAMED // 2, cutoff=0.0)
+        names = [*shown, f"{len(names) - len(shown)} more"]
     return ValueError(f"{kind} {short(name)} is unknown; {hint}choose one of: {', '.join(names)}")
 
 
