@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import distca
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.kernels import choose, kernel_named
+from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling import versions
 from distca.profiling.timing import samples
@@ -81,9 +82,9 @@ def kernel_runs(name: str, batch: Batch, inputs: Inputs) -> Runs:
     kernel = choose(q.device, q.dtype, q.shape[-1], name=name)
     prepared = kernel.prepare(batch.rows, q.device)
     out, lse = kernel.forward(q, k, v, prepared)
-    gradients = kernel.backward(dout, q, k, v, out, lse, prepared)
+    gradients = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
     return Runs(lambda: kernel.forward(q, k, v, prepared),
-                lambda: kernel.backward(dout, q, k, v, out, lse, prepared),
+                lambda: kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared),
                 kernel.name, batch.pairs, inputs.difference([out, *gradients]))
 
 

@@ -25,6 +25,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import causal_pairs
 from distca.kernels import Kernel, TaskRows, choose
+from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.planning.step import plan_step
 from distca.planning.tasks import TaskTable
@@ -158,7 +159,7 @@ class Bench:
         k, v = self.k[:batch.num_k], self.v[:batch.num_k]
         out, lse = kernel.forward(q, k, v, prepared)
         return (lambda: kernel.forward(q, k, v, prepared),
-                lambda: kernel.backward(dout, q, k, v, out, lse, prepared))
+                lambda: kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared))
 
     def warm_up(self) -> None:
         """Bring the clock to where long work leaves it."""

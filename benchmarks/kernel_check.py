@@ -23,6 +23,7 @@ import torch
 
 from distca.kernels import Kernel, TaskRows, kernel_named
 from distca.kernels.dense import DenseKernel
+from distca.kernels.interface import BackwardInputs
 
 NUM_Q, NUM_K = 470, 420
 HEADS, KV_HEADS = 8, 2
@@ -45,7 +46,7 @@ def attend(
     q, k, v, dout = tensors
     prepared = kernel.prepare(ROWS, device, window)
     out, lse = kernel.forward(q, k, v, prepared)
-    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, prepared)]
+    return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
 
 
 def relative_errors(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, float]:

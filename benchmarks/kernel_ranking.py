@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.kernels import TaskRows, kernel_named
+from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import BACKWARD_FLOPS, MEASURED, Speed
 from distca.profiling import versions
 from distca.profiling.timing import samples
@@ -54,8 +55,8 @@ def speeds(head_dim: int, window: int | None, device: torch.device, batch: Batch
             out, lse = kernel.forward(q, k, v, prepared)
             forward, backward = times[kernel.name]
             forward += samples(partial(kernel.forward, q, k, v, prepared), device, budget_seconds=budget, least=3)
-            backward += samples(partial(kernel.backward, dout, q, k, v, out, lse, prepared), device,
-                                budget_seconds=budget, least=3)
+            saved = BackwardInputs(dout, q, k, v, out, lse)
+            backward += samples(partial(kernel.backward, saved, prepared), device, budget_seconds=budget, least=3)
     work = 4e-12 * visible_pairs(batch.rows, window) * HEADS * head_dim
     return [Speed(name, head_dim, window is not None, round(work / median(forward), 1),
                   round(BACKWARD_FLOPS * work / median(backward), 1)) for name, (forward, backward) in times.items()]

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.kernels.interface import TaskRows, accumulation_dtype, check_inputs, check_window, softmax_scale
+from distca.kernels.interface import (
+    BackwardInputs,
+    TaskRows,
+    accumulation_dtype,
+    check_inputs,
+    check_window,
+    softmax_scale,
+)
 
 
 def dense_attention(
@@ -74,16 +81,9 @@ class DenseKernel:
         return out.to(q.dtype), lse.T.contiguous()
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        prepared: _DenseTasks,
-        scale: float | None = None,
+        self, inputs: BackwardInputs, prepared: _DenseTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
         scale = softmax_scale(q, scale)
         probabilities = _probabilities(_scores(q, k, prepared, scale), lse.T)

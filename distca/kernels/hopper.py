@@ -20,6 +20,7 @@ from distca.kernels.cuda_driver import nvrtc
 from distca.kernels.hopper_launch import Heads, Tables, free_multiprocessors, run_backward, run_forward, tables_of
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
 from distca.kernels.interface import (
+    BackwardInputs,
     TaskRows,
     accumulation_dtype,
     check_inputs,
@@ -124,16 +125,9 @@ class HopperKernel:
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        prepared: HopperTasks,
-        scale: float | None = None,
+        self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, lse = inputs
         prepared.check(q, k, v)
         capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

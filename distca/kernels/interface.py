@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from heapq import heappush, heapreplace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -86,6 +86,17 @@ class TaskRows:
         return cls.aligned(begin, end, begin, end)
 
 
+class BackwardInputs(NamedTuple):
+    """What gradients are computed from, in the packed buffers: out and lse are the merged ones."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class Kernel(Protocol):
     """One way to compute attention rows. `prepare` once per plan, then every layer pays for arithmetic only."""
 
@@ -110,15 +121,7 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        prepared: Any,
-        scale: float | None = None,
+        self, inputs: BackwardInputs, prepared: Any, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv from the merged out and lse; zeros where no row reaches."""
         ...

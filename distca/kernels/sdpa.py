@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from distca.kernels.interface import (
+    BackwardInputs,
     TaskRows,
     accumulation_dtype,
     causal_and_full,
@@ -100,16 +101,9 @@ class SdpaKernel:
         return out.to(q.dtype), lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        prepared: _SdpaTasks,
-        scale: float | None = None,
+        self, inputs: BackwardInputs, prepared: _SdpaTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         dtype = q.dtype

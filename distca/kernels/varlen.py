@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from distca.kernels.interface import (
+    BackwardInputs,
     Spans,
     TaskRows,
     accumulation_dtype,
@@ -104,16 +105,9 @@ class VarlenKernel:
         return out.to(q.dtype), lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        prepared: _VarlenTasks,
-        scale: float | None = None,
+        self, inputs: BackwardInputs, prepared: _VarlenTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))

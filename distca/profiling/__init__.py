@@ -29,6 +29,7 @@ from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
 from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
+from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling.timing import Run, in_turns, queued_samples, samples
 from distca.spec import ModelShape
@@ -232,7 +233,7 @@ def _call(chosen: ProfileSettings, tensors: _Tensors, rows: TaskRows, backward: 
     if not backward:
         return lambda: kernel.forward(q, k, v, prepared)
     out, lse = kernel.forward(q, k, v, prepared)
-    return lambda: kernel.backward(dout, q, k, v, out, lse, prepared)
+    return lambda: kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
 
 
 def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ import torch
 
 from distca.dispatch.build import build, travels
 from distca.kernels import Kernel, TaskRows
-from distca.kernels.interface import accumulation_dtype
+from distca.kernels.interface import BackwardInputs, accumulation_dtype
 from distca.planning.plan import Plan
 from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors
 from distca.runtime.recorder import Recorder
@@ -272,7 +272,7 @@ class BackwardCall(Call):
         prepared = self._enter(Phase.SERVE)
         q, k, v, out, dout, lse = *kept, *self._receive(self._inputs(prepared))
         with self._noted("attention backward", "attention"):
-            results = prepared.kernel.backward(dout, q, k, v, out, lse, prepared.rows, self.scale)
+            results = prepared.kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared.rows, self.scale)
         self._send(results, prepared.gradients)
         return ()
 

@@ -9,6 +9,7 @@ import torch
 import distca.kernels
 from distca.kernels import TaskRows, choose, kernel_named
 from distca.kernels.accuracy import check_attention
+from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import measured
 
 pytestmark = [
@@ -47,7 +48,7 @@ def assert_exact(name: str, tensors: list[torch.Tensor], rows: TaskRows, window:
     prepared = kernel.prepare(rows, q.device, window)
     for _ in range(2):  # the second time everything is cached
         out, lse = kernel.forward(q, k, v, prepared)
-        actual = [out, lse, *kernel.backward(dout, q, k, v, out, lse, prepared)]
+        actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
         check_attention(actual, q, k, v, dout, rows, window=window)
 
 
@@ -91,7 +92,7 @@ def test_backward_where_autograd_runs_it(name: str) -> None:
         pytest.skip(reason)
     prepared = kernel.prepare(rows, q.device)
     expected_out, lse = kernel.forward(q, k, v, prepared)
-    expected = kernel.backward(dout, q, k, v, expected_out, lse, prepared)
+    expected = kernel.backward(BackwardInputs(dout, q, k, v, expected_out, lse), prepared)
 
     class Attend(torch.autograd.Function):
         @staticmethod
@@ -102,7 +103,7 @@ def test_backward_where_autograd_runs_it(name: str) -> None:
 
         @staticmethod
         def backward(ctx, dout):
-            return kernel.backward(dout, *ctx.saved_tensors, prepared)
+            return kernel.backward(BackwardInputs(dout, *ctx.saved_tensors), prepared)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     stream = torch.cuda.Stream()
@@ -126,7 +127,7 @@ def test_changing_batches_share_graphs() -> None:
     for lengths in ([520, 260, 244], [600, 200, 150, 74], [513, 300, 211]):
         prepared = kernel.prepare(TaskRows.documents(lengths), q.device)
         out, lse = kernel.forward(q, k, v, prepared)
-        kernel.backward(dout, q, k, v, out, lse, prepared)
+        kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
     assert len(cudnn._graphs) == 2  # forward and backward
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from distca.kernels.accuracy import check_attention
-from distca.kernels.interface import Kernel, TaskRows
+from distca.kernels.interface import BackwardInputs, Kernel, TaskRows
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -26,7 +26,7 @@ def attend(
     q, k, v, dout = tensors
     prepared = kernel.prepare(rows, q.device, window)
     out, lse = kernel.forward(q, k, v, prepared, scale)
-    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, prepared, scale)]
+    return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared, scale)]
 
 
 def assert_exact(

@@ -8,6 +8,7 @@ import torch
 
 import distca.kernels
 from distca.kernels import TaskRows, choose, cudnn, hopper, kernel_named
+from distca.kernels.interface import BackwardInputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -113,7 +114,7 @@ def test_kernels_check_their_inputs(name: str) -> None:
     with pytest.raises(ValueError, match="4 heads"):
         kernel.forward(q, k, k, prepared)
     with pytest.raises(ValueError, match="4 heads"):
-        kernel.backward(q, q, k, k, q, q[..., 0], prepared)
+        kernel.backward(BackwardInputs(q, q, k, k, q, q[..., 0]), prepared)
 
 
 def test_dense_attention_checks_the_lengths() -> None:

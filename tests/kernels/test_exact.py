@@ -23,6 +23,7 @@ from distca.kernels import hopper as hopper_module
 from distca.kernels import sdpa as sdpa_module
 from distca.kernels import varlen as varlen_module
 from distca.kernels.accuracy import expected_attention
+from distca.kernels.interface import BackwardInputs
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -75,7 +76,7 @@ def assert_exact(
     out, lse = kernel.forward(*inputs, prepared, scale)
     torch.testing.assert_close(out, expected_out, **EXACT)
     torch.testing.assert_close(lse, expected_lse, **EXACT)
-    actual = kernel.backward(dout, *inputs, out, lse, prepared, scale)
+    actual = kernel.backward(BackwardInputs(dout, *inputs, out, lse), prepared, scale)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, **EXACT)
 
@@ -312,7 +313,7 @@ def test_documents_match_dense_attention(kernel: Kernel, lengths: list[int], win
     prepared = kernel.prepare(TaskRows(*shuffled.T), CPU, window)
     out, lse = kernel.forward(q, k, v, prepared)
     torch.testing.assert_close(out, expected_out, **EXACT)
-    for a, e in zip(kernel.backward(dout, q, k, v, out, lse, prepared), expected, strict=True):
+    for a, e in zip(kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared), expected, strict=True):
         torch.testing.assert_close(a, e, **EXACT)
 
 
@@ -337,7 +338,7 @@ def test_rows_of_several_servers_merge_at_home(kernel: Kernel) -> None:
     for server in servers[1:]:
         out, lse = merge(out, lse, *kernel.forward(q, k, v, server))
     torch.testing.assert_close(out, expected_out, **EXACT)
-    parts = [kernel.backward(dout, q, k, v, out, lse, server) for server in servers]
+    parts = [kernel.backward(BackwardInputs(dout, q, k, v, out, lse), server) for server in servers]
     for sides, e in zip(zip(*parts, strict=True), expected, strict=True):
         torch.testing.assert_close(sum(sides), e, **EXACT)
 
@@ -350,7 +351,7 @@ def test_low_precision_rounds_and_does_no_worse(name: str, dtype: torch.dtype) -
     prepared = kernel.prepare(concatenated_shards(), CPU)
     out, lse = kernel.forward(q, k, v, prepared)
     assert lse.dtype == torch.float32
-    actual = [out, lse, *kernel.backward(dout, q, k, v, out, lse, prepared)]
+    actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
     for expected, x in zip(expected_attention(q, k, v, dout, TaskRows.documents([700, 324])), actual, strict=True):
         assert expected.name == "lse" or x.dtype == dtype
         expected.check(x)

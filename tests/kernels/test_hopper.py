@@ -19,6 +19,7 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.interface import BackwardInputs
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -64,7 +65,7 @@ def attend(tensors: list[torch.Tensor], prepared: HopperTasks) -> list[torch.Ten
     """out, lse, dq, dk, dv."""
     q, k, v, dout = tensors
     out, lse = HOPPER.forward(q, k, v, prepared)
-    return [out, lse, *HOPPER.backward(dout, q, k, v, out, lse, prepared)]
+    return [out, lse, *HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
 
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -161,7 +162,7 @@ def test_scales_that_are_not_positive_are_refused(launched, scale: float) -> Non
     with pytest.raises(ValueError, match=rf"scale={scale}; .*use kernel='varlen'"):
         HOPPER.forward(q, k, v, prepared, scale)
     with pytest.raises(ValueError, match=rf"scale={scale}; .*use kernel='varlen'"):
-        HOPPER.backward(dout, q, k, v, out, lse, prepared, scale)
+        HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared, scale)
 
 
 class Cubin:

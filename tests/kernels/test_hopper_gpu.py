@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from distca.kernels.accuracy import SCORES_AT_ONCE
 from distca.kernels.dense import DenseKernel
 from distca.kernels.hopper import HopperKernel
-from distca.kernels.interface import TaskRows, merge
+from distca.kernels.interface import BackwardInputs, TaskRows, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 accuracy = importlib.import_module("hopper_accuracy")
@@ -200,7 +200,7 @@ def test_rows_of_several_servers_merge_at_home() -> None:
     out, lse = HOPPER.forward(q, k, v, servers[0])
     for server in servers[1:]:
         out, lse = merge(out, lse, *HOPPER.forward(q, k, v, server))
-    parts = [HOPPER.backward(dout, q, k, v, out, lse, server) for server in servers]
+    parts = [HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), server) for server in servers]
     total = [sum(x.float() for x in side).to(torch.bfloat16) for side in zip(*parts, strict=True)]
     assert_exact([out, lse, *total], tensors, TaskRows.documents([900]))
 
@@ -240,12 +240,12 @@ def test_a_captured_graph_replays_with_other_rows() -> None:
         with torch.cuda.stream(stream):
             for _ in range(2):
                 out, lse = HOPPER.forward(q, k, v, prepared)
-                HOPPER.backward(dout, q, k, v, out, lse, prepared)
+                HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out, lse = HOPPER.forward(q, k, v, prepared)
-            captured = [out, lse, *HOPPER.backward(dout, q, k, v, out, lse, prepared)]
+            captured = [out, lse, *HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
         for number, rows in enumerate([largest, *others, largest]):
             HOPPER.refill(prepared, rows)
             fresh = random_inputs(q.shape[0], k.shape[0], 8, 2, 128, seed=number)
@@ -264,7 +264,7 @@ def test_steady_calls_neither_allocate_nor_wait() -> None:
     def step(rows: TaskRows) -> None:
         HOPPER.refill(prepared, rows)
         out, lse = HOPPER.forward(q, k, v, prepared)
-        HOPPER.backward(dout, q, k, v, out, lse, prepared)
+        HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
 
     def held() -> tuple[int, int, int]:
         torch.cuda.synchronize()

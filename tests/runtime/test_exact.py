@@ -11,6 +11,7 @@ from distca.baselines.per_document_cp import per_document_cp
 from distca.dispatch.build import build
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.accuracy import check_attention, expected_attention
+from distca.kernels.interface import BackwardInputs
 from distca.planning.balance import balance
 from distca.spec import ModelShape
 from distca.testing import (
@@ -233,7 +234,7 @@ def test_one_dropped_key_or_part_is_more_than_rounding(dtype):
     def attend(*first):
         prepared = kernel.prepare(TaskRows(*np.array([*first, *rows]).T), tensors[0].device)
         out, lse = kernel.forward(*tensors[:3], prepared)
-        return out, lse, *kernel.backward(tensors[3], *tensors[:3], out, lse, prepared)
+        return out, lse, *kernel.backward(BackwardInputs(tensors[3], *tensors[:3], out, lse), prepared)
 
     right = attend(whole)
     check_attention(right, *tensors, TaskRows.documents(layout.lengths))

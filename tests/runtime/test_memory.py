@@ -54,8 +54,9 @@ class Watching:
         self._note((q, k, v), results)
         return results
 
-    def backward(self, dout, q, k, v, out, lse, prepared, scale):
-        results = self.kernel.backward(dout, q, k, v, out, lse, prepared, scale)
+    def backward(self, inputs, prepared, scale):
+        results = self.kernel.backward(inputs, prepared, scale)
+        dout, q, k, v, out, lse = inputs
         self._note((q, k, v), (dout, out, lse, *results))
         return results
 
