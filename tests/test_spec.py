@@ -64,7 +64,9 @@ def test_cluster_shapes_are_checked(change, message):
 def test_unknown_names_list_the_known_and_the_nearest():
     with pytest.raises(ValueError, match="'llama-8b' is unknown; did you mean 'llama3-8b'") as caught:
         model_named("llama-8b")
-    assert all(name in str(caught.value) for name in MODELS)
+    named = [name for name in MODELS if f" {name}," in str(caught.value)]  # of many the nearest, and how many more
+    assert {"llama3-8b", "llama2-7b", "llama-34b"} <= set(named)
+    assert f"{len(MODELS) - len(named)} more; or give a folder" in str(caught.value)
     with pytest.raises(ValueError, match="cluster 'zzz' is unknown; choose one of") as caught:
         cluster_named("zzz")
     assert all(name in str(caught.value) for name in CLUSTERS)
