@@ -189,7 +189,7 @@ def trusted(results: Path) -> str:
             f"simulated pools of 64 and 512 GPUs, {len(gpu['measured'])} batches run for real on an H200, forward and "
             f"backward: {100 * charged['median_error']:.1f} % median and {100 * charged['worst_error']:.1f} % worst "
             f"error of what is charged from the shipped tables ({_source('simulator_gpu')}, "
-            "`benchmarks/simulator.py`).")
+            "`benchmarks/simulator.py`). Tables and replay are of the kernel before its backward became faster.")
 
 
 def report_page(results: Path) -> str:
