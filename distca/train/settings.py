@@ -5,7 +5,6 @@ overrides any field as `--section.field value`. Help texts, the documented TOML 
 from these fields, so they cannot disagree. Nothing here imports torch or looks at the machine.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -14,9 +13,9 @@ from typing import Any, Self
 
 from distca.models import TRAINABLE, model_named
 from distca.train.degrees import check_pipeline, check_tensor
-from distca.validation import MAX_NUMBER, MAX_RANKS, read_toml, short
+from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
+from distca.validation import MAX_RANKS, read_toml, short
 
-Value = int | float | bool | str
 KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")
 MODES = ("disaggregated", "home", "per_document_cp")
 MAX_STEPS = 10**9
@@ -26,164 +25,119 @@ MAX_LENGTH = 2**31 - 1       # tokens, as in workload.documents
 MAX_MICRO_BATCHES = 4_096    # each has plans of its own
 MAX_THREADS = 4_096
 MAX_FACTOR = 1e12
-_TYPE_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`least` and `most` may be reached, `above` and `below` may not."""
-
-    least: float = -math.inf
-    above: float = -math.inf
-    most: float = math.inf
-    below: float = math.inf
-
-    def hold(self, value: float) -> bool:
-        return abs(value) < MAX_NUMBER and self.least <= value <= self.most and self.above < value < self.below
-
-    def broken_by(self, value: float) -> str:
-        """The limits that a value is outside of, in words; all of them where it is no number."""
-        words = {"least": "of at least", "above": "above", "most": "of at most", "below": "below"}
-        given = {name: getattr(self, name) for name in words if math.isfinite(getattr(self, name))}
-        broken = {name: limit for name, limit in given.items() if not Limits(**{name: limit}).hold(value)}
-        return " and ".join(f"{words[name]} {limit:g}" for name, limit in (broken or given).items())
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """One field of one section, as people are told about it."""
-
-    name: str  # section.field
-    type: type[Value]
-    default: Value
-    help: str
-    choices: tuple[str, ...]
-    limits: Limits
-    common: bool  # listed by `distca train --help`
-
-    @property
-    def meaning(self) -> str:
-        return self.help + (f" One of: {', '.join(self.choices)}." if self.choices else "")
-
-
-def _setting(
-    default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, **limits: float
-) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices, "limits": Limits(**limits),
-                                            "common": common})
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    steps: int = _setting(200, "Optimizer steps in all, those of a resumed run included.", least=1, most=MAX_STEPS,
-                          common=True)
-    seed: int = _setting(0, "Seed of the weights.", least=0, most=MAX_SEED)
-    ranks: int = _setting(2, "Ranks to start on this machine; under torchrun or srun theirs count instead.",
-                          least=1, most=MAX_RANKS, common=True)
-    device: str = _setting("auto", "Where to train; auto is cuda where there is a GPU.",
-                           choices=("auto", "cpu", "cuda"), common=True)
-    dtype: str = _setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
-                          choices=("auto", "bfloat16", "float32", "float64"))
-    threads: int = _setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", least=0,
-                            most=MAX_THREADS)
-    timeout_seconds: int = _setting(600, "How long a rank waits for the others before the run fails.", least=1,
-                                    most=MAX_SECONDS)
+    steps: int = setting(200, "Optimizer steps in all, those of a resumed run included.", least=1, most=MAX_STEPS,
+                         common=True)
+    seed: int = setting(0, "Seed of the weights.", least=0, most=MAX_SEED)
+    ranks: int = setting(2, "Ranks to start on this machine; under torchrun or srun theirs count instead.",
+                         least=1, most=MAX_RANKS, common=True)
+    device: str = setting("auto", "Where to train; auto is cuda where there is a GPU.",
+                          choices=("auto", "cpu", "cuda"), common=True)
+    dtype: str = setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
+                         choices=("auto", "bfloat16", "float32", "float64"))
+    threads: int = setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", least=0,
+                           most=MAX_THREADS)
+    timeout_seconds: int = setting(600, "How long a rank waits for the others before the run fails.", least=1,
+                                   most=MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    name: str = _setting("tiny", "Named shape of the decoder.", choices=TRAINABLE, common=True)
-    load: str = _setting("", "Folder of a Hugging Face Llama model (config.json, safetensors) to start from; its shape "
-                             "then replaces the named one.")
-    activation_checkpointing: bool = _setting(False, "Compute activations again in backward instead of keeping them.")
-    rope_theta: float = _setting(500000.0, "Base of the rotary position angles.", above=0, most=MAX_FACTOR)
-    tied: bool = _setting(False, "Use the embedding as the output layer too.")
+    name: str = setting("tiny", "Named shape of the decoder.", choices=TRAINABLE, common=True)
+    load: str = setting("", "Folder of a Hugging Face Llama model (config.json, safetensors) to start from; its shape "
+                            "then replaces the named one.")
+    activation_checkpointing: bool = setting(False, "Compute activations again in backward instead of keeping them.")
+    rope_theta: float = setting(500000.0, "Base of the rotary position angles.", above=0, most=MAX_FACTOR)
+    tied: bool = setting(False, "Use the embedding as the output layer too.")
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    source: str = _setting("stdlib", "Documents: Python's standard library as bytes, text files, JSON lines, or a "
-                                     "Megatron .bin/.idx dataset.",
-                           choices=("stdlib", "text", "jsonl", "megatron"), common=True)
-    path: str = _setting("", "File or folder of the documents; none for stdlib.", common=True)
-    tokenizer: str = _setting("", "A Hugging Face tokenizer.json; without one, the tokens of text and jsonl are bytes.")
-    field: str = _setting("text", "The key of a JSON line that holds the text.")
-    max_document: int = _setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
-                                 least=0, most=MAX_LENGTH)
-    seed: int = _setting(0, "Seed of the order of documents.", least=0, most=MAX_SEED)
+    source: str = setting("stdlib", "Documents: Python's standard library as bytes, text files, JSON lines, or a "
+                                    "Megatron .bin/.idx dataset.",
+                          choices=("stdlib", "text", "jsonl", "megatron"), common=True)
+    path: str = setting("", "File or folder of the documents; none for stdlib.", common=True)
+    tokenizer: str = setting("", "A Hugging Face tokenizer.json; without one, the tokens of text and jsonl are bytes.")
+    field: str = setting("text", "The key of a JSON line that holds the text.")
+    max_document: int = setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
+                                least=0, most=MAX_LENGTH)
+    seed: int = setting(0, "Seed of the order of documents.", least=0, most=MAX_SEED)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    tokens_per_rank: int = _setting(4096, "Tokens on each data rank in a micro-batch.", least=1, most=MAX_LENGTH,
-                                    common=True)
-    micro_batches: int = _setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
-                                  most=MAX_MICRO_BATCHES, common=True)
-    ping_pong: bool = _setting(True, "Split a micro-batch into two nano-batches, one computing while the other "
-                                     "travels; for attention.mode disaggregated.", common=True)
+    tokens_per_rank: int = setting(4096, "Tokens on each data rank in a micro-batch.", least=1, most=MAX_LENGTH,
+                                   common=True)
+    micro_batches: int = setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
+                                 most=MAX_MICRO_BATCHES, common=True)
+    ping_pong: bool = setting(True, "Split a micro-batch into two nano-batches, one computing while the other "
+                                    "travels; for attention.mode disaggregated.", common=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    mode: str = _setting("disaggregated", "Who computes attention: the pool of all ranks by a balanced plan, each "
-                                          "token's home rank with documents in the given order, or the ranks of each "
-                                          "document alike.",
-                         choices=MODES, common=True)
-    placement: str = _setting("balanced", "Where documents live in attention.mode disaggregated: chosen for balance, "
-                                          "or in the given order.",
-                              choices=("balanced", "given"))
-    tolerance: float = _setting(0.05, "How far above the mean the largest attention work may be.", least=0, most=1,
-                                common=True)
-    cost: str = _setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
-                             "forward and backward each by its own; empty balances causal pairs.")
-    kernel: str = _setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
-    state: str = _setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
-                          choices=("resend", "keep"))
-    transport: str = _setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
-                                      "inside one node (symmetric), or the latter where it is possible (auto).",
-                              choices=("c10d", "symmetric", "auto"))
+    mode: str = setting("disaggregated", "Who computes attention: the pool of all ranks by a balanced plan, each "
+                                         "token's home rank with documents in the given order, or the ranks of each "
+                                         "document alike.",
+                        choices=MODES, common=True)
+    placement: str = setting("balanced", "Where documents live in attention.mode disaggregated: chosen for balance, "
+                                         "or in the given order.",
+                             choices=("balanced", "given"))
+    tolerance: float = setting(0.05, "How far above the mean the largest attention work may be.", least=0, most=1,
+                               common=True)
+    cost: str = setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
+                            "forward and backward each by its own; empty balances causal pairs.")
+    kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
+    state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
+                         choices=("resend", "keep"))
+    transport: str = setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
+                                     "inside one node (symmetric), or the latter where it is possible (auto).",
+                             choices=("c10d", "symmetric", "auto"))
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    tensor: int = _setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
-                           most=MAX_RANKS, common=True)
-    pipeline: int = _setting(1, "Stages that the layers are cut into; attention is balanced over all of them.",
-                             least=1, most=MAX_RANKS, common=True)
-    fsdp: bool = _setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
+    tensor: int = setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
+                          most=MAX_RANKS, common=True)
+    pipeline: int = setting(1, "Stages that the layers are cut into; attention is balanced over all of them.",
+                            least=1, most=MAX_RANKS, common=True)
+    fsdp: bool = setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    lr: float = _setting(1e-3, "Learning rate after the warm-up.", above=0, most=MAX_FACTOR, common=True)
-    min_lr_ratio: float = _setting(0.1, "The last step's learning rate over lr.", least=0, most=1)
-    warmup_steps: int = _setting(20, "Steps over which the learning rate rises from 0.", least=0, most=MAX_STEPS)
-    weight_decay: float = _setting(0.1, "AdamW's decay of weight matrices.", least=0, most=MAX_FACTOR)
-    beta1: float = _setting(0.9, "AdamW's memory of gradients.", least=0, below=1)
-    beta2: float = _setting(0.95, "AdamW's memory of squared gradients.", least=0, below=1)
-    clip_norm: float = _setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0, most=MAX_FACTOR)
-    loss_chunk_tokens: int = _setting(1024, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH)
+    lr: float = setting(1e-3, "Learning rate after the warm-up.", above=0, most=MAX_FACTOR, common=True)
+    min_lr_ratio: float = setting(0.1, "The last step's learning rate over lr.", least=0, most=1)
+    warmup_steps: int = setting(20, "Steps over which the learning rate rises from 0.", least=0, most=MAX_STEPS)
+    weight_decay: float = setting(0.1, "AdamW's decay of weight matrices.", least=0, most=MAX_FACTOR)
+    beta1: float = setting(0.9, "AdamW's memory of gradients.", least=0, below=1)
+    beta2: float = setting(0.95, "AdamW's memory of squared gradients.", least=0, below=1)
+    clip_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0, most=MAX_FACTOR)
+    loss_chunk_tokens: int = setting(1024, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    folder: str = _setting("", "Where checkpoints go and resuming looks; empty for none.", common=True)
-    every: int = _setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", least=0,
-                          most=MAX_STEPS, common=True)
-    keep: int = _setting(2, "How many of the newest checkpoints stay.", least=1, most=MAX_STEPS)
-    resume: bool = _setting(True, "Continue from the newest good checkpoint in the folder.")
-    on_error: str = _setting("stop", "When a checkpoint cannot be written: end the run, or warn and try again at the "
-                                     "next one. The last one's error always ends the run.",
-                             choices=("stop", "continue"))
+    folder: str = setting("", "Where checkpoints go and resuming looks; empty for none.", common=True)
+    every: int = setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", least=0,
+                         most=MAX_STEPS, common=True)
+    keep: int = setting(2, "How many of the newest checkpoints stay.", least=1, most=MAX_STEPS)
+    resume: bool = setting(True, "Continue from the newest good checkpoint in the folder.")
+    on_error: str = setting("stop", "When a checkpoint cannot be written: end the run, or warn and try again at the "
+                                    "next one. The last one's error always ends the run.",
+                            choices=("stop", "continue"))
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    folder: str = _setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
-    every: int = _setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
-    tensorboard: bool = _setting(False, "Also write TensorBoard events into the folder.")
-    trace_step: int = _setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0,
-                               most=MAX_STEPS)
+    folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
+    every: int = setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
+    tensorboard: bool = setting(False, "Also write TensorBoard events into the folder.")
+    trace_step: int = setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0,
+                              most=MAX_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +163,7 @@ class Settings:
     def check(self) -> None:
         """Raise a one-line ValueError where these settings cannot run on any machine."""
         for known in known_settings().values():
-            _check_limits(known, self._value(known.name))
+            check_limits(known, self._value(known.name))
         self._check_ranks()
         self._check_data()
         if self.checkpoint.every and not self.checkpoint.folder:
@@ -228,7 +182,7 @@ class Settings:
             section, key = known.name.split(".")
             if f"[{section}]" not in lines:
                 lines += ["", f"[{section}]"]
-            lines += [f"# {known.meaning}", f"{key} = {_toml(self._value(known.name))}"]
+            lines += [f"# {known.meaning}", f"{key} = {toml_value(self._value(known.name))}"]
         return "\n".join(lines[1:]) + "\n"
 
     def _value(self, name: str) -> Value:
@@ -283,7 +237,7 @@ def load_settings(path: str | Path | None, overrides: Mapping[str, str]) -> Sett
         name = written.replace("-", "_")
         if name not in known:
             raise unknown_setting(f"setting {written!r}", name)
-        values[name] = _from_text(known[name], text)
+        values[name] = from_text(known[name], text)
     return settings.with_values(values)
 
 
@@ -309,7 +263,8 @@ def unknown_setting(what: str, name: str) -> ValueError:
 
 def settings_table() -> str:
     """All settings as the Markdown table of the guide."""
-    rows = [f"| `{known.name}` | `{_toml(known.default)}` | {known.meaning} |" for known in known_settings().values()]
+    rows = [f"| `{known.name}` | `{toml_value(known.default)}` | {known.meaning} |"
+            for known in known_settings().values()]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
@@ -332,48 +287,5 @@ def _from_toml(path: Path) -> dict[str, Value]:
             name = f"{section}.{key}"
             if name not in known:
                 raise unknown_setting(f"{path}: setting {name!r}", name)
-            values[name] = _typed(known[name], value, f"{path}: ")
+            values[name] = typed(known[name], value, f"{path}: ")
     return values
-
-
-def _typed(known: Known, value: object, where: str = "") -> Value:
-    """The value if it has the field's type; a whole number will do for a number."""
-    if known.type is float and type(value) is int and abs(value) < MAX_NUMBER:
-        return float(value)
-    if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
-        raise ValueError(f"{where}{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]}")
-    return value
-
-
-def _from_text(known: Known, text: str) -> Value:
-    if known.type is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        if known.type is not bool:
-            return known.type(text)
-    except ValueError:
-        pass
-    raise ValueError(f"{known.name} is {short(text)}; give {_TYPE_WORDS[known.type]}")
-
-
-def _check_limits(known: Known, value: Value) -> None:
-    _typed(known, value)
-    if isinstance(value, str) and not value.isprintable():
-        raise ValueError(f"{known.name} is {short(value)}; give text that can be printed")
-    if known.choices and value not in known.choices:
-        near = get_close_matches(str(value).lower(), known.choices, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{known.name} is {value!r}; {hint}choose one of: {', '.join(known.choices)}")
-    if not isinstance(value, str) and not known.limits.hold(value):
-        raise ValueError(f"{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]} "
-                         f"{known.limits.broken_by(value)}".rstrip())
-
-
-def _toml(value: Value) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = "".join(f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
-                          for char in value.replace("\\", "\\\\").replace('"', '\\"'))
-        return f'"{escaped}"'
-    return repr(value)
