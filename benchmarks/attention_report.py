@@ -18,7 +18,8 @@ from rich.table import Table
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "attention_shards.png"
 BASELINE = "varlen"
 SATURATED_Q_LEN, SATURATED = 128, 0.9  # shards from here on should run at this part of their kernel's best
-COLORS = {"hopper": "#0072B2", "cudnn": "#E69F00", "varlen": "#009E73", "sdpa": "#D55E00"}  # Okabe-Ito
+# Okabe and Ito's
+COLORS = {"hopper": "#0072B2", "cudnn": "#E69F00", "varlen": "#009E73", "fa4": "#CC79A7", "sdpa": "#D55E00"}
 OTHER_COLOR, MARK_COLOR = "#000000", "#999999"
 
 

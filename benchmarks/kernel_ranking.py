@@ -27,8 +27,8 @@ from distca.kernels.ranking import BACKWARD_FLOPS, MEASURED, Speed
 from distca.profiling import versions
 from distca.profiling.timing import samples
 
-KERNELS = ("hopper", "cudnn", "varlen")
-HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128), (None, 4_096)
+KERNELS = ("hopper", "cudnn", "fa4", "varlen")
+HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128, 256), (None, 4_096)
 ROUNDS = 2
 
 

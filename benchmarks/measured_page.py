@@ -26,7 +26,7 @@ BATCHES = {
     "plan, median server": "a plan's median server", "plan, most fragmented server": "its most fragmented server",
 }
 KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cudnn": "cuDNN packed",
-           "dense": "cuDNN dense"}
+           "fa4": "FlashAttention-4", "dense": "cuDNN dense"}
 
 
 def page(results: Path = RESULTS) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from distca.kernels.cudnn import CudnnKernel
 from distca.kernels.dense import DenseKernel, dense_attention
+from distca.kernels.fa4 import Fa4Kernel
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import Kernel, TaskRows, merge
 from distca.kernels.ranking import fastest_first
@@ -20,7 +21,9 @@ from distca.kernels.varlen import VarlenKernel
 
 __all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
 
-_KERNELS: tuple[Kernel, ...] = (HopperKernel(), CudnnKernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
+_KERNELS: tuple[Kernel, ...] = (
+    HopperKernel(), CudnnKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel(),
+)
 _announced: set[str] = set()
 
 

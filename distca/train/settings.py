@@ -16,7 +16,7 @@ from distca.train.degrees import check_pipeline, check_tensor
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
 
-KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")
+KERNELS = ("auto", "hopper", "cudnn", "fa4", "varlen", "sdpa", "dense")
 MODES = ("disaggregated", "home", "per_document_cp")
 MAX_STEPS = 10**9
 MAX_SEED = 2**53             # what every generator takes

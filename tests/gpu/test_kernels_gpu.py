@@ -53,27 +53,27 @@ def assert_exact(name: str, tensors: list[torch.Tensor], rows: TaskRows, window:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", ["cudnn", "varlen", "sdpa", "dense"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "varlen", "sdpa", "dense"])
 def test_rows(name: str, rows: str) -> None:
     assert_exact(name, random_inputs(8, 2, 128, torch.bfloat16), table(rows))
 
 
 @pytest.mark.parametrize("window", [1, 100, 400])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", ["varlen", "sdpa"])
+@pytest.mark.parametrize("name", ["fa4", "varlen", "sdpa"])
 def test_windows(name: str, rows: str, window: int) -> None:
     assert_exact(name, random_inputs(4, 2, 64, torch.bfloat16), table(rows), window)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 1, 128), (4, 2, 32), (4, 4, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["cudnn", "varlen"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "varlen"])
 def test_heads_and_dtypes(name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     rows = table("shards of one document share its keys")
     assert_exact(name, random_inputs(heads, kv_heads, dim, dtype), rows)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "varlen", "sdpa"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "varlen", "sdpa"])
 def test_inputs_need_not_be_contiguous(name: str) -> None:
     q, k, v, dout = random_inputs(8, 2, 128, torch.bfloat16)
     packed = torch.cat([q, k, v], dim=1)  # as one projection gives them
@@ -82,7 +82,7 @@ def test_inputs_need_not_be_contiguous(name: str) -> None:
     assert_exact(name, views, table("documents"))
 
 
-@pytest.mark.parametrize("name", ["cudnn", "varlen"])
+@pytest.mark.parametrize("name", ["cudnn", "fa4", "varlen"])
 def test_backward_where_autograd_runs_it(name: str) -> None:
     """Another thread, and a stream that is not the default one."""
     kernel = kernel_named(name)

@@ -90,14 +90,14 @@ def test_a_name_that_fits_is_taken(name: str) -> None:
     assert choose("cpu", torch.float64, 8, name=name) is kernel_named(name)
 
 
-@pytest.mark.parametrize("name", ["varlen", "cudnn", "hopper"])
+@pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn", "hopper"])
 def test_a_name_that_does_not_fit_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=f"kernel='{name}' cannot run here: .*cpu.*auto"):
         choose("cpu", torch.bfloat16, 64, name=name)
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"kernel='fast'.*auto or one of hopper, cudnn, varlen, sdpa, dense"):
+    with pytest.raises(ValueError, match=r"kernel='fast'.*auto or one of hopper, cudnn, fa4, varlen, sdpa, dense"):
         kernel_named("fast")
 
 

@@ -7,7 +7,7 @@ on the CPU, in float64, what the GPU operators document.
 import importlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from distca.kernels import Kernel, TaskRows, dense_attention, kernel_named, merge
 from distca.kernels import cudnn as cudnn_module
 from distca.kernels import hopper as hopper_module
+from distca.kernels import packed_flash as packed_flash_module
 from distca.kernels import sdpa as sdpa_module
-from distca.kernels import varlen as varlen_module
 from distca.kernels.accuracy import expected_attention
 from distca.kernels.interface import BackwardInputs
+from distca.kernels.packed_flash import PackedCall
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -103,47 +104,53 @@ def formula_backward(
     return torch.einsum("hqk,khd->qhd", ds, keys), dk, dv
 
 
-def flash_band(q_len: int, k_len: int, call: varlen_module.VarlenCall) -> torch.Tensor:
+def band(q_len: int, k_len: int, left: int, right: int) -> torch.Tensor:
+    return torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len + right).triu(k_len - q_len - left)
+
+
+def flash_2_band(q_len: int, k_len: int, call: PackedCall) -> torch.Tensor:
     """FlashAttention-2's mask, with the way it caps both window bounds by the longest keys of the launch."""
     left, right = call.window_left, 0 if call.causal else -1
     left = -1 if left >= call.max_k_len else left
     if left < 0 and right < 0:
         return torch.ones(q_len, k_len, dtype=torch.bool)
-    left, right = (call.max_k_len if bound < 0 else bound for bound in (left, right))
-    band = torch.ones(q_len, k_len, dtype=torch.bool)
-    return band.tril(k_len - q_len + right).triu(k_len - q_len - left)
+    return band(q_len, k_len, *(call.max_k_len if bound < 0 else bound for bound in (left, right)))
 
 
-def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: varlen_module.VarlenCall, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, dtype=q.dtype)
-    ends = call.q_ends.tolist()
-    for (q0, q1), k0, k_len in zip(pairwise(ends), call.k_begin.tolist(), call.k_len.tolist(), strict=False):
-        seen = flash_band(q1 - q0, k_len, call)
-        assert q1 - q0 <= call.max_q_len
-        assert k_len <= call.max_k_len
-        out[q0:q1], lse[q0:q1] = formula_forward(q[q0:q1], k[k0 : k0 + k_len], v[k0 : k0 + k_len], seen, scale)
-    return out, lse
+def flash_4_band(q_len: int, k_len: int, call: PackedCall) -> torch.Tensor:
+    """FlashAttention-4's mask: bounds are as they are given."""
+    far = q_len + k_len
+    return band(q_len, k_len, far if call.window_left < 0 else call.window_left, 0 if call.causal else far)
 
 
-def flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: varlen_module.VarlenCall,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:
-    gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    for (q0, q1), (k0, k1) in zip(pairwise(call.q_ends.tolist()), pairwise(call.k_ends.tolist()), strict=True):
-        seen = flash_band(q1 - q0, k1 - k0, call)
-        saved = (dout[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out[q0:q1], lse[q0:q1])
-        parts = formula_backward(saved, seen, scale)
-        gradients[0][q0:q1], gradients[1][k0:k1], gradients[2][k0:k1] = parts
-    return gradients
+class Calls:
+    """What a packed operator computes, by the formula."""
+
+    def __init__(self, seen: Callable[[int, int, PackedCall], torch.Tensor]) -> None:
+        self.seen = seen
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, dtype=q.dtype)
+        ends = call.q_ends.tolist()
+        for (q0, q1), k0, k_len in zip(pairwise(ends), call.k_begin.tolist(), call.k_len.tolist(), strict=False):
+            assert q1 - q0 <= call.max_q_len
+            assert k_len <= call.max_k_len
+            keys, values = k[k0 : k0 + k_len], v[k0 : k0 + k_len]
+            out[q0:q1], lse[q0:q1] = formula_forward(
+                q[q0:q1], keys, values, self.seen(q1 - q0, k_len, call), scale
+            )
+        return out, lse
+
+    def backward(self, inputs: BackwardInputs, call: PackedCall, scale: float) -> tuple[torch.Tensor, ...]:
+        dout, q, k, v, out, lse = inputs
+        gradients = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+        for (q0, q1), (k0, k1) in zip(pairwise(call.q_ends.tolist()), pairwise(call.k_ends.tolist()), strict=True):
+            saved = (dout[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out[q0:q1], lse[q0:q1])
+            parts = formula_backward(saved, self.seen(q1 - q0, k1 - k0, call), scale)
+            gradients[0][q0:q1], gradients[1][k0:k1], gradients[2][k0:k1] = parts
+        return gradients
 
 
 def ragged(x: torch.Tensor, batch: cudnn_module.CudnnBatch, column: str, length: str) -> list[torch.Tensor]:
@@ -207,7 +214,7 @@ def cudnn_backward(
                 write_once(place, value, fresh)
 
 
-@pytest.fixture(scope="module", params=["dense", "sdpa", "sdpa off the CPU", "varlen", "cudnn", "hopper",
+@pytest.fixture(scope="module", params=["dense", "sdpa", "sdpa off the CPU", "varlen", "fa4", "cudnn", "hopper",
                                         "hopper in turns"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
@@ -218,11 +225,13 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
             patch.setattr(sdpa_module, "_fused_forward", sdpa_module._plain_forward)
             patch.setattr(sdpa_module, "_fused_backward", sdpa_module._plain_backward)
             patch.setattr(sdpa_module, "_queries_at_once", lambda q, k: 3)
-        if request.param == "varlen":
-            patch.setattr(varlen_module, "flash_forward", flash_forward)
-            patch.setattr(varlen_module, "flash_backward", flash_backward)
-            patch.setattr(varlen_module, "COPIED_KEYS_AT_ONCE", 20)
-            patch.setattr(varlen_module, "ROWS_AT_ONCE", 3)
+        if request.param in ("varlen", "fa4"):
+            packed = type(kernel_named(request.param))
+            calls = Calls(flash_2_band if request.param == "varlen" else flash_4_band)
+            patch.setattr(packed, "call_forward", staticmethod(calls.forward))
+            patch.setattr(packed, "call_backward", staticmethod(calls.backward))
+            patch.setattr(packed_flash_module, "COPIED_KEYS_AT_ONCE", 20)
+            patch.setattr(packed_flash_module, "ROWS_AT_ONCE", 3)
         if request.param == "cudnn":
             patch.setattr(cudnn_module, "run_forward", cudnn_forward)
             patch.setattr(cudnn_module, "run_backward", cudnn_backward)
