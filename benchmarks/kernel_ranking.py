@@ -1,7 +1,8 @@
 """Which attention kernel is fastest on this GPU, for each head dim, with a window and without? `auto` goes by it.
 
-Every kernel that fits runs forward and backward on what the median server of a planned pool computes, 32 query heads
-and 8 KV heads in bfloat16. The figures go into distca/kernels/measured.json under the device's name.
+Every kernel that fits runs forward and backward on what two servers of a planned pool compute, the median one and the
+most fragmented, 32 query heads and 8 KV heads in bfloat16; what counts is the time of both together. The figures
+go into distca/kernels/measured.json under the device's name.
 """
 
 from __future__ import annotations
@@ -42,8 +43,22 @@ def visible_pairs(rows: TaskRows, window: int | None) -> int:
     return total
 
 
-def speeds(head_dim: int, window: int | None, device: torch.device, batch: Batch, budget: float) -> list[Speed]:
-    """The kernels' speeds, measured in turns."""
+def speeds(head_dim: int, window: int | None, device: torch.device, batches: list[Batch], budget: float) -> list[Speed]:
+    """The kernels' speeds over all batches."""
+    seconds: dict[str, list[tuple[float, float]]] = {}
+    for batch in batches:
+        for name, both in batch_seconds(head_dim, window, device, batch, budget).items():
+            seconds.setdefault(name, []).append(both)
+    work = 4e-12 * sum(visible_pairs(batch.rows, window) for batch in batches) * HEADS * head_dim
+    totals = {name: [sum(way) for way in zip(*of_batches, strict=True)] for name, of_batches in seconds.items()}
+    return [Speed(name, head_dim, window is not None, round(work / forward, 1),
+                  round(BACKWARD_FLOPS * work / backward, 1)) for name, (forward, backward) in totals.items()]
+
+
+def batch_seconds(
+    head_dim: int, window: int | None, device: torch.device, batch: Batch, budget: float
+) -> dict[str, tuple[float, float]]:
+    """What forward and backward of each kernel take, measured in turns."""
     shapes = ((batch.num_q, HEADS), (batch.num_k, KV_HEADS), (batch.num_k, KV_HEADS), (batch.num_q, HEADS))
     q, k, v, dout = (torch.randn(*shape, head_dim, device=device, dtype=torch.bfloat16) for shape in shapes)
     fitting = [kernel for kernel in map(kernel_named, KERNELS)
@@ -57,24 +72,23 @@ def speeds(head_dim: int, window: int | None, device: torch.device, batch: Batch
             forward += samples(partial(kernel.forward, q, k, v, prepared), device, budget_seconds=budget, least=3)
             saved = BackwardInputs(dout, q, k, v, out, lse)
             backward += samples(partial(kernel.backward, saved, prepared), device, budget_seconds=budget, least=3)
-    work = 4e-12 * visible_pairs(batch.rows, window) * HEADS * head_dim
-    return [Speed(name, head_dim, window is not None, round(work / median(forward), 1),
-                  round(BACKWARD_FLOPS * work / median(backward), 1)) for name, (forward, backward) in times.items()]
+    return {name: (median(forward), median(backward)) for name, (forward, backward) in times.items()}
 
 
 def main(options: argparse.Namespace, console: Console) -> None:
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU; kernels are ranked on the GPU they will run on")
     device = torch.device("cuda")
-    batch = next(iter(servers(sampled_plan(POOL_TOKENS))))
+    batches = list(servers(sampled_plan(POOL_TOKENS)))
+    title = ", ".join(batch.name for batch in batches)
     found: list[Speed] = []
     for head_dim in HEAD_DIMS:
         for window in WINDOWS:
             print(f"head dim {head_dim}, window {window} ...", file=sys.stderr, flush=True)
-            found += speeds(head_dim, window, device, batch, options.budget)
-    table = Table(title=f"TFLOP/s, {batch.name}", title_justify="left")
-    for title in ("head dim", "window", "kernel", "forward", "backward"):
-        table.add_column(title, justify="right")
+            found += speeds(head_dim, window, device, batches, options.budget)
+    table = Table(title=f"TFLOP/s, {title}", title_justify="left")
+    for heading in ("head dim", "window", "kernel", "forward", "backward"):
+        table.add_column(heading, justify="right")
     for speed in found:
         table.add_row(str(speed.head_dim), str(WINDOWS[1] if speed.windowed else None), speed.kernel,
                       f"{speed.forward_tflops:.0f}", f"{speed.backward_tflops:.0f}")
@@ -82,7 +96,7 @@ def main(options: argparse.Namespace, console: Console) -> None:
     known = options.output if options.output.exists() else MEASURED
     content = json.loads(known.read_text(encoding="utf-8"))
     content["devices"][torch.cuda.get_device_name(device)] = {
-        "date": datetime.now(UTC).date().isoformat(), **versions(), "batch": batch.name, "window": WINDOWS[1],
+        "date": datetime.now(UTC).date().isoformat(), **versions(), "batch": title, "window": WINDOWS[1],
         "speeds": [asdict(speed) for speed in found]}
     options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     console.print(f"Written to {options.output}.")
