@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ def test_choices_redraw_and_tables_open(show: Callable[..., WebDriver]) -> None:
     rows = {}
     for details in browser.find_elements(By.CSS_SELECTOR, "details"):
         details.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
-        until(lambda details=details: details.find_elements(By.CSS_SELECTOR, "tbody tr"))
+        until(partial(details.find_elements, By.CSS_SELECTOR, "tbody tr"))
         rows[details.get_attribute("data-table")] = len(details.find_elements(By.CSS_SELECTOR, "tbody tr"))
     assert rows["work"] == rows["memory"] == rows["timeline"] == rows["transfers"] == 8
     assert rows["spans"] == 32 * 4 + 1 and rows["run"] == 300
