@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 import torch
-from host_costs import Machine
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
@@ -25,6 +24,9 @@ from distca.cost.work import causal_pairs
 from distca.models import MODELS, model_named
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable
+
+if TYPE_CHECKING:
+    from host_costs import Machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 replay, prediction, steps, host, benchmark = (
