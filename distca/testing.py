@@ -13,7 +13,7 @@ import pickle
 import runpy
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from inspect import getfile
@@ -33,6 +33,7 @@ from distca.workload.packing import pack
 if TYPE_CHECKING:
     import torch
 
+    from distca.kernels.interface import TaskRows
     from distca.runtime.attention import CoreAttention
     from distca.train.data import Batch
 
@@ -201,6 +202,25 @@ def random_qkv(
     return q, k, v, dout
 
 
+def qkv_of(row: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as a call takes them: three, where a list could hold any number."""
+    q, k, v = row
+    return q, k, v
+
+
+def gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """What backward left in a leaf; it has to have left something."""
+    assert leaf.grad is not None, "backward did not reach this leaf"
+    return leaf.grad
+
+
+def task_rows(*columns: Sequence[int]) -> TaskRows:
+    """TaskRows of columns written by hand."""
+    from distca.kernels.interface import TaskRows
+
+    return TaskRows(*(np.array(column) for column in columns))
+
+
 def row_index(layout: Layout, rank: int) -> torch.Tensor:
     """Where each token of a rank's row stands when all documents are laid end to end."""
     import torch
@@ -275,10 +295,10 @@ def attend_on_fake_ranks(
 
     def body(attend: CoreAttention) -> tuple[torch.Tensor, ...]:
         index = row_index(plan.layout, attend.transport.rank)
-        row = [x.detach()[index].requires_grad_() for x in (q, k, v)]
-        out = attend(row[0], row[1], row[2], plan, scale=scale, window=window)
+        row = qkv_of(x.detach()[index].requires_grad_() for x in (q, k, v))
+        out = attend(*row, plan, scale=scale, window=window)
         out.backward(dout[index])
-        return out.detach(), *(x.grad for x in row if x.grad is not None)
+        return out.detach(), *map(gradient, row)
 
     rows = on_fake_ranks(plan, body, **options)
     return tuple(from_rows(field, plan.layout) for field in zip(*rows, strict=True))
@@ -293,8 +313,8 @@ def dense_on_one(
 
     from distca.kernels import dense_attention
 
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = dense_attention(leaves[0], leaves[1], leaves[2], lengths.tolist(), scale, window)
+    leaves = qkv_of(x.detach().requires_grad_() for x in (q, k, v))
+    out = dense_attention(*leaves, lengths.tolist(), scale, window)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 

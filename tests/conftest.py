@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -39,14 +41,16 @@ settings.load_profile("distca")
 
 
 @pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
+        tuple[int, str, str]]:
     """Run `distca …` in an empty folder: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments):
+    def call(*arguments: Any) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stop:
             cli.main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
         return stop.value.code, captured.out, captured.err
 
     return call

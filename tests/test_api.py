@@ -16,7 +16,7 @@ NAMES = sorted(distca.__all__)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_is_there_and_documented(name):
+def test_every_public_name_is_there_and_documented(name: str) -> None:
     pytest.importorskip("torch")
     value = getattr(distca, name)
     assert f"`distca.{name}`" in API_PAGE
@@ -25,19 +25,19 @@ def test_every_public_name_is_there_and_documented(name):
         assert getattr(value, "__module__", "distca").startswith("distca")
 
 
-def test_the_page_names_nothing_else():
+def test_the_page_names_nothing_else() -> None:
     assert set(re.findall(r"`distca\.(\w+)`", API_PAGE)) <= set(NAMES)
     assert set(dir(distca)) == set(NAMES)
 
 
-def test_importing_distca_imports_no_torch():
+def test_importing_distca_imports_no_torch() -> None:
     code = "import sys, distca; assert 'torch' not in sys.modules; distca.CoreAttention; assert 'torch' in sys.modules"
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_lazy_names_are_those_that_type_checkers_see():
+def test_lazy_names_are_those_that_type_checkers_see() -> None:
     """What loads on first use is what the typed import names, no more and no less."""
     source = (ROOT / "distca" / "__init__.py").read_text(encoding="utf-8")
     typed = source[source.index("if TYPE_CHECKING:"):source.index("__version__ =")]
@@ -47,7 +47,7 @@ def test_lazy_names_are_those_that_type_checkers_see():
         distca._NEED_TORCH)
 
 
-def test_strategies_compare_in_one_call():
+def test_strategies_compare_in_one_call() -> None:
     answer = distca.compare(gpus=16, context=16_384, strategies=("fixed_packing", "distca"), lengths=[16_384, 512, 512])
     ours, packed = answer.outcome("distca"), answer.outcome("fixed_packing")
     assert ours.speedup_over(packed)[0] == pytest.approx(packed.step_seconds / ours.step_seconds)
@@ -58,7 +58,7 @@ def test_strategies_compare_in_one_call():
 
 
 @pytest.mark.slow
-def test_type_checkers_know_public_names_and_refuse_others(tmp_path):
+def test_type_checkers_know_public_names_and_refuse_others(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     script = tmp_path / "user.py"
     script.write_text("import distca\n"

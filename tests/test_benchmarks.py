@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ import distca
 from distca.kernels import TaskRows
 from distca.kernels.dense import times_shown
 from distca.models import model_named
+from distca.testing import task_rows
 
 ROOT = Path(distca.__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))                     # attention.py imports its siblings
 
 
-def load(name):
+def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / f"benchmarks/{name}.py")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module                              # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -29,28 +32,28 @@ def load(name):
 
 
 @pytest.fixture(scope="module")
-def attention():
+def attention() -> ModuleType:
     return load("attention")
 
 
 @pytest.fixture(scope="module")
-def batches():
+def batches() -> ModuleType:
     return load("attention_batches")
 
 
 @pytest.fixture(scope="module")
-def runtime():
+def runtime() -> ModuleType:
     return load("runtime")
 
 
-def pairs_one_by_one(rows):
+def pairs_one_by_one(rows: TaskRows) -> int:
     return sum(max(0, min(offset + i + 1, k_end - k_begin))
                for q_begin, q_end, k_begin, k_end, offset in zip(
                    rows.q_begin, rows.q_end, rows.k_begin, rows.k_end, rows.q_offset, strict=True)
                for i in range(q_end - q_begin))
 
 
-def test_batches_count_the_pairs_of_their_rows(batches):
+def test_batches_count_the_pairs_of_their_rows(batches: ModuleType) -> None:
     tables = list(batches.batches(64))
     assert len({batch.name for batch in tables}) == len(tables) == 11
     for batch in (*tables, *batches.shard_lengths(64)):
@@ -63,14 +66,14 @@ def test_batches_count_the_pairs_of_their_rows(batches):
     assert shared.pairs == own.pairs and (shared.num_k, own.num_k) == (64, 256)
 
 
-def test_the_plans_servers_are_the_median_and_the_most_fragmented(batches):
+def test_the_plans_servers_are_the_median_and_the_most_fragmented(batches: ModuleType) -> None:
     plan = batches.sampled_plan(1024)
     num_rows = sorted(len(plan.tasks.take(plan.tasks.server == server)) for server in range(plan.num_servers))
     median, most = batches.servers(plan)
     assert len(most.rows) == num_rows[-1] > len(median.rows) == num_rows[len(num_rows) // 2]
 
 
-def test_kernels_are_measured_against_each_other(attention, batches):
+def test_kernels_are_measured_against_each_other(attention: ModuleType, batches: ModuleType) -> None:
     results, failures = attention.measure(batches.documents(1, 96), ["sdpa", "auto", "dense"], model_named("tiny"),
                                           torch.device("cpu"), 1e-3)
     assert [row.kernel for row in results] == ["sdpa", "auto", "dense"] and not failures
@@ -80,7 +83,7 @@ def test_kernels_are_measured_against_each_other(attention, batches):
         assert row.backward_tflops == pytest.approx(10 * row.pairs * 8 * 32 / row.backward_seconds / 1e12)
 
 
-def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention, batches):
+def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention: ModuleType, batches: ModuleType) -> None:
     results, failures = attention.measure(batches.shards(2, 8, 32, True), ["varlen", "sdpa", "dense"],
                                           model_named("tiny"), torch.device("cpu"), 1e-3)
     assert [row.kernel for row in results] == ["sdpa"]           # dense takes no rows that share keys
@@ -88,8 +91,9 @@ def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention, batc
     assert results[0].forward_over_varlen is None and results[0].forward_host_seconds is None
 
 
-def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(attention, batches, monkeypatch):
-    calls = []
+def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(attention: ModuleType, batches: ModuleType,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
 
     def samples(*_: object, **__: object) -> list[float]:
         calls.append(None)
@@ -104,7 +108,8 @@ def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(attention, batch
     assert [(row.kernel, row.reason) for row in failures] == [("sdpa", "OutOfMemoryError: no room")]
 
 
-def test_goals_count_only_where_they_are_meant(attention, batches, monkeypatch):
+def test_goals_count_only_where_they_are_meant(attention: ModuleType, batches: ModuleType,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BASELINE", "sdpa")
     cpu, tiny, batch = torch.device("cpu"), model_named("tiny"), batches.documents(2, 64)
     easy, hard = (dataclasses.replace(batch, goal=(goal, goal)) for goal in (1e-9, 1e9))
@@ -117,19 +122,19 @@ def test_goals_count_only_where_they_are_meant(attention, batches, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_the_ranking_counts_the_pairs_that_the_window_leaves(window):
-    rows = TaskRows([0, 9, 20], [9, 20, 22], [0, 3, 0], [30, 14, 2], [21, 0, 40])
+def test_the_ranking_counts_the_pairs_that_the_window_leaves(window: int | None) -> None:
+    rows = task_rows([0, 9, 20], [9, 20, 22], [0, 3, 0], [30, 14, 2], [21, 0, 40])
     tokens = torch.zeros(22, 1, 1), torch.zeros(30, 1, 1)
     assert load("kernel_ranking").visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
 
 
-def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch):
+def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no GPU"):
         load("kernel_ranking").main(None, None)
 
 
-def test_tables_are_timed_and_nothing_is_stored_twice(runtime):
+def test_tables_are_timed_and_nothing_is_stored_twice(runtime: ModuleType) -> None:
     for placement in ("given", "balanced"):
         plan = runtime.sampled_plan(placement, 8, 8192)
         row = runtime.tables(plan, placement, 8)
@@ -139,7 +144,7 @@ def test_tables_are_timed_and_nothing_is_stored_twice(runtime):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_ranks_share_a_document(tmp_path):
+def test_two_ranks_share_a_document(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/runtime.py"), "--cpu", "--document", "256", "--short", "64",
          "--repeats", "1", "--output", str(tmp_path)],

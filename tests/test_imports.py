@@ -61,7 +61,7 @@ def _imported_layers(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_layers_import_only_what_is_left_of_them(path):
+def test_layers_import_only_what_is_left_of_them(path: Path) -> None:
     layer = _layer(path)
     if layer in MAY_IMPORT_ALL:
         return
@@ -69,19 +69,19 @@ def test_layers_import_only_what_is_left_of_them(path):
     assert _imported_layers(path.read_text(encoding="utf-8")) <= MAY_IMPORT[layer] | {layer}
 
 
-def test_the_check_sees_imports_of_every_form():
+def test_the_check_sees_imports_of_every_form() -> None:
     source = "import distca.planning.plan\ndef f():\n    from distca import cli\n    from distca.cost.work import x\n"
     assert _imported_layers(source) == {"planning", "cli", "cost"}
     assert _imported_layers("import distca\nimport numpy") == {"__init__"}
 
 
-def test_layers_have_no_cycle():
+def test_layers_have_no_cycle() -> None:
     for layer, allowed in MAY_IMPORT.items():
         for other in allowed:
             assert layer not in MAY_IMPORT[other]
 
 
-def test_planning_and_report_import_without_torch():
+def test_planning_and_report_import_without_torch() -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _modules()
              if _layer(path) in WITHOUT_TORCH]
     assert any("planning" in name for name in names)
@@ -92,11 +92,11 @@ def test_planning_and_report_import_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_version_is_the_packages():
+def test_version_is_the_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert distca.__version__ == project["project"]["version"]
 
 
-def test_unknown_names_are_attribute_errors():
+def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'pakc'"):
-        _ = distca.pakc
+        _ = distca.pakc  # type: ignore[attr-defined]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,14 +34,14 @@ PUBLISHED = {
 }
 
 
-def billions(name, tied, active=False):
+def billions(name: str, tied: bool, active: bool = False) -> float:
     model = MODELS[name]
     layers = model.num_layers * layer_parameters(model, active=active)
     return (layers + (1 if tied else 2) * model.hidden * model.vocab) / 1e9
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_catalogue_has_as_many_parameters_as_published(name):
+def test_the_catalogue_has_as_many_parameters_as_published(name: str) -> None:
     total, active, tied = PUBLISHED[name]
     assert billions(name, tied) == pytest.approx(total, rel=0.02)
     if active is not None:                                       # some count the embedding, some do not
@@ -48,15 +50,15 @@ def test_the_catalogue_has_as_many_parameters_as_published(name):
         assert 0.95 * low <= active <= 1.05 * high
 
 
-def test_every_model_of_the_catalogue_is_checked():
+def test_every_model_of_the_catalogue_is_checked() -> None:
     assert set(PUBLISHED) | {"llama-34b", "tiny"} == set(MODELS)
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
 
-SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-         "intermediate_size": 160, "vocab_size": 320}
-SMALL_BY_KIND = {
+SMALL: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
+                         "head_dim": 16, "intermediate_size": 160, "vocab_size": 320}
+SMALL_BY_KIND: dict[str, dict[str, Any]] = {
     "phi3": {"head_dim": None, "pad_token_id": 0}, "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 3},
@@ -70,7 +72,7 @@ SMALL_BY_KIND["deepseek_v3"] = SMALL_BY_KIND["deepseek_v2"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "gemma3"])
-def test_layers_have_the_weights_of_transformers_own(kind):
+def test_layers_have_the_weights_of_transformers_own(kind: str) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     wanted = {**SMALL, **SMALL_BY_KIND.get(kind, {})}
     config = transformers.AutoConfig.for_model(kind, **{name: value for name, value in wanted.items()
@@ -87,7 +89,7 @@ def test_layers_have_the_weights_of_transformers_own(kind):
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def test_a_folder_and_its_file_name_a_model(tmp_path):
+def test_a_folder_and_its_file_name_a_model(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": "qwen3"}), encoding="utf-8")
@@ -96,7 +98,7 @@ def test_a_folder_and_its_file_name_a_model(tmp_path):
         assert (model.name, model.num_layers, model.num_kv_heads, model.head_dim) == ("mine", 3, 2, 16)
 
 
-def test_the_text_of_a_model_for_images_counts():
+def test_the_text_of_a_model_for_images_counts() -> None:
     shape = shape_of_config({"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}}, "x")
     assert shape.hidden == 96
 
@@ -109,7 +111,8 @@ def test_the_text_of_a_model_for_images_counts():
     ({**SMALL, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, ("per_token is 3",)),
     ([1], ("holds a list",)), ("{", ("broken JSON",)), ("[" * 100_000, ("too deep",)),
 ])
-def test_what_is_no_config_is_named(tmp_path, content, fragments):
+def test_what_is_no_config_is_named(tmp_path: Path, content: dict[str, Any] | list[int] | str,
+                                    fragments: tuple[str, ...]) -> None:
     file = tmp_path / "config.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError) as refusal:
@@ -117,7 +120,7 @@ def test_what_is_no_config_is_named(tmp_path, content, fragments):
     assert all(fragment in str(refusal.value) for fragment in fragments)
 
 
-def test_a_missing_folder_and_an_unknown_name_say_what_to_give():
+def test_a_missing_folder_and_an_unknown_name_say_what_to_give() -> None:
     with pytest.raises(ValueError, match="no such file"):
         model_named("no/such/folder")
     with pytest.raises(ValueError, match=r"did you mean 'llama3-8b'.*config\.json"):

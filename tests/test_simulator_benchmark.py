@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,11 @@ from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import causal_pairs
 from distca.models import MODELS, model_named
+from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable
+
+if TYPE_CHECKING:
+    from host_costs import Machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 replay, prediction, steps, host, benchmark = (
@@ -31,7 +36,7 @@ MODEL = model_named("llama3-8b")
 
 
 @pytest.fixture(autouse=True)
-def named_models_stay(monkeypatch):
+def named_models_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark names a model of its own in its processes."""
     monkeypatch.setitem(MODELS, "tiny", MODELS["tiny"])
 
@@ -40,7 +45,7 @@ def named_models_stay(monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [[4_096] * 4, [16_384], [9_000, 300, 4_000, 3_084]])
-def test_replays_every_pair_of_the_step_once(lengths):
+def test_replays_every_pair_of_the_step_once(lengths: list[int]) -> None:
     """The last two cut a document, so pong reads keys of ping."""
     halves = replay.pool_tasks(np.array(lengths), 4, MODEL, 8)
     total = 0
@@ -57,7 +62,7 @@ ranges = st.tuples(st.integers(0, 2), st.integers(0, 50), st.integers(1, 30), st
 
 
 @given(st.lists(ranges, min_size=1, max_size=12))
-def test_a_server_holds_every_token_of_its_tasks_once(rows):
+def test_a_server_holds_every_token_of_its_tasks_once(rows: list[tuple[int, ...]]) -> None:
     """Each place of the buffers is one token, the same for all rows that use it, and no token has two places."""
     document, q_start, q_len, kv_start, kv_len = np.array(rows).T
     none = np.zeros_like(document)
@@ -75,11 +80,11 @@ def test_a_server_holds_every_token_of_its_tasks_once(rows):
     np.testing.assert_array_equal(batch.rows.q_offset, q_start - kv_start)
 
 
-def test_measures_what_fits_the_budget_and_keeps_it(tmp_path, monkeypatch):
+def test_measures_what_fits_the_budget_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = replay.Scale(((64, 2_048, 0),), 1_024, 3)
     turns = []
 
-    def in_turns(runs, device, **limits):
+    def in_turns(runs: list[Callable[..., Any]], device: torch.device, **limits: float) -> list[list[float]]:
         turns.append(len(runs))
         return [[(run(), 1.0)[1]] * 3 for run in runs]
 
@@ -97,7 +102,7 @@ def test_measures_what_fits_the_budget_and_keeps_it(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- prediction
 
 
-def test_predictions_are_what_the_shipped_table_charges():
+def test_predictions_are_what_the_shipped_table_charges() -> None:
     """Batches that took 1.25 times what is charged, forward, and half of it backward."""
     time = AttentionTime.of(shipped_table(prediction.TABLE), MODEL, 8)
     scale = replay.Scale(((64, 131_072, 5),), None, 16)
@@ -122,7 +127,7 @@ def test_predictions_are_what_the_shipped_table_charges():
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
-def test_ranks_share_cores_and_are_alone_when_others_are_done():
+def test_ranks_share_cores_and_are_alone_when_others_are_done() -> None:
     none = np.zeros(4)
     np.testing.assert_allclose(host.shared(none, np.array([10.0, 1, 1, 1]), (1.0, 2.0)), [11, 2, 2, 2])
     np.testing.assert_allclose(host.shared(none[:2], np.array([3.0, 1]), (1.0, 1.0)), [4, 2])   # one core's worth
@@ -130,7 +135,7 @@ def test_ranks_share_cores_and_are_alone_when_others_are_done():
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=6), st.integers(1, 4))
-def test_sharing_loses_no_work(ranks, cores):
+def test_sharing_loses_no_work(ranks: list[tuple[float, float]], cores: int) -> None:
     start, seconds = np.array(ranks).T
     stop = host.shared(start, seconds, tuple(range(1, cores + 1)))
     assert (stop >= start + seconds - 1e-9).all()
@@ -139,7 +144,7 @@ def test_sharing_loses_no_work(ranks, cores):
         np.testing.assert_allclose(stop, start + seconds, atol=1e-9)
 
 
-def made_up_machine(folder, per_pair=0.0, per_token=0.0, per_byte=0.0):
+def made_up_machine(folder: Path, per_pair: float = 0.0, per_token: float = 0.0, per_byte: float = 0.0) -> Machine:
     """Two cores; seconds of attention are proportional to pairs, of everything else to tokens and bytes."""
     grid = np.array([1, 128, 256, 512, 1_024, 4_096])
     q = grid[:, None].astype(np.float64)
@@ -151,14 +156,14 @@ def made_up_machine(folder, per_pair=0.0, per_token=0.0, per_byte=0.0):
     return host.Machine(str(folder / "table.json"), ways, ways, ways, (1.0, 2.0), per_byte, 0.0)
 
 
-def variant_plan(folder, variant, ranks=2):
+def variant_plan(folder: Path, variant: str, ranks: int = 2) -> tuple[list[np.ndarray], StepPlan]:
     chosen = steps.base_settings(str(folder), ranks).with_values(steps.VARIANTS[variant])
     documents = steps.step_documents(ranks, 1_024, 128, 4)
     return documents, steps.plan_of(documents, chosen, ranks)
 
 
 @pytest.mark.parametrize("variant", list(steps.VARIANTS))
-def test_a_simulated_step_is_the_trainers_own(variant, tmp_path):
+def test_a_simulated_step_is_the_trainers_own(variant: str, tmp_path: Path) -> None:
     """Two cores and two ranks: attention's seconds per pair, nothing else costs anything."""
     per_pair = 1e-6
     documents, plan = variant_plan(tmp_path, variant)
@@ -176,7 +181,7 @@ def test_a_simulated_step_is_the_trainers_own(variant, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["home", "disaggregated", "disaggregated, ping-pong"])
-def test_launches_are_counted_by_the_plans_own_calls(variant, tmp_path):
+def test_launches_are_counted_by_the_plans_own_calls(variant: str, tmp_path: Path) -> None:
     _, plan = variant_plan(tmp_path, variant)
     machine = made_up_machine(tmp_path)
     found = host.simulated(plan, machine, host.Launches((1.0, 2.0), (10.0, 20.0), 0.5))
@@ -187,7 +192,7 @@ def test_launches_are_counted_by_the_plans_own_calls(variant, tmp_path):
     assert (exchanges > 0) == (variant != "home")
 
 
-def test_launches_are_what_probes_take_beyond_their_tokens(tmp_path):
+def test_launches_are_what_probes_take_beyond_their_tokens(tmp_path: Path) -> None:
     """Probes that are themselves simulated give back the launches they were made with."""
     machine = made_up_machine(tmp_path, 1e-9, 1e-6, 1e-9)
     plans = tuple(variant_plan(tmp_path, name)[1] for name in steps.PROBES)
@@ -198,7 +203,7 @@ def test_launches_are_what_probes_take_beyond_their_tokens(tmp_path):
     assert found.segment == pytest.approx(wanted.segment) and found.exchange == pytest.approx(wanted.exchange)
 
 
-def test_ratios_are_compared_alike_both_ways():
+def test_ratios_are_compared_alike_both_ways() -> None:
     def result(variant: str, seconds: float, expected: float) -> Any:
         return steps.Result(2, variant, seconds, expected, 0.0, [seconds], 0.0)
 
@@ -208,7 +213,7 @@ def test_ratios_are_compared_alike_both_ways():
     assert pair.error == pytest.approx(0.2) == turned.error
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cpu"):
         benchmark.device_named("cuda")

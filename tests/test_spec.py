@@ -1,6 +1,7 @@
 """The named shapes and the bytes derived from them, against arithmetic done by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from distca.models import MODELS, model_named
 from distca.spec import CLUSTERS, cluster_named
 
 
-def test_token_bytes_of_llama3_8b():
+def test_token_bytes_of_llama3_8b() -> None:
     model = model_named("llama3-8b")
     assert model.q_token_bytes() == 32 * 128 * 2
     assert model.kv_token_bytes() == 2 * 8 * 128 * 2
@@ -18,7 +19,7 @@ def test_token_bytes_of_llama3_8b():
 
 
 @pytest.mark.parametrize("tp, kv_heads", [(1, 8), (2, 4), (8, 1), (16, 1), (32, 1)])
-def test_kv_heads_are_replicated_beyond_their_number(tp, kv_heads):
+def test_kv_heads_are_replicated_beyond_their_number(tp: int, kv_heads: int) -> None:
     model = model_named("llama3-8b")
     assert model.kv_token_bytes(tp) == 2 * kv_heads * 128 * 2
     assert model.q_token_bytes(tp) * tp == model.q_token_bytes()
@@ -26,12 +27,12 @@ def test_kv_heads_are_replicated_beyond_their_number(tp, kv_heads):
 
 
 @pytest.mark.parametrize("tp", [0, -1, 3, 64, True, 2.0])
-def test_tp_must_divide_the_heads(tp):
+def test_tp_must_divide_the_heads(tp: Any) -> None:
     with pytest.raises(ValueError, match=r"tp is .* 32 heads; choose"):
         model_named("llama3-8b").q_token_bytes(tp)
 
 
-def test_tp_must_fit_the_kv_heads():
+def test_tp_must_fit_the_kv_heads() -> None:
     model = replace(model_named("tiny"), num_heads=12, num_kv_heads=6)
     assert model.heads_per_rank(4) == 3
     with pytest.raises(ValueError, match=r"tp is 4 .* 6 KV heads"):
@@ -45,7 +46,7 @@ def test_tp_must_fit_the_kv_heads():
     ({"vocab": True}, "vocab is True"),
     ({"num_kv_heads": 3}, "num_heads is 8, not a multiple of num_kv_heads 3"),
 ])
-def test_model_shapes_are_checked(change, message):
+def test_model_shapes_are_checked(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(model_named("tiny"), **change)
 
@@ -56,12 +57,12 @@ def test_model_shapes_are_checked(change, message):
     ({"memory_bytes": float("nan")}, "memory_bytes is nan"),
     ({"inter_node_latency_seconds": -1e-6}, "of at least 0"),
 ])
-def test_cluster_shapes_are_checked(change, message):
+def test_cluster_shapes_are_checked(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(cluster_named("dgx-h200"), **change)
 
 
-def test_unknown_names_list_the_known_and_the_nearest():
+def test_unknown_names_list_the_known_and_the_nearest() -> None:
     with pytest.raises(ValueError, match="'llama-8b' is unknown; did you mean 'llama3-8b'") as caught:
         model_named("llama-8b")
     named = [name for name in MODELS if f" {name}," in str(caught.value)]  # of many the nearest, and how many more
@@ -73,6 +74,6 @@ def test_unknown_names_list_the_known_and_the_nearest():
     assert "\n" not in str(caught.value)
 
 
-def test_registries_are_keyed_by_name():
+def test_registries_are_keyed_by_name() -> None:
     assert all(model_named(name).name == name for name in MODELS)
     assert all(cluster_named(name).name == name for name in CLUSTERS)

@@ -1,6 +1,9 @@
 """The checks that every entrance shares say the field, the value and the remedy, and let through what is right."""
 
 import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from distca.validation import (
 )
 
 
-def test_whole_numbers():
+def test_whole_numbers() -> None:
     assert check_whole("ranks", np.int32(3)) == 3 and type(check_whole("ranks", np.int32(3))) is int
     assert check_whole("seed", 0, least=0) == 0 and check_whole("ranks", 8, most=8) == 8
     for value in (True, 0, -1, 2.0, "3", None, [3], np.float64(3)):
@@ -34,7 +37,7 @@ def test_whole_numbers():
         check_whole("ranks", 10**5000, most=8)
 
 
-def test_numbers():
+def test_numbers() -> None:
     assert check_number("x", 3) == 3.0 and check_number("x", 0.0, least=0) == 0.0
     for value in (True, "3", None, float("nan"), float("inf"), -float("inf"), 10**400, 1e308):
         with pytest.raises(ValueError, match=r"x is .*; give a finite number"):
@@ -44,7 +47,7 @@ def test_numbers():
 
 
 @given(st.text(max_size=20))
-def test_what_is_shown_can_be_printed(text):
+def test_what_is_shown_can_be_printed(text: str) -> None:
     assert plain(text).isprintable() and short(text).isprintable()
     if text and text.isprintable():
         assert plain(text) == text == check_name("name", text)
@@ -53,7 +56,7 @@ def test_what_is_shown_can_be_printed(text):
             check_name("name", text)
 
 
-def test_files_name_themselves(tmp_path):
+def test_files_name_themselves(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('\ufeff{"a": [1, 2.5, null]}\r\n', encoding="utf-8")
     assert read_json(tmp_path / "a.json") == {"a": [1, 2.5, None]}
     (tmp_path / "a.toml").write_text("[run]\nlr = 1.5\n[a.b]\nc = 'x.y'\n")
@@ -67,7 +70,7 @@ def test_files_name_themselves(tmp_path):
             read_json(tmp_path / name)
 
 
-def test_files_of_ours_are_not_written_through_links(tmp_path):
+def test_files_of_ours_are_not_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("precious")
     (tmp_path / "log").symlink_to("theirs")
     for write in (lambda: write_own(tmp_path / "log", "x"), lambda: open_own(tmp_path / "log", "a")):
@@ -83,16 +86,15 @@ def test_files_of_ours_are_not_written_through_links(tmp_path):
     assert missing.value.errno == errno.ENOENT
 
 
-def _caught(call):
-    try:
+def _caught(call: Callable[..., Any]) -> Exception:
+    with pytest.raises(Exception) as caught:
         call()
-    except Exception as error:
-        return error
+    return caught.value
 
 
-def test_only_what_our_modules_raise_is_a_refusal():
+def test_only_what_our_modules_raise_is_a_refusal() -> None:
     assert was_refused(_caught(lambda: check_whole("ranks", 0)))
     assert not was_refused(_caught(lambda: int("x")))                                # nobody raised it by hand
     assert not was_refused(_caught(lambda: np.zeros(3).reshape(2)))
-    assert not was_refused(_caught(lambda: short.__call__()))
+    assert not was_refused(_caught(short))
     assert not was_refused(ValueError("never raised"))

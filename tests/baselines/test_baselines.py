@@ -1,5 +1,7 @@
 """Baselines are ordinary plans: valid, counted by the same rules, and what their names say."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from distca.baselines.per_document_cp import head_tail_layout, per_document_cp
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
-from distca.testing import LAYOUT_KINDS, random_layout, tokens_moved
+from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout, tokens_moved
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
 
@@ -19,7 +21,7 @@ SEEDS = st.integers(0, 10_000)
 
 
 @given(SEEDS, st.sampled_from(LAYOUT_KINDS), st.integers(1, 5), st.integers(1, 60))
-def test_at_home_moves_no_query(seed, kind, ranks, tokens):
+def test_at_home_moves_no_query(seed: int, kind: LayoutKind, ranks: int, tokens: int) -> None:
     layout = random_layout(seed, kind, ranks, tokens)
     plan = at_home(layout, MODEL)
     plan.validate()
@@ -29,14 +31,14 @@ def test_at_home_moves_no_query(seed, kind, ranks, tokens):
     assert queries.sum() == 0
 
 
-def test_at_home_says_why_it_is_not_level():
+def test_at_home_says_why_it_is_not_level() -> None:
     lopsided = at_home(layout_from_rows([[4096], [1024] * 4]), MODEL)
     assert lopsided.limit is not None and lopsided.summary().work_max_over_mean > 1.5
     assert at_home(layout_from_rows([[512], [512]]), MODEL).limit is None
 
 
 @given(st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=8), min_size=1, max_size=3), st.integers(1, 9))
-def test_rows_of_a_group_differ_by_at_most_one_token(rows, cp):
+def test_rows_of_a_group_differ_by_at_most_one_token(rows: list[list[int]], cp: int) -> None:
     plan = per_document_cp(layout_from_rows(rows), MODEL, cp=cp)
     plan.validate()
     tokens = plan.layout.tokens_per_rank().reshape(len(rows), cp)
@@ -45,7 +47,7 @@ def test_rows_of_a_group_differ_by_at_most_one_token(rows, cp):
 
 
 @given(st.integers(1, 400), st.integers(1, 9))
-def test_a_document_lies_in_head_and_tail_pairs(length, cp):
+def test_a_document_lies_in_head_and_tail_pairs(length: int, cp: int) -> None:
     """Ranks ascend over the heads and descend over the tails, and a pair's chunks differ by at most one token."""
     layout = head_tail_layout(layout_from_rows([[length]]), cp)
     order = layout.by_document()
@@ -62,7 +64,7 @@ def test_a_document_lies_in_head_and_tail_pairs(length, cp):
     assert (np.bincount(layout.rank, minlength=cp)[cp - 1:] <= 1).all()  # neighbours are one slice
 
 
-def test_chunks_are_equal_where_lengths_divide():
+def test_chunks_are_equal_where_lengths_divide() -> None:
     layout = head_tail_layout(layout_from_rows([[80, 16]]), cp=4)
     slices = list(zip(layout.rank.tolist(), layout.document.tolist(), layout.start.tolist(), layout.stop.tolist(),
                       strict=True))
@@ -70,12 +72,12 @@ def test_chunks_are_equal_where_lengths_divide():
     assert slices[-2:] == [(3, 0, 30, 50), (3, 1, 6, 10)]
 
 
-def test_one_token_documents_go_round_the_group():
+def test_one_token_documents_go_round_the_group() -> None:
     assert head_tail_layout(layout_from_rows([[1] * 12]), cp=4).tokens_per_rank().tolist() == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
-def test_work_is_level_and_keys_are_gathered(cp):
+def test_work_is_level_and_keys_are_gathered(cp: int) -> None:
     lengths = [4096 * cp, 2048, 513, 77]
     plan = per_document_cp(layout_from_rows([lengths]), MODEL, cp=cp)
     assert max_over_mean(plan.work(), plan.speed) < 1.01
@@ -88,14 +90,14 @@ def test_work_is_level_and_keys_are_gathered(cp):
     assert keys.sum() * MODEL.kv_token_bytes() < plan.summary().bytes_all_gather
 
 
-def test_short_documents_cost_it_bytes_that_a_plan_does_not_need():
+def test_short_documents_cost_it_bytes_that_a_plan_does_not_need() -> None:
     lengths = [256] * 64
     spread = per_document_cp(layout_from_rows([lengths]), MODEL, cp=8).summary()
     planned = balance(pack(lengths, ranks=8), MODEL).summary()
     assert spread.bytes_total > 0 and planned.bytes_total == 0
 
 
-def test_groups_stay_apart_unless_a_document_spans_them():
+def test_groups_stay_apart_unless_a_document_spans_them() -> None:
     apart = per_document_cp(layout_from_rows([[300, 20], [320]]), MODEL, cp=2)
     _, keys = tokens_moved(apart.layout, apart.tasks, 4)
     assert keys[:2, 2:].sum() == 0 and keys[2:, :2].sum() == 0 and keys.sum() > 0
@@ -105,12 +107,12 @@ def test_groups_stay_apart_unless_a_document_spans_them():
     assert keys[:2, 2:].sum() > 0
 
 
-def test_cp_of_one_is_attention_at_home():
+def test_cp_of_one_is_attention_at_home() -> None:
     layout = pack([100, 60, 40], ranks=2)
     assert per_document_cp(layout, MODEL, cp=1).layout.stop.tolist() == layout.stop.tolist()
 
 
 @pytest.mark.parametrize("cp", [0, -2, 1.5, True, None])
-def test_a_wrong_group_size_is_named(cp):
+def test_a_wrong_group_size_is_named(cp: Any) -> None:
     with pytest.raises(ValueError, match=f"cp is {cp!r}; give"):
         per_document_cp(layout_from_rows([[10]]), MODEL, cp=cp)

@@ -6,8 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +28,8 @@ JSON_KEYS = {
 
 
 @pytest.fixture
-def run_json(run):
-    def call(*arguments):
+def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., dict[str, Any]]:
+    def call(*arguments: Any) -> dict[str, Any]:
         code, out, err = run(*arguments, "--json")
         assert (code, err) == (0, "")
         assert out.count("\n") == 1
@@ -36,21 +38,25 @@ def run_json(run):
     return call
 
 
-def _work_in_order(lengths, ranks):
+def _workload(name: str, ranks: int, tokens_per_rank: int, *sequences: list[int]) -> Workload:
+    return Workload(name, ranks, tokens_per_rank, tuple(map(np.array, sequences)))
+
+
+def _work_in_order(lengths: list[int] | np.ndarray, ranks: int) -> float:
     """Max/mean of work per rank, token by token: a token at position p sees p + 1 keys."""
     pairs = np.concatenate([np.arange(1, length + 1) for length in lengths]).astype(float)
     work = pairs.reshape(ranks, -1).sum(axis=1)
     return work.max() / work.mean()
 
 
-def _one_line_error(result):
+def _one_line_error(result: tuple[int, str, str]) -> str:
     code, out, err = result
     assert (code, out) == (2, "")
     assert err.startswith("distca: error: ") and err.count("\n") == 1
     return err
 
 
-def test_json_says_what_the_library_says(run_json):
+def test_json_says_what_the_library_says(run_json: Callable[..., dict[str, Any]]) -> None:
     said = run_json("plan", "prolong", "--ranks", 4, "--tokens-per-rank", 32768, "--seed", 3)
     lengths = sample_lengths("prolong", 4 * 32768, seed=3)
     plan = distca.plan(distca.pack(lengths, ranks=4), "llama3-8b")
@@ -71,7 +77,8 @@ def test_json_says_what_the_library_says(run_json):
     assert said["work_max_over_mean_backward"] == said["work_max_over_mean"]
 
 
-def test_with_a_table_seconds_are_told_both_ways_and_over_its_network(run_json, tmp_path):
+def test_with_a_table_seconds_are_told_both_ways_and_over_its_network(run_json: Callable[..., dict[str, Any]],
+                                                                      tmp_path: Path) -> None:
     table = analytic_table(model_named("llama3-8b"), 550e12)
     network = {"backend": "gloo", "num_ranks": 2, "latency_seconds": 1e-3, "bandwidth": 1e10}
     replace(table, metadata={**table.metadata, "network": network}).save(tmp_path / "table.json")
@@ -82,7 +89,8 @@ def test_with_a_table_seconds_are_told_both_ways_and_over_its_network(run_json, 
     assert said["exchange_seconds"] == pytest.approx(1e-3 + busiest / 1e10)
 
 
-def test_heads_are_not_scaled_in_silence_and_head_dims_not_at_all(run, tmp_path):
+def test_heads_are_not_scaled_in_silence_and_head_dims_not_at_all(run: Callable[..., tuple[int, str, str]],
+                                                                  tmp_path: Path) -> None:
     analytic_table(model_named("llama3-8b"), 550e12).save(tmp_path / "table.json")
     options = ("prolong", "--ranks", 2, "--tokens-per-rank", 4096, "--cost", tmp_path / "table.json")
     code, _, error = run("plan", *options, "--model", "llama-34b")
@@ -93,13 +101,13 @@ def test_heads_are_not_scaled_in_silence_and_head_dims_not_at_all(run, tmp_path)
     assert code == 2 and "head_dim 128 but model 'tiny' has 32; run distca profile --model tiny" in error
 
 
-def test_defaults_of_a_sampler(run_json):
+def test_defaults_of_a_sampler(run_json: Callable[..., dict[str, Any]]) -> None:
     said = run_json("plan", "pretrain")
     assert (said["ranks"], said["tokens_per_rank"], said["tolerance"], said["model"], said["placement"]) == (
         8, 65536, 0.05, "llama3-8b", "given")
 
 
-def test_balanced_placement_bounds_work_with_the_same_documents(run_json):
+def test_balanced_placement_bounds_work_with_the_same_documents(run_json: Callable[..., dict[str, Any]]) -> None:
     options = ("plan", "prolong", "--ranks", 8, "--seed", 1)
     given, balanced = run_json(*options), run_json(*options, "--placement", "balanced")
     assert balanced["work_max_over_mean"] <= 1.05
@@ -108,7 +116,7 @@ def test_balanced_placement_bounds_work_with_the_same_documents(run_json):
 
 
 @pytest.mark.parametrize("placement", ["given", "balanced"])
-def test_dedicated_servers_share_the_work(run_json, placement):
+def test_dedicated_servers_share_the_work(run_json: Callable[..., dict[str, Any]], placement: str) -> None:
     options = ("plan", "prolong", "--ranks", 4, "--tokens-per-rank", 32768, "--placement", placement)
     alone, helped = run_json(*options), run_json(*options, "--dedicated", 4)
     assert (helped["ranks"], helped["servers"]) == (4, 8)
@@ -117,21 +125,24 @@ def test_dedicated_servers_share_the_work(run_json, placement):
     assert helped["bytes_total"] > alone["bytes_total"]
 
 
-def test_tensor_parallelism_divides_the_bytes(run_json):
+def test_tensor_parallelism_divides_the_bytes(run_json: Callable[..., dict[str, Any]]) -> None:
     whole, half = (run_json("plan", "prolong", "--ranks", 4, "--tp", tp) for tp in (1, 2))
     assert half["bytes_total"] * 2 == whole["bytes_total"]
 
 
-def test_workload_file_compares_with_its_documents_in_order(run_json, tmp_path):
+def test_workload_file_compares_with_its_documents_in_order(run_json: Callable[..., dict[str, Any]],
+                                                            tmp_path: Path) -> None:
     sequences = ([1500, 500, 48], [100] * 20 + [48], [3000, 1096])
-    Workload("three", 4, 2048, sequences).save(tmp_path / "batch.json")
+    _workload("three", 4, 2048, *sequences).save(tmp_path / "batch.json")
     said = run_json("plan", "batch.json", "--ranks", 4)
     assert (said["ranks"], said["tokens_per_rank"], said["documents"], said["valid"]) == (4, 2048, 26, True)
     assert said["work_max_over_mean_before"] == pytest.approx(_work_in_order(np.concatenate(sequences), 4))
 
 
 @pytest.mark.parametrize("text", ["[900, 100, 300, 303]", "900\n100 # two\n\n300\n303\n"])
-def test_lengths_file_fills_its_ranks_and_says_so(run, run_json, tmp_path, text):
+def test_lengths_file_fills_its_ranks_and_says_so(run: Callable[..., tuple[int, str, str]],
+                                                  run_json: Callable[..., dict[str, Any]], tmp_path: Path,
+                                                  text: str) -> None:
     (tmp_path / "lengths.txt").write_text(text)
     said = run_json("plan", "lengths.txt", "--ranks", 2)
     assert (said["tokens_per_rank"], said["documents"]) == (1603 // 2, 4)
@@ -139,14 +150,15 @@ def test_lengths_file_fills_its_ranks_and_says_so(run, run_json, tmp_path, text)
     assert code == 0 and "lengths.txt: 2 of 4 documents" in out and "2 ranks of 500 tokens" in out
 
 
-def test_standard_library_fills_any_number_of_ranks(run_json):
+def test_standard_library_fills_any_number_of_ranks(run_json: Callable[..., dict[str, Any]]) -> None:
     assert run_json("plan", "stdlib")["tokens_per_rank"] == 65536
     total = int(standard_library_lengths().sum())
     many = total // 65536 + 10
     assert run_json("plan", "stdlib", "--ranks", many)["tokens_per_rank"] == total // many
 
 
-def test_bare_sampler_name_is_the_sampler_and_a_path_is_the_file(run_json, tmp_path):
+def test_bare_sampler_name_is_the_sampler_and_a_path_is_the_file(run_json: Callable[..., dict[str, Any]],
+                                                                 tmp_path: Path) -> None:
     (tmp_path / "prolong").write_text("[600, 424]")
     (tmp_path / "mine").write_text("[600, 424]")
     assert run_json("plan", "prolong")["tokens_per_rank"] == 65536
@@ -154,23 +166,23 @@ def test_bare_sampler_name_is_the_sampler_and_a_path_is_the_file(run_json, tmp_p
     assert run_json("plan", "mine", "--ranks", 1)["tokens_per_rank"] == 1024
 
 
-def test_without_spanning_documents_end_at_ranks(run_json, tmp_path):
+def test_without_spanning_documents_end_at_ranks(run_json: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text("[700, 700, 648]")
     said = run_json("plan", "lengths.json", "--ranks", 2, "--no-spanning")
     assert said["documents"] == 4
     assert said["work_max_over_mean_before"] == pytest.approx(_work_in_order([700, 324, 376, 648], 2))
-    Workload("two", 2, 1024, ([700, 700, 648],)).save(tmp_path / "batch.json")
+    _workload("two", 2, 1024, [700, 700, 648]).save(tmp_path / "batch.json")
     from_file = run_json("plan", "batch.json", "--no-spanning")
     assert from_file["work_max_over_mean_before"] == pytest.approx(said["work_max_over_mean_before"])
 
 
-def test_max_document_cuts(run_json, tmp_path):
+def test_max_document_cuts(run_json: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text("[700, 100, 700]")
     said = run_json("plan", "lengths.json", "--ranks", 1, "--max-document", 200)
     assert said["tokens_per_rank"] == 200 + 100 + 200
 
 
-def test_latency_table_measures_work_in_seconds(run_json, tmp_path):
+def test_latency_table_measures_work_in_seconds(run_json: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     table = analytic_table(model_named("llama3-8b"), 500e12, max_kv_len=65536)
     table.save(tmp_path / "table.json")
     options = ("plan", "prolong", "--ranks", 4, "--tokens-per-rank", 16384, "--max-document", 16384, "--no-spanning")
@@ -189,7 +201,7 @@ def test_latency_table_measures_work_in_seconds(run_json, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 16, 17, 300])
-def test_tables_and_bars_fit_a_terminal(run, ranks):
+def test_tables_and_bars_fit_a_terminal(run: Callable[..., tuple[int, str, str]], ranks: int) -> None:
     code, out, err = run("plan", "prolong", "--ranks", ranks, "--tokens-per-rank", 8192, "--max-document", 8192)
     assert (code, err) == (0, "")
     assert max(len(line) for line in out.splitlines()) <= 80
@@ -198,13 +210,14 @@ def test_tables_and_bars_fit_a_terminal(run, ranks):
         assert words in out
 
 
-def test_plot_is_written(run, tmp_path):
+def test_plot_is_written(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, out, _ = run("plan", "prolong", "--ranks", 4, "--plot", "plan.png")
     assert code == 0 and "plan.png" in out
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plan_that_fails_its_proof_is_not_passed_over(run, monkeypatch):
+def test_a_plan_that_fails_its_proof_is_not_passed_over(run: Callable[..., tuple[int, str, str]],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distca.cli.plan._failed_proof", lambda plan: "task 7 is nowhere")
     code, out, _ = run("plan", "prolong", "--ranks", 2, "--json")
     assert code == 1 and json.loads(out)["valid"] is False
@@ -224,7 +237,8 @@ BAD_LENGTHS = [
 
 
 @pytest.mark.parametrize(("text", "fragments"), BAD_LENGTHS)
-def test_bad_files_get_one_line(run, tmp_path, text, fragments):
+def test_bad_files_get_one_line(run: Callable[..., tuple[int, str, str]], tmp_path: Path, text: str,
+                                fragments: list[str]) -> None:
     (tmp_path / "source.json").write_text(text)
     error = _one_line_error(run("plan", "source.json"))
     for fragment in ("source.json", *fragments):
@@ -263,7 +277,8 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "fragments"), BAD_OPTIONS, ids=lambda value: " ".join(value))
-def test_bad_options_get_one_line(run, tmp_path, options, fragments):
+def test_bad_options_get_one_line(run: Callable[..., tuple[int, str, str]], tmp_path: Path, options: list[str],
+                                  fragments: list[str]) -> None:
     (tmp_path / "folder.png").mkdir()
     error = _one_line_error(run("plan", *options))
     for fragment in fragments:
@@ -271,13 +286,15 @@ def test_bad_options_get_one_line(run, tmp_path, options, fragments):
 
 
 @pytest.mark.parametrize(("option", "value"), [("--ranks", 3), ("--tokens-per-rank", 32), ("--max-document", 10)])
-def test_options_may_not_contradict_a_workload_file(run, tmp_path, option, value):
-    Workload("two", 2, 64, ([64], [32, 32])).save(tmp_path / "batch.json")
+def test_options_may_not_contradict_a_workload_file(run: Callable[..., tuple[int, str, str]], tmp_path: Path,
+                                                    option: str, value: int) -> None:
+    _workload("two", 2, 64, [64], [32, 32]).save(tmp_path / "batch.json")
     error = _one_line_error(run("plan", "batch.json", option, value))
     assert option[2:].replace("-", "_") in error and str(value) in error and "batch.json" in error
 
 
-def test_latency_table_must_reach_the_longest_document(run, tmp_path):
+def test_latency_table_must_reach_the_longest_document(run: Callable[..., tuple[int, str, str]],
+                                                       tmp_path: Path) -> None:
     analytic_table(model_named("llama3-8b"), 500e12, max_kv_len=1024).save(tmp_path / "short.json")
     error = _one_line_error(run("plan", "prolong", "--cost", "short.json"))
     assert "1024" in error and "--max-document" in error
@@ -285,12 +302,12 @@ def test_latency_table_must_reach_the_longest_document(run, tmp_path):
     assert "foreign.json" in _one_line_error(run("plan", "prolong", "--cost", "foreign.json"))
 
 
-def _subprocess(*arguments, cwd):
+def _subprocess(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "distca", *arguments], cwd=cwd, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def test_the_true_command(tmp_path):
+def test_the_true_command(tmp_path: Path) -> None:
     good = _subprocess("plan", "lognormal", "--ranks", "4", "--json", cwd=tmp_path)
     assert good.returncode == 0 and good.stderr == ""
     assert json.loads(good.stdout)["valid"] is True
@@ -299,18 +316,19 @@ def test_the_true_command(tmp_path):
     assert _subprocess("--version", cwd=tmp_path).stdout.strip() == distca.__version__
 
 
-def _blocks(name, language):
+def _blocks(name: str, language: str) -> str:
     text = (ROOT / name).read_text(encoding="utf-8")
     return "".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/planning.md", "docs/runtime.md"])
-def test_every_command_of_the_guides_runs(run, monkeypatch, name):
+def test_every_command_of_the_guides_runs(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch,
+                                          name: str) -> None:
     """Python blocks first, as they write files that commands read; `make` lines need only be targets."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    code = _blocks(name, "python")
-    assert "distca.plan" in code
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    program = _blocks(name, "python")
+    assert "distca.plan" in program
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     planned = 0
     for line in _blocks(name, "bash").splitlines():
@@ -331,10 +349,10 @@ def test_every_command_of_the_guides_runs(run, monkeypatch, name):
     assert planned > 0
 
 
-def test_benchmark_measures_a_folder_against_a_reference(tmp_path):
+def test_benchmark_measures_a_folder_against_a_reference(tmp_path: Path) -> None:
     folder = tmp_path / "batches"
     folder.mkdir()
-    Workload("skewed", 4, 4096, ([4096], [512] * 8, [256] * 16, [2048, 2048])).save(folder / "skewed.json")
+    _workload("skewed", 4, 4096, [4096], [512] * 8, [256] * 16, [2048, 2048]).save(folder / "skewed.json")
     theirs = {"skewed": {"imbalance": 2.0, "bytes_total": 1e6, "bytes_sent_max": 1e6, "bytes_received_max": 1e6,
                          "plan_seconds": 1.0, "shards_lt128": 3}}
     (tmp_path / "theirs.json").write_text(json.dumps(theirs))

@@ -5,7 +5,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,12 @@ SUMMARY = {"steps": 2, "tokens_per_second": 123.0, "work_before": 2.0, "work_aft
            "memory_bytes": 5e9, "final_loss": 1.5}
 
 
-def trace_text(step, seconds=1.0, ranks=(0, 1)):
+def trace_text(step: int, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1)) -> str:
     return json.dumps([StepTrace(rank, step, (Span("forward", "linear", 0.0, seconds),)).to_json() for rank in ranks])
 
 
 @pytest.fixture
-def log(tmp_path):
+def log(tmp_path: Path) -> Path:
     folder = tmp_path / "log"
     folder.mkdir()
     (folder / "step_3.json").write_text(trace_text(3))
@@ -35,11 +37,13 @@ def log(tmp_path):
     return folder
 
 
-def payload(path):
-    return json.loads(re.search(r'id="report-data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)[1])
+def payload(path: Path) -> dict[str, dict[str, Any]]:
+    (data,) = re.findall(r'id="report-data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    return json.loads(data)
 
 
-def test_a_folder_shows_its_last_traced_step_its_log_and_its_summary(run, log, tmp_path):
+def test_a_folder_shows_its_last_traced_step_its_log_and_its_summary(run: Callable[..., tuple[int, str, str]],
+                                                                     log: Path, tmp_path: Path) -> None:
     assert run("report", "log") == (0, "Written to report.html.\n", "")
     shown = payload(tmp_path / "report.html")
     assert list(shown) == ["timeline", "run"]
@@ -52,7 +56,8 @@ def test_a_folder_shows_its_last_traced_step_its_log_and_its_summary(run, log, t
         assert f"<dd>{fact}</dd>" in page
 
 
-def test_measured_and_predicted_lie_side_by_side(run, log, tmp_path):
+def test_measured_and_predicted_lie_side_by_side(run: Callable[..., tuple[int, str, str]], log: Path,
+                                                 tmp_path: Path) -> None:
     (tmp_path / "simulated.json").write_text(trace_text(3, seconds=0.5))
     assert run("report", "log", "--step", 3, "--predicted", "simulated.json", "--out", "two.html")[0] == 0
     first, second = payload(tmp_path / "two.html")["timeline"]["timelines"]
@@ -60,14 +65,15 @@ def test_measured_and_predicted_lie_side_by_side(run, log, tmp_path):
     assert (second["title"], second["stop"]) == ("predicted", 0.5)
 
 
-def test_a_plan_joins_a_trace(run, log, tmp_path):
+def test_a_plan_joins_a_trace(run: Callable[..., tuple[int, str, str]], log: Path, tmp_path: Path) -> None:
     assert run("report", "log/step_3.json", "--plan", "prolong", "--ranks", 4, "--tokens-per-rank", 32768)[0] == 0
     shown = payload(tmp_path / "report.html")
     assert list(shown) == ["work", "timeline", "transfers", "documents"] and len(shown["work"]["after"]) == 4
 
 
 @pytest.mark.parametrize("placement", ["given", "balanced"])
-def test_plan_writes_the_page_of_the_plan_it_made(run, tmp_path, placement):
+def test_plan_writes_the_page_of_the_plan_it_made(run: Callable[..., tuple[int, str, str]], tmp_path: Path,
+                                                  placement: str) -> None:
     code, out, err = run("plan", "prolong", "--ranks", 4, "--dedicated", 1, "--placement", placement, "--json",
                          "--html", "plan.html")
     assert (code, err) == (0, "")
@@ -85,7 +91,7 @@ def test_plan_writes_the_page_of_the_plan_it_made(run, tmp_path, placement):
     assert len(covered) == pieces["lengths"][0]
 
 
-def test_what_simulate_says_becomes_the_table(run, tmp_path):
+def test_what_simulate_says_becomes_the_table(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     shares = {"step_seconds": 2.0, "idle_share": 0.25, "exposed_communication_share": 0.125, "peak_memory_gb": 60.0,
               "work_max_over_mean": 1.5}
     said = {"tokens_per_step": 1000, "strategies": {
@@ -128,7 +134,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "fragments"), BAD, ids=lambda value: " ".join(value))
-def test_mistakes_get_one_line(run, log, tmp_path, arguments, fragments):
+def test_mistakes_get_one_line(run: Callable[..., tuple[int, str, str]], log: Path, tmp_path: Path,
+                               arguments: list[str], fragments: list[str]) -> None:
     for name in ("empty", "folder.html"):
         (tmp_path / name).mkdir()
     for name, text in (("text.json", "hello"), ("other.json", '{"a": 1}'), ("torn.jsonl", '{"step": 1}\n{"st'),
@@ -143,18 +150,18 @@ def test_mistakes_get_one_line(run, log, tmp_path, arguments, fragments):
         assert fragment in err
 
 
-def test_bad_html_of_a_plan_is_refused_before_planning(run):
+def test_bad_html_of_a_plan_is_refused_before_planning(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = run("plan", "prolong", "--html", "no/plan.html")
     assert (code, out) == (2, "") and "html" in err and "does not exist" in err
 
 
-def test_every_command_of_the_guide_runs(run, log, tmp_path):
+def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]], log: Path, tmp_path: Path) -> None:
     text = (ROOT / "docs/report.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"PYTHONPATH": str(ROOT)})
     (tmp_path / "runs").mkdir()
     log.rename(tmp_path / "runs" / "demo")
-    for line in re.search(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines():
+    for line in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0].splitlines():
         command, *arguments = shlex.split(line, comments=True)
         assert command == "distca"
         assert run(*arguments)[::2] == (0, ""), line

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ KEYS = {"tokens_per_second", "step_seconds", "idle_share", "exposed_communicatio
 QUICK = ("simulate", "--batches", "1", "--workers", "1", "--context", "65536", "--gpus", "32")
 
 
-def test_json_has_every_strategy_with_every_figure(run):
+def test_json_has_every_strategy_with_every_figure(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = run(*QUICK, "--json")
     assert (code, err) == (0, "")
     rows = json.loads(out)["strategies"]
@@ -30,7 +31,7 @@ def test_json_has_every_strategy_with_every_figure(run):
         assert set(row["speedup_over"]) == set(rows) - {name}
 
 
-def test_the_table_names_strategies_and_what_they_chose(run):
+def test_the_table_names_strategies_and_what_they_chose(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run(*QUICK, "--strategies", "wlb_ideal,distca", "--trace", "step.json")
     assert code == 0
     assert "wlb_ideal" in out and "fixed_packing" not in out
@@ -40,7 +41,7 @@ def test_the_table_names_strategies_and_what_they_chose(run):
         assert len(json.load(file)["traceEvents"]) > 100
 
 
-def test_a_report_shows_the_timeline_that_was_written(run):
+def test_a_report_shows_the_timeline_that_was_written(run: Callable[..., tuple[int, str, str]]) -> None:
     """What is predicted lies beside what is measured, in the same form."""
     code, _, _ = run(*QUICK, "--strategies", "distca", "--pp", "2", "--trace", "x.json")
     assert code == 0
@@ -54,7 +55,7 @@ def test_a_report_shows_the_timeline_that_was_written(run):
     assert code == 2 and "step traces" in err
 
 
-def test_own_lengths_and_several_pipelines(run):
+def test_own_lengths_and_several_pipelines(run: Callable[..., tuple[int, str, str]]) -> None:
     with open("lengths.txt", "w", encoding="utf-8") as file:
         file.write("9000\n500\n1200\n70\n")
     code, out, _ = run("simulate", "--data", "lengths.txt", "--gpus", "32", "--batches", "1", "--workers", "1", "--pp",
@@ -83,7 +84,8 @@ def test_own_lengths_and_several_pipelines(run):
     (("--tp", "3"), "tp is 3"),
     (("--model", "lama"), "model 'lama' is unknown"),
 ])
-def test_mistakes_are_one_line_and_exit_code_2(run, arguments, said):
+def test_mistakes_are_one_line_and_exit_code_2(run: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...],
+                                               said: str) -> None:
     with open("short.txt", "w", encoding="utf-8") as file:
         file.write("1000\n")
     with open("nonsense.txt", "w", encoding="utf-8") as file:
@@ -95,7 +97,8 @@ def test_mistakes_are_one_line_and_exit_code_2(run, arguments, said):
     assert err.count("\n") == 1 and said in err
 
 
-def test_every_command_of_the_guide_runs(run, monkeypatch):
+def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(distca.__file__).parents[1]
     text = (root / "docs/simulate.md").read_text(encoding="utf-8")
     commands, code = ("".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))

@@ -4,6 +4,7 @@ import functools
 import heapq
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ FACTS = {"num_workers": 132, "query_rows": 128, "key_tokens": 128, "launch_secon
 HEADS = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128}
 
 
-def flat_table(rate=1e11, **metadata):
+def flat_table(rate: float = 1e11, **metadata: Any) -> LatencyTable:
     """Every shard at the same rate: seconds are pairs / rate, backward twice as many."""
     grid = 128 * 2 ** np.arange(13)
     q = grid[:, None].astype(float)
@@ -33,7 +34,7 @@ def flat_table(rate=1e11, **metadata):
 
 
 @functools.cache
-def rough_time(seed, work_list, scale=1.0):
+def rough_time(seed: int, work_list: bool, scale: float = 1.0) -> AttentionTime:
     rng = np.random.default_rng(seed)
     table = flat_table()
     noise = rng.uniform(0.5, 2.0, (2, *table.forward_seconds.shape))
@@ -46,9 +47,11 @@ def rough_time(seed, work_list, scale=1.0):
 WITH_LIST = AttentionTime.of(flat_table(**HEADS, work_list=FACTS), MODEL, tp=8)
 WITHOUT = AttentionTime.of(flat_table(**HEADS), MODEL, tp=8)
 
+Tasks = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]
+
 
 @st.composite
-def batches(draw, most_servers=4):
+def batches(draw: st.DrawFn, most_servers: int = 4) -> Tasks:
     """q_len, kv_len, server, aligned, document, kv_start of some tasks, and the number of servers."""
     num_servers = draw(st.integers(1, most_servers))
     rows = draw(st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 60_000), st.integers(0, num_servers - 1),
@@ -58,13 +61,18 @@ def batches(draw, most_servers=4):
     return q, np.where(aligned, q + more, more), server, aligned, document, start, num_servers
 
 
-def pairs_of(q, kv, aligned):
+def pairs_of(q: np.ndarray, kv: np.ndarray, aligned: np.ndarray) -> np.ndarray:
     return np.where(aligned, q * (kv - (q - 1) / 2), q * kv)
+
+
+def columns(q: list[int], kv: list[int], server: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.array(q), np.array(kv), np.array(server)
 
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.integers(0, 5), st.booleans(), st.booleans(), st.booleans())
-def test_no_batch_beats_the_least(batch, seed, work_list, backward, shared):
+def test_no_batch_beats_the_least(batch: Tasks, seed: int, work_list: bool, backward: bool,
+                                  shared: bool) -> None:
     q, kv, server, aligned, document, start, num_servers = batch
     time = rough_time(seed, work_list, 1.5)
     where = {"document": document, "kv_start": start} if shared else {}
@@ -78,7 +86,8 @@ def test_no_batch_beats_the_least(batch, seed, work_list, backward, shared):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 600_000), st.integers(0, 600_000), st.booleans())
-def test_the_least_is_below_every_shard_also_between_points_and_beyond(seed, q, more, backward):
+def test_the_least_is_below_every_shard_also_between_points_and_beyond(seed: int, q: int, more: int,
+                                                                       backward: bool) -> None:
     time = rough_time(seed, False)
     kv = q + more
     assert time.shard(q, kv, backward) >= time.least(q * (kv - (q - 1) / 2), backward) * (1 - 1e-12)
@@ -86,7 +95,8 @@ def test_the_least_is_below_every_shard_also_between_points_and_beyond(seed, q, 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 50_000), st.integers(0, 50_000), st.integers(0, 3_000), st.booleans())
-def test_shards_never_fall_and_agree_with_their_arrays(seed, q, more, extra, backward):
+def test_shards_never_fall_and_agree_with_their_arrays(seed: int, q: int, more: int, extra: int,
+                                                       backward: bool) -> None:
     time, kv = rough_time(seed, True), q + more
     here = time.shard(q, kv, backward)
     assert time.shard(q, kv + extra, backward) >= here * (1 - 1e-12)
@@ -97,7 +107,7 @@ def test_shards_never_fall_and_agree_with_their_arrays(seed, q, more, extra, bac
 
 @settings(max_examples=100, deadline=None)
 @given(batches(), st.booleans())
-def test_without_a_work_list_seconds_add_up(batch, backward):
+def test_without_a_work_list_seconds_add_up(batch: Tasks, backward: bool) -> None:
     q, kv, server, aligned, _, _, num_servers = batch
     found = WITHOUT.servers(q, kv, server, num_servers, backward, aligned=aligned)
     expected = np.bincount(server, weights=pairs_of(q, kv, aligned) * (2 if backward else 1) / 1e11,
@@ -107,15 +117,15 @@ def test_without_a_work_list_seconds_add_up(batch, backward):
         np.testing.assert_allclose(found, expected, rtol=2e-3)
 
 
-def test_a_rectangle_is_a_shard_of_as_many_pairs():
+def test_a_rectangle_is_a_shard_of_as_many_pairs() -> None:
     for q, kv in ((512, 4_096), (4_096, 512)):
-        (found,) = WITHOUT.servers([q], [kv], [0], 1, aligned=[False])
+        (found,) = WITHOUT.servers(*columns([q], [kv], [0]), 1, aligned=np.array([False]))
         assert found == pytest.approx(q * kv / 1e11, rel=2e-3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(most_servers=6), st.booleans())
-def test_servers_do_not_disturb_each_other(batch, backward):
+def test_servers_do_not_disturb_each_other(batch: Tasks, backward: bool) -> None:
     q, kv, server, aligned, document, start, num_servers = batch
     together = WITH_LIST.servers(q, kv, server, num_servers, backward, aligned=aligned, document=document,
                                  kv_start=start)
@@ -130,23 +140,23 @@ def test_servers_do_not_disturb_each_other(batch, backward):
 
 
 @pytest.mark.parametrize(("num_items", "waves"), [(4, 1), (132, 1), (133, 2), (264, 2), (265, 3), (1_056, 8)])
-def test_equal_items_take_whole_waves(num_items, waves):
+def test_equal_items_take_whole_waves(num_items: int, waves: int) -> None:
     """Forward, one KV head, 4 query heads: an item is 32 queries; backward it is 128 keys."""
     one = 32 * 65_536 / 1e11 * 132
-    (found,) = WITH_LIST.servers([32 * num_items], [65_536], [0], 1, aligned=[False])
+    (found,) = WITH_LIST.servers(*columns([32 * num_items], [65_536], [0]), 1, aligned=np.array([False]))
     assert found == pytest.approx(waves * one + 8e-6, rel=0.01)
-    (found,) = WITH_LIST.servers([256], [128 * num_items], [0], 1, True, aligned=[False])
+    (found,) = WITH_LIST.servers(*columns([256], [128 * num_items], [0]), 1, True, aligned=np.array([False]))
     assert found == pytest.approx(waves * 2 * 256 * 128 / 1e11 * 132 + 24e-6, rel=0.01)
 
 
-def test_the_longest_item_bounds_a_document_in_backward():
+def test_the_longest_item_bounds_a_document_in_backward() -> None:
     """16K tokens are 128 items on 132 workers: as long as the first, which all queries see, twice the mean."""
     n = 16_384
-    (found,) = WITH_LIST.servers([n], [n], [0], 1, True)
+    (found,) = WITH_LIST.servers(*columns([n], [n], [0]), 1, True)
     assert found == pytest.approx(2 * n * 128 / 1e11 * 132 + 24e-6, rel=0.02)
 
 
-def test_tasks_that_share_keys_share_items():
+def test_tasks_that_share_keys_share_items() -> None:
     """Four shards of one document's 8K keys: 64 items that walk all queries, or 256 that walk a quarter."""
     q, kv, server = np.full(4, 512), np.full(4, 8_192), np.zeros(4, dtype=int)
     (apart,) = WITH_LIST.servers(q, kv, server, 1, True, aligned=np.zeros(4, bool))
@@ -160,7 +170,7 @@ def test_tasks_that_share_keys_share_items():
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=400), st.integers(1, 30))
-def test_makespan_is_near_that_of_items_dealt_one_by_one(seconds, workers):
+def test_makespan_is_near_that_of_items_dealt_one_by_one(seconds: list[float], workers: int) -> None:
     items = np.array(seconds)
     (found,) = _makespan(items[None], workers)
     free = [0.0] * workers
@@ -175,7 +185,7 @@ def test_makespan_is_near_that_of_items_dealt_one_by_one(seconds, workers):
 
 
 @given(st.integers(2, 12))
-def test_merging_items_hardly_changes_the_tail(copies):
+def test_merging_items_hardly_changes_the_tail(copies: int) -> None:
     """A batch on each of so many servers that their items are merged, and on one alone."""
     rng = np.random.default_rng(copies)
     q = rng.integers(128, 6_000, 12)
@@ -191,7 +201,7 @@ def test_merging_items_hardly_changes_the_tail(copies):
     ({"num_workers": 0}, "at least 1"), ({"launch_seconds": [0.1]}, "a number for forward"),
     ({"idle_speedup": [0.5, 1]}, "1"),
 ])
-def test_a_broken_work_list_is_refused(changes, fragment):
+def test_a_broken_work_list_is_refused(changes: dict[str, int | list[float]], fragment: str) -> None:
     with pytest.raises(ValueError, match=fragment):
         WorkList.of({**FACTS, **changes}, 4, 1)
     with pytest.raises(ValueError, match="work_list has no key_tokens"):
@@ -201,7 +211,7 @@ def test_a_broken_work_list_is_refused(changes, fragment):
 # --------------------------------------------------------------------------------------------------------------- heads
 
 
-def test_another_head_dim_is_refused():
+def test_another_head_dim_is_refused() -> None:
     narrow = ModelShape("narrow", 2, 2_048, 32, 8, 64, 8_192, 32_000)
     with pytest.raises(ValueError) as refusal:
         AttentionTime.of(flat_table(**HEADS), narrow)
@@ -209,7 +219,7 @@ def test_another_head_dim_is_refused():
         assert fragment in str(refusal.value)
 
 
-def test_another_head_dim_of_a_shipped_table_is_scaled_by_flops_and_said():
+def test_another_head_dim_of_a_shipped_table_is_scaled_by_flops_and_said() -> None:
     latent = ModelShape("latent", 2, 2_048, 4, 4, 192, 8_192, 32_000, value_dim=128)
     mine, whole = (AttentionTime.of(flat_table(**{**HEADS, "num_kv_heads": 4}, shipped="x"), model)
                    for model in (latent, ModelShape("whole", 2, 2_048, 4, 4, 128, 8_192, 32_000)))
@@ -218,62 +228,63 @@ def test_another_head_dim_of_a_shipped_table_is_scaled_by_flops_and_said():
     assert mine != whole and whole.note is None
 
 
-def test_other_heads_are_scaled_and_said():
+def test_other_heads_are_scaled_and_said() -> None:
     time = AttentionTime.of(flat_table(**HEADS), MODEL, tp=1, scale=2.0)
     assert time.shard(1_024, 4_096) == pytest.approx(16 * WITHOUT.shard(1_024, 4_096))
     assert time.note is not None and "32 query and 8 KV heads" in time.note and "4 and 1" in time.note
     assert WITHOUT.note is None
 
 
-def test_a_table_that_says_nothing_of_its_heads_is_taken_as_it_is():
+def test_a_table_that_says_nothing_of_its_heads_is_taken_as_it_is() -> None:
     time = AttentionTime.of(flat_table(), MODEL, tp=4)
     assert time.note is None and time.shard(128, 128) == flat_table().seconds(128, 128)
 
 
-def test_an_analytic_table_needs_no_measurement():
+def test_an_analytic_table_needs_no_measurement() -> None:
     time = AttentionTime.of(analytic_table(MODEL, 550e12, tp=8), MODEL, tp=8)
     assert time.work_list is None and time.least(1e9) == pytest.approx(1e9 * 4 * 4 * 128 / 550e12, rel=0.01)
 
 
-def test_a_table_without_backward_says_so():
+def test_a_table_without_backward_says_so() -> None:
     time = AttentionTime.of(replace(flat_table(**HEADS), backward_seconds=None), MODEL, tp=8)
     for ask in (lambda: time.shard(128, 128, True), lambda: time.least(1.0, True),
-                lambda: time.servers([128], [128], [0], 1, True)):
+                lambda: time.servers(*columns([128], [128], [0]), 1, True)):
         with pytest.raises(ValueError, match="no backward_seconds"):
             ask()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_scales_are_checked(scale):
+def test_scales_are_checked(scale: float) -> None:
     with pytest.raises(ValueError, match="scale"):
         AttentionTime.of(flat_table(**HEADS), MODEL, tp=8, scale=scale)
 
 
-def test_it_travels_to_other_processes():
+def test_it_travels_to_other_processes() -> None:
     again = pickle.loads(pickle.dumps(WITH_LIST))
     assert again == WITH_LIST and hash(again) == hash(WITH_LIST) and again != WITHOUT
     q, kv = np.array([512, 9_000]), np.array([4_096, 9_000])
-    np.testing.assert_array_equal(again.servers(q, kv, np.array([0, 1]), 2), WITH_LIST.servers(q, kv, [0, 1], 2))
+    server = np.array([0, 1])
+    np.testing.assert_array_equal(again.servers(q, kv, server, 2), WITH_LIST.servers(q, kv, server, 2))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", shipped_names())
-def test_shipped_tables_serve_every_tensor_parallel_size(name, tp):
+def test_shipped_tables_serve_every_tensor_parallel_size(name: str, tp: int) -> None:
     time = AttentionTime.of(shipped_table(name), MODEL, tp)
     flops = 4 * MODEL.heads_per_rank(tp) * MODEL.head_dim
     assert 300e12 < flops * 1e9 / time.least(1e9) < 800e12       # an H200's rates
     assert 300e12 < 2.5 * flops * 1e9 / time.least(1e9, True) < 800e12
 
 
-def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch):
-    def table(heads, kv_heads, dim=128):
+def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(heads: int, kv_heads: int, dim: int = 128) -> LatencyTable:
         return flat_table(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, shipped="x")
 
     others = [table(8, 2), table(4, 1), table(8, 1), table(32, 8, 64)]
     monkeypatch.setattr(shipped_tables, "other_heads", lambda name: others)
     main = table(32, 8)
 
-    def found(*wanted):
+    def found(*wanted: int) -> tuple[object, object, object]:
         about = shipped_tables.nearest_heads(main, *wanted).metadata
         return about["num_heads"], about["num_kv_heads"], about["head_dim"]
 

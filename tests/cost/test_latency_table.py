@@ -2,6 +2,8 @@
 
 import json
 import timeit
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +17,14 @@ from distca.models import model_named
 MODEL = model_named("llama3-8b")
 
 
-def kernel_seconds(q_len, kv_len):
+def kernel_seconds(q_len: np.ndarray, kv_len: np.ndarray) -> np.ndarray:
     """A made-up kernel: launch overhead, whole tiles of 128 queries, and a rate that saturates with the work."""
     tiles = np.ceil(q_len / 128) * 128
     work = np.maximum(tiles * kv_len - q_len * q_len / 2, 1)
     return 8e-6 + work / 3e10 * (1 + 4000 / (kv_len + 500))
 
 
-def made_up_table(backward=True):
+def made_up_table(backward: bool = True) -> LatencyTable:
     q_len = 128 * 2 ** np.arange(8)  # to 16K
     kv_len = 128 * 2 ** np.arange(10)  # to 64K
     q, kv = np.meshgrid(q_len, kv_len, indexing="ij")
@@ -32,7 +34,7 @@ def made_up_table(backward=True):
 
 
 @st.composite
-def tables(draw):
+def tables(draw: st.DrawFn) -> LatencyTable:
     """Any grid and any times, also noisy ones that fall where they should rise."""
     lengths = st.lists(st.integers(1, 5000), min_size=2, max_size=6, unique=True).map(sorted)
     q_len, kv_len = np.array(draw(lengths)), np.array(draw(lengths))
@@ -51,7 +53,7 @@ shard_lengths = st.tuples(st.integers(1, 12_000), st.integers(1, 12_000)).map(so
 
 @settings(max_examples=200, deadline=None)
 @given(tables(), shard_lengths, st.integers(0, 3000), st.integers(0, 3000))
-def test_seconds_never_fall(table, shard, more_q, more_kv):
+def test_seconds_never_fall(table: LatencyTable, shard: list[int], more_q: int, more_kv: int) -> None:
     q_len, kv_len = shard
     here = table.seconds(q_len, kv_len)
     assert here > 0
@@ -62,14 +64,14 @@ def test_seconds_never_fall(table, shard, more_q, more_kv):
 
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.lists(shard_lengths, min_size=1, max_size=10))
-def test_arrays_and_scalars_agree(table, shards):
+def test_arrays_and_scalars_agree(table: LatencyTable, shards: list[list[int]]) -> None:
     q_len, kv_len = np.array(shards).T
     together = table.seconds(q_len, kv_len)
     np.testing.assert_allclose(together, [table.seconds(q, kv) for q, kv in shards], rtol=1e-12)
     assert table.seconds(q_len[0], kv_len[0]) == table.seconds(int(q_len[0]), int(kv_len[0]))
 
 
-def test_grid_points_are_kept():
+def test_grid_points_are_kept() -> None:
     table = made_up_table()
     for i, q in enumerate(table.q_len.tolist()):
         for j, kv in enumerate(table.kv_len.tolist()):
@@ -81,14 +83,14 @@ def test_grid_points_are_kept():
 
 @settings(max_examples=100, deadline=None)
 @given(tables())
-def test_noisy_grid_points_rise_to_the_largest_below_them_and_no_further(table):
+def test_noisy_grid_points_rise_to_the_largest_below_them_and_no_further(table: LatencyTable) -> None:
     for q in table.q_len.tolist():
         for kv in table.kv_len[table.kv_len >= q].tolist():
             below = table.forward_seconds[table.q_len <= q][:, table.kv_len <= kv]
             assert table.seconds(q, kv) == pytest.approx(np.nanmax(below), rel=1e-12)
 
 
-def test_between_grid_points_the_kernel_is_met():
+def test_between_grid_points_the_kernel_is_met() -> None:
     table = made_up_table()
     rng = np.random.default_rng(0)
     kv = np.rint(np.exp(rng.uniform(np.log(256), np.log(65_536), 2000))) // 128 * 128
@@ -99,7 +101,7 @@ def test_between_grid_points_the_kernel_is_met():
 
 
 @given(shard_lengths.filter(lambda shard: shard[0] >= 128), st.booleans())
-def test_an_analytic_table_is_pairs_at_the_peak(shard, backward):
+def test_an_analytic_table_is_pairs_at_the_peak(shard: list[int], backward: bool) -> None:
     q_len, kv_len = shard
     flops = attention_backward_flops if backward else attention_flops
     expected = flops(pairs_of_shard(q_len, kv_len), MODEL, 8) / 550e12
@@ -110,7 +112,7 @@ def test_an_analytic_table_is_pairs_at_the_peak(shard, backward):
 ANALYTIC = analytic_table(MODEL, 550e12, tp=8, max_kv_len=20_000)
 
 
-def test_an_analytic_table_says_so_and_charges_whole_tiles():
+def test_an_analytic_table_says_so_and_charges_whole_tiles() -> None:
     assert "not measured" in str(ANALYTIC.metadata["device"])
     assert ANALYTIC.kv_len[-1] == 20_000
     assert ANALYTIC.seconds(1, 4096) == ANALYTIC.seconds(128, 4096)
@@ -122,7 +124,7 @@ def test_an_analytic_table_says_so_and_charges_whole_tiles():
         analytic_table(MODEL, 0)
 
 
-def test_beyond_the_grid_further_pairs_run_at_the_peak():
+def test_beyond_the_grid_further_pairs_run_at_the_peak() -> None:
     table = made_up_table()
     for (q, kv), (edge_q, edge_kv) in {(16_384, 100_000): (16_384, 65_536), (40_000, 50_000): (16_384, 50_000),
                                        (90_000, 100_000): (16_384, 65_536), (1, 70_000): (128, 65_536)}.items():
@@ -131,7 +133,7 @@ def test_beyond_the_grid_further_pairs_run_at_the_peak():
         assert table.seconds(q, kv) == pytest.approx(expected, rel=1e-9)
 
 
-def test_no_queries_take_no_time_and_impossible_shards_are_refused():
+def test_no_queries_take_no_time_and_impossible_shards_are_refused() -> None:
     table = made_up_table()
     assert table.seconds(0, 100) == 0
     assert table.seconds(np.array([0, 128]), 256)[0] == 0
@@ -143,7 +145,7 @@ def test_no_queries_take_no_time_and_impossible_shards_are_refused():
         made_up_table(backward=False).seconds(1, 2, backward=True)
 
 
-def test_the_needed_range_is_required():
+def test_the_needed_range_is_required() -> None:
     table = made_up_table()
     table.require(65_536)
     with pytest.raises(ValueError, match="reaches kv_len 65536 but the longest document has 340149 tokens; "
@@ -151,14 +153,14 @@ def test_the_needed_range_is_required():
         table.require(340_149)
 
 
-def test_scalar_queries_are_fast():
+def test_scalar_queries_are_fast() -> None:
     table = made_up_table()
     assert min(timeit.repeat(lambda: table.seconds(1000, 20_000), number=2000, repeat=5)) / 2000 < 20e-6
 
 
 @settings(max_examples=30, deadline=None)
 @given(table=tables())
-def test_files_round_trip_exactly(tmp_path_factory, table):
+def test_files_round_trip_exactly(tmp_path_factory: pytest.TempPathFactory, table: LatencyTable) -> None:
     path = tmp_path_factory.mktemp("table") / "table.json"
     table.save(path)
     again = LatencyTable.load(path)
@@ -168,7 +170,7 @@ def test_files_round_trip_exactly(tmp_path_factory, table):
     assert again.backward_seconds is None
 
 
-def test_backward_and_metadata_round_trip(tmp_path):
+def test_backward_and_metadata_round_trip(tmp_path: Path) -> None:
     table = analytic_table(MODEL, 550e12)
     table.save(tmp_path / "table.json")
     again = LatencyTable.load(tmp_path / "table.json")
@@ -201,7 +203,7 @@ GOOD = {"format": "distca-latency-table", "version": 1, "name": "g", "q_len": [1
     ({"peak_pairs_per_second": "fast"}, "peak_pairs_per_second is 'fast'"),
     ({"metadata": []}, r"metadata is \[\]"),
 ])
-def test_misshapen_tables_are_named(tmp_path, change, message):
+def test_misshapen_tables_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(ValueError, match=message) as caught:
@@ -215,7 +217,7 @@ def test_misshapen_tables_are_named(tmp_path, change, message):
     ("", "broken JSON"),
     (json.dumps({key: value for key, value in GOOD.items() if key != "kv_len"}), "without kv_len"),
 ])
-def test_foreign_files_are_named(tmp_path, content, message):
+def test_foreign_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
@@ -224,6 +226,6 @@ def test_foreign_files_are_named(tmp_path, content, message):
         LatencyTable.load(tmp_path / "absent.json")
 
 
-def test_the_good_table_is_good(tmp_path):
+def test_the_good_table_is_good(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(json.dumps(GOOD))
     assert LatencyTable.load(tmp_path / "table.json").seconds(256, 256) == 3.0

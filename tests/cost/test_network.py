@@ -1,6 +1,9 @@
 """The alpha-beta network against a message-by-message count."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +18,15 @@ from distca.spec import cluster_named
 NETWORK = Network.of(cluster_named("dgx-h200"))
 
 
-def test_one_message():
+def test_one_message() -> None:
     assert NETWORK.seconds(450e9, same_node=True) == pytest.approx(1 + 2e-6)
     assert NETWORK.seconds(50e9, same_node=False) == pytest.approx(1 + 6e-6)
     assert NETWORK.seconds(0, same_node=False) == 0
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.data())
-def test_exchange_is_each_ranks_busiest_direction_of_its_busiest_link(num_ranks, per_node, data):
+def test_exchange_is_each_ranks_busiest_direction_of_its_busiest_link(num_ranks: int, per_node: int,
+                                                                      data: st.DataObject) -> None:
     entry = st.integers(0, 10**9)
     matrix = np.array(data.draw(st.lists(entry, min_size=num_ranks**2, max_size=num_ranks**2))).reshape(num_ranks, -1)
     actual = NETWORK.exchange_seconds(matrix, per_node)
@@ -37,7 +41,7 @@ def test_exchange_is_each_ranks_busiest_direction_of_its_busiest_link(num_ranks,
         assert actual[rank] == pytest.approx(expected)
 
 
-def test_exchange_uses_the_clusters_nodes_by_default():
+def test_exchange_uses_the_clusters_nodes_by_default() -> None:
     matrix = np.zeros((16, 16))
     matrix[0, 7] = 450e9
     matrix[1, 8] = 50e9
@@ -47,7 +51,7 @@ def test_exchange_uses_the_clusters_nodes_by_default():
     assert np.count_nonzero(seconds) == 4
 
 
-def test_rings():
+def test_rings() -> None:
     # 8 ranks in a node: 7 steps of an eighth of the buffer over NVLink.
     assert NETWORK.all_gather_seconds(8 * 450e9, 8) == pytest.approx(7 * (1 + 2e-6))
     # 16 ranks on two nodes: 8 rings over 8 NICs are 400 GB/s, less than NVLink's 450.
@@ -61,28 +65,28 @@ def test_rings():
 
 @pytest.mark.parametrize("call, message", [
     (lambda: NETWORK.exchange_seconds(np.zeros((2, 3))), r"shape \(2, 3\)"),
-    (lambda: NETWORK.exchange_seconds([[0, -1], [0, 0]]), "negative"),
+    (lambda: NETWORK.exchange_seconds(np.array([[0, -1], [0, 0]])), "negative"),
     (lambda: NETWORK.exchange_seconds(np.zeros((2, 2)), 0), "gpus_per_node is 0"),
     (lambda: NETWORK.all_gather_seconds(1, 0), "num_ranks is 0"),
     (lambda: Network(8, 0, 1, 0, 0), "intra_node_bandwidth is 0"),
     (lambda: Network(8, 1, 1, 0, -1), "inter_node_latency_seconds is -1"),
 ])
-def test_bad_input_is_named(call, message):
+def test_bad_input_is_named(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def table_with(network):
+def table_with(network: object) -> LatencyTable:
     table = analytic_table(model_named("llama3-8b"), 550e12)
     return replace(table, metadata={**table.metadata, "network": network})
 
 
-def test_a_profile_replaces_the_links_it_measured():
+def test_a_profile_replaces_the_links_it_measured() -> None:
     cluster = cluster_named("dgx-h200")
     plain = Network.of(cluster)
     assert Network.measured(analytic_table(model_named("llama3-8b"), 550e12), cluster) == plain
     assert Network.measured(table_with(None), cluster) == plain
-    about = {"backend": "nccl", "num_ranks": 8, "latency_seconds": 3e-5, "bandwidth": 3e11}
+    about: dict[str, object] = {"backend": "nccl", "num_ranks": 8, "latency_seconds": 3e-5, "bandwidth": 3e11}
     inside = Network.measured(table_with(about), cluster)
     assert (inside.intra_node_bandwidth, inside.intra_node_latency_seconds) == (3e11, 3e-5)
     assert (inside.inter_node_bandwidth, inside.inter_node_latency_seconds) == (50e9, 6e-6)
@@ -96,17 +100,18 @@ def test_a_profile_replaces_the_links_it_measured():
     {"num_ranks": 2, "latency_seconds": -1.0, "bandwidth": 1.0},
     {"num_ranks": 2, "latency_seconds": 0.0, "bandwidth": 0},
     {"num_ranks": True, "latency_seconds": 0.0, "bandwidth": 1.0}])
-def test_a_network_that_is_none_is_refused(about):
+def test_a_network_that_is_none_is_refused(about: object) -> None:
     with pytest.raises(ValueError, match=r"latency table .* has network .*; give .*; or profile again"):
         Network.measured(table_with(about), cluster_named("dgx-h200"))
 
 
-def test_an_exchange_takes_its_latency_and_its_bytes():
+def test_an_exchange_takes_its_latency_and_its_bytes() -> None:
     measured = MeasuredNetwork.of(table_with({"num_ranks": 2, "latency_seconds": 1e-3, "bandwidth": 1e9}))
+    assert measured is not None
     assert measured.seconds(0) == 0.0 and measured.seconds(1e6) == pytest.approx(2e-3)
 
 
-def test_what_profile_writes_is_read_back(tmp_path):
+def test_what_profile_writes_is_read_back(tmp_path: Path) -> None:
     probe = pytest.importorskip("distca.profiling.network")
     cost = probe.ExchangeCost("gloo", 2, 1e-4, 2e9, (4096,), (1e-4,))
     table = analytic_table(model_named("llama3-8b"), 550e12)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.dispatch.build import build, travels
+from distca.dispatch.tables import RankTables
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
@@ -28,7 +30,7 @@ MODEL = MODELS["llama3-8b"]
 
 
 @st.composite
-def plans(draw):
+def plans(draw: st.DrawFn) -> Plan:
     """Sensible and senseless plans over all kinds of layouts and pools."""
     seed = draw(st.integers(0, 10_000))
     ranks, dedicated = draw(st.integers(1, 5)), draw(st.integers(0, 2))
@@ -43,7 +45,7 @@ def plans(draw):
 
 
 @st.composite
-def long_plans(draw):
+def long_plans(draw: st.DrawFn) -> Plan:
     """Documents long enough for `balance` to move tiles, rectangles and shared prefixes."""
     seed = draw(st.integers(0, 10_000))
     ranks = draw(st.integers(2, 5))
@@ -59,13 +61,13 @@ def row_tokens(layout: Layout, rank: int) -> list[tuple[int, int]]:
     return list(zip(columns.document.tolist(), columns.position.tolist(), strict=True))
 
 
-def carry(plan, tables, side: str) -> list[list[tuple[int, int]]]:
+def carry(plan: Plan, tables: list[RankTables], side: str) -> list[list[tuple[int, int]]]:
     """Every server's buffer after all homes have sent their runs: each place filled once."""
     rows = [row_tokens(plan.layout, rank) for rank in range(plan.num_servers)]
     buffers = []
     for server, table in enumerate(tables):
         mine = getattr(table, side)
-        buffer: list = [None] * mine.buffer_tokens
+        buffer: list[Any] = [None] * mine.buffer_tokens
         filled = np.zeros(mine.buffer_tokens, dtype=np.int64)
         for home, other in enumerate(tables):
             sent = getattr(other, side).send
@@ -88,7 +90,7 @@ def carry(plan, tables, side: str) -> list[list[tuple[int, int]]]:
     return buffers
 
 
-def tokens_read(plan, server: int, start: str, stop: str) -> set[tuple[int, int]]:
+def tokens_read(plan: Plan, server: int, start: str, stop: str) -> set[tuple[int, int]]:
     tasks = plan.tasks
     return {(document, position)
             for document, first, last, where in zip(tasks.document.tolist(), getattr(tasks, start).tolist(),
@@ -96,7 +98,7 @@ def tokens_read(plan, server: int, start: str, stop: str) -> set[tuple[int, int]
             if where == server for position in range(first, last)}
 
 
-def check_against_brute_force(plan) -> None:
+def check_against_brute_force(plan: Plan) -> None:
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
     queries, keys = carry(plan, tables, "queries"), carry(plan, tables, "keys")
     for server, table in enumerate(tables):
@@ -116,27 +118,27 @@ def check_against_brute_force(plan) -> None:
             for document, q0, q1, k0, k1 in zip(
                 served.document.tolist(), served.q_start.tolist(), served.q_stop.tolist(), served.kv_start.tolist(),
                 served.kv_stop.tolist(), strict=True)}
-    for side, buffers in (("queries", queries), ("keys", keys)):
+    for name, buffers in (("queries", queries), ("keys", keys)):
         users = Counter(token for buffer in buffers for token in buffer)
         for home, table in enumerate(tables):
-            assert getattr(table, side).parts.tolist() == [users[token] for token in row_tokens(plan.layout, home)]
+            assert getattr(table, name).parts.tolist() == [users[token] for token in row_tokens(plan.layout, home)]
 
 
 @settings(deadline=None)
 @given(plans())
-def test_tables_carry_each_token_once_to_every_server_that_reads_it(plan):
+def test_tables_carry_each_token_once_to_every_server_that_reads_it(plan: Plan) -> None:
     check_against_brute_force(plan)
 
 
 @settings(deadline=None, max_examples=40)
 @given(long_plans())
-def test_balanced_plans_of_long_documents_too(plan):
+def test_balanced_plans_of_long_documents_too(plan: Plan) -> None:
     check_against_brute_force(plan)
 
 
 @settings(deadline=None)
 @given(plans())
-def test_what_tables_move_is_what_the_plan_counted(plan):
+def test_what_tables_move_is_what_the_plan_counted(plan: Plan) -> None:
     moved = plan.traffic()
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
     oracle = tokens_moved(plan.layout, plan.tasks, plan.num_servers)
@@ -149,7 +151,7 @@ def test_what_tables_move_is_what_the_plan_counted(plan):
         assert [getattr(table, side).receive.num_tokens for table in tables] == expected.sum(axis=0).tolist()
 
 
-def test_a_shared_prefix_is_stored_once():
+def test_a_shared_prefix_is_stored_once() -> None:
     """Eight shards of one document on one server: its keys stand there once, not once per shard."""
     layout = layout_from_rows([[1024], [1024]])
     whole = tasks_at_home(layout)
@@ -166,20 +168,20 @@ def test_a_shared_prefix_is_stored_once():
     assert table.q_end.max() == 2048
 
 
-def test_a_rank_that_keeps_its_row_copies_nothing():
+def test_a_rank_that_keeps_its_row_copies_nothing() -> None:
     table = build(balance(layout_from_rows([[300, 20], [300, 20]]), MODEL), 0)
     assert table.queries.is_row and table.keys.is_row
     assert len(table.queries.send.peer) == 0 == len(table.keys.send.peer)
 
 
-def test_a_rank_without_tokens_or_tasks_has_empty_tables():
+def test_a_rank_without_tokens_or_tasks_has_empty_tables() -> None:
     table = build(misplaced_plan(layout_from_rows([[5], [7]]), 4, MODEL), 3)
     assert table.row_tokens == 0 == table.queries.buffer_tokens == table.keys.buffer_tokens
     assert len(table.q_begin) == 0
 
 
 @pytest.mark.parametrize("server", [0, 1, 2])
-def test_tasks_without_keys_are_nobodys_work(server):
+def test_tasks_without_keys_are_nobodys_work(server: int) -> None:
     """Such rows prove valid, since they cover nothing; they must not reach a kernel."""
     plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL)
     nothing = (0, 0, 10, 0, 0, 0, server)                        # queries [0, 10) of document 0 against no key
@@ -194,7 +196,7 @@ def test_tasks_without_keys_are_nobodys_work(server):
         assert table.k_end.tolist() == expected.k_end.tolist()
 
 
-def test_tables_are_frozen():
+def test_tables_are_frozen() -> None:
     table = build(balance(pack([64, 64], ranks=2), MODEL), 0)
     with pytest.raises(ValueError, match="read-only"):
         table.q_begin[0] = 1
@@ -203,20 +205,20 @@ def test_tables_are_frozen():
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_the_pool_is_named(rank):
+def test_a_rank_outside_the_pool_is_named(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank is {rank} but the plan has 2 servers; use 0 to 1"):
         build(balance(pack([64, 64], ranks=2), MODEL), rank)
 
 
 @settings(deadline=None)
 @given(plans())
-def test_whether_anything_travels_is_known_without_counting(plan):
+def test_whether_anything_travels_is_known_without_counting(plan: Plan) -> None:
     """A document on several ranks always moves something: its later queries read keys of another rank."""
     queries, keys = tokens_moved(plan.layout, plan.tasks, plan.num_servers)
     assert travels(plan) == bool(queries.sum() + keys.sum())
 
 
-def test_a_plan_at_home_does_not_travel_and_keys_alone_do():
+def test_a_plan_at_home_does_not_travel_and_keys_alone_do() -> None:
     layout = layout_from_rows([[300], [200, 100]])
     home = Plan(layout, tasks_at_home(layout), np.ones(2), 0.0, MODEL)
     assert not travels(home)

@@ -1,6 +1,7 @@
 """GPU kernels in low precision: as far from float64 as rounding explains, and no farther."""
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,13 +97,13 @@ def test_backward_where_autograd_runs_it(name: str) -> None:
 
     class Attend(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v):
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out, lse = kernel.forward(q, k, v, prepared)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
         @staticmethod
-        def backward(ctx, dout):
+        def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return kernel.backward(BackwardInputs(dout, *ctx.saved_tensors), prepared)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

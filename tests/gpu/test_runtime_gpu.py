@@ -4,6 +4,7 @@
 """
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,19 @@ from distca.planning.balance import balance
 from distca.planning.step import MicroBatch
 from distca.runtime.attention import CoreAttention
 from distca.runtime.ping_pong import taken
-from distca.runtime.transport import TransportError
+from distca.runtime.transport import Handle, Transport, TransportError
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import nano_index, random_qkv, row_index, run_processes, scattered_plan
+from distca.testing import (
+    ProcessOutcome,
+    gradient,
+    nano_index,
+    qkv_of,
+    random_qkv,
+    row_index,
+    run_processes,
+    scattered_plan,
+)
 from distca.workload.packing import pack, pack_ping_pong
 
 pytestmark = [
@@ -27,12 +38,13 @@ pytestmark = [
 ]
 
 RANKS = 4
+Started = tuple[Handle, list[tuple[int, int]], int]  # an exchange under way: what is expected of whom, and its number
 TRANSPORTS = ["gloo", "symmetric"]
 MODEL = ModelShape("small", 1, 512, 8, 2, 128, 1024, 64)
 LENGTHS = [2900, 1, 127, 700, 1300, 513, 651]                    # 6192 = 4 x 1548, cut anywhere by the ranks
 
 
-def on_this_gpu(transport, kind):
+def on_this_gpu(transport: C10dTransport, kind: str) -> Transport:
     torch.cuda.set_device(0)
     if kind == "gloo":
         return transport
@@ -42,31 +54,35 @@ def on_this_gpu(transport, kind):
     return SymmetricTransport(transport.group, timeout_seconds=60.0)
 
 
-def values(outcomes):
+def values(outcomes: list[ProcessOutcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None and outcome.exit_code == 0, f"rank {rank}: {outcome}"
     return [outcome.value for outcome in outcomes]
 
 
-def attends(transport, kind, kernel):
+def in_bfloat16(seed: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, dout = (x.to(torch.bfloat16).cuda() for x in random_qkv(seed, num_tokens, 8, 2, 128, torch.float32))
+    return q, k, v, dout
+
+
+def attends(joined: C10dTransport, kind: str, kernel: str) -> bool:
     """Checks out, dq, dk, dv in this rank's row; two calls are interleaved."""
-    transport = on_this_gpu(transport, kind)
+    transport = on_this_gpu(joined, kind)
     attend = CoreAttention(kernel=kernel, transport=transport)
     layout = pack(LENGTHS, ranks=RANKS)
     plans = balance(layout, MODEL, tolerance=0.05), scattered_plan(1, layout, RANKS, MODEL)
     assert all((plan.tasks.home != plan.tasks.server).any() for plan in plans)
     index = row_index(layout, transport.rank).cuda()
-    batches = [[x.to(torch.bfloat16).cuda() for x in random_qkv(seed, layout.num_tokens, 8, 2, 128, torch.float32)]
-               for seed in (0, 1)]
+    batches = [in_bfloat16(seed, layout.num_tokens) for seed in (0, 1)]
     rows = [[x[index].requires_grad_() for x in batch[:3]] for batch in batches]
-    pending = [attend.start(*row, plan) for row, plan in zip(rows, plans, strict=True)]
+    pending = [attend.start(*qkv_of(row), plan) for row, plan in zip(rows, plans, strict=True)]
     for call in pending:
         attend.serve(call)
     outs = [attend.finish(call) for call in pending]
     torch.autograd.backward(outs, [batch[3][index] for batch in batches])
     for batch, row, out in zip(batches, rows, outs, strict=True):
         expected = expected_attention(*batch, TaskRows.documents(layout.lengths))
-        for whole, got in zip([expected[0], *expected[2:]], (out.detach(), *(x.grad for x in row)), strict=True):
+        for whole, got in zip([expected[0], *expected[2:]], (out.detach(), *map(gradient, row)), strict=True):
             assert got.dtype == torch.bfloat16
             whole.at(index).check(got)
     return True
@@ -74,18 +90,18 @@ def attends(transport, kind, kernel):
 
 @pytest.mark.parametrize("kernel", ["varlen", "auto"])
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_attention_is_exact(kind, kernel):
+def test_attention_is_exact(kind: str, kernel: str) -> None:
     outcomes = run_processes(RANKS, attends, kind, kernel, timeout_seconds=90.0, deadline_seconds=240.0)
     assert values(outcomes) == [True] * RANKS
 
 
-def attends_to_a_shared_document(transport, kind):
+def attends_to_a_shared_document(joined: C10dTransport, kind: str) -> bool:
     """The same of one document that lies in ping and pong, whose queries read ping's keys."""
-    transport = on_this_gpu(transport, kind)
+    transport = on_this_gpu(joined, kind)
     attend, lengths = CoreAttention(transport=transport), np.array([6192])
     both = MicroBatch(lengths, pack_ping_pong(lengths, ranks=RANKS))
     plans = [balance(layout, MODEL, tolerance=0.05) for layout in both.layouts]
-    batch = [x.to(torch.bfloat16).cuda() for x in random_qkv(2, 6192, 8, 2, 128, torch.float32)]
+    batch = in_bfloat16(2, 6192)
     index = [nano_index(both, nano, transport.rank).cuda() for nano in range(2)]
     (q1, k1, v1), (q2, k2, v2) = rows = [[x[at].requires_grad_() for x in batch[:3]] for at in index]
     runs = both.key_runs(1, transport.rank)
@@ -98,23 +114,23 @@ def attends_to_a_shared_document(transport, kind):
     torch.autograd.backward(outs, [batch[3][at] for at in index])
     expected = expected_attention(*batch, TaskRows.documents(lengths))
     for row, out, at in zip(rows, outs, index, strict=True):
-        for whole, got in zip([expected[0], *expected[2:]], (out.detach(), *(x.grad for x in row)), strict=True):
+        for whole, got in zip([expected[0], *expected[2:]], (out.detach(), *map(gradient, row)), strict=True):
             whole.at(at).check(got)
     return len(runs) > 0
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_a_document_in_both_nano_batches_is_one(kind):
+def test_a_document_in_both_nano_batches_is_one(kind: str) -> None:
     outcomes = run_processes(RANKS, attends_to_a_shared_document, kind, timeout_seconds=90.0, deadline_seconds=240.0)
     assert values(outcomes) == [True] * RANKS
 
 
-def pattern(source, target, number, length):
+def pattern(source: int, target: int, number: int, length: int) -> torch.Tensor:
     """Bytes that tell who sent them, to whom and when."""
     return (torch.arange(length, device="cuda") * 7 + 31 * source + 57 * target + 101 * number).to(torch.uint8)
 
 
-def sizes(number, most):
+def sizes(number: int, most: int) -> list[list[int]]:
     """[source, target] bytes of exchange `number`: uneven, some of them 0, one rank that sends nothing."""
     generator = torch.Generator().manual_seed(number)
     size = torch.randint(0, most, (RANKS, RANKS), generator=generator) * torch.randint(0, 2, (RANKS, RANKS),
@@ -123,7 +139,7 @@ def sizes(number, most):
     return size.tolist()
 
 
-def start_one(transport, number, most):
+def start_one(transport: Transport, number: int, most: int) -> Started:
     rank, size = transport.rank, sizes(number, most)
     sent = [size[rank][peer] for peer in range(RANKS)]
     expected = [size[peer][rank] for peer in range(RANKS)]
@@ -132,14 +148,14 @@ def start_one(transport, number, most):
     return handle, [(peer, length) for peer, length in enumerate(expected)], number
 
 
-def arrives(transport, started):
+def arrives(transport: Transport, started: Started) -> bool:
     handle, expected, number = started
     whole = torch.cat([pattern(peer, transport.rank, number, length) for peer, length in expected])
     return torch.equal(handle.wait(), whole)
 
 
-def carries(transport, kind):
-    transport = on_this_gpu(transport, kind)
+def carries(joined: C10dTransport, kind: str) -> bool:
+    transport = on_this_gpu(joined, kind)
     nothing = transport.exchange(torch.empty(0, dtype=torch.uint8, device="cuda"), [0] * RANKS, [0] * RANKS)
     empty = nothing.wait().numel() == 0
     one_by_one = [arrives(transport, start_one(transport, number, 5000)) for number in range(4)]
@@ -158,12 +174,12 @@ def carries(transport, kind):
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_what_is_sent_arrives(kind):
+def test_what_is_sent_arrives(kind: str) -> None:
     assert values(run_processes(RANKS, carries, kind, timeout_seconds=90.0, deadline_seconds=240.0)) == [True] * RANKS
 
 
-def disagrees(transport):
-    transport = on_this_gpu(transport, "symmetric")
+def disagrees(joined: C10dTransport) -> str | None:
+    transport = on_this_gpu(joined, "symmetric")
     splits = [16, 16] if transport.rank == 0 else [32, 16]       # rank 0 expects 16 from rank 1
     try:
         transport.exchange(torch.zeros(sum(splits), dtype=torch.uint8, device="cuda"), splits, [16, 16]).wait()
@@ -172,12 +188,12 @@ def disagrees(transport):
     return None
 
 
-def test_splits_that_do_not_match_are_named():
+def test_splits_that_do_not_match_are_named() -> None:
     for message in values(run_processes(2, disagrees, timeout_seconds=60.0, deadline_seconds=180.0)):
         assert "32" in message and "same plan" in message
 
 
-def shares_by_accident(transport):
+def shares_by_accident(transport: C10dTransport) -> str | None:
     from distca.runtime.transport.symmetric import SymmetricTransport
 
     os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
@@ -188,6 +204,6 @@ def shares_by_accident(transport):
     return None
 
 
-def test_sharing_a_gpu_must_be_meant():
+def test_sharing_a_gpu_must_be_meant() -> None:
     for message in values(run_processes(2, shares_by_accident, timeout_seconds=60.0, deadline_seconds=180.0)):
         assert "ranks [0, 1]" in message and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in message

@@ -27,7 +27,7 @@ def losses(folder: Path, ranks: int, dtype: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("dtype", "difference"), [("float32", 1e-5), ("bfloat16", 1e-2)])
-def test_four_ranks_on_one_gpu_train_like_one(dtype, difference, tmp_path):
+def test_four_ranks_on_one_gpu_train_like_one(dtype: str, difference: float, tmp_path: Path) -> None:
     alone, four = losses(tmp_path / "alone", 1, dtype), losses(tmp_path / "four", 4, dtype)
     assert four == pytest.approx(alone, abs=difference)
     assert four[-1] < four[0] - 0.5

@@ -71,7 +71,7 @@ def traces() -> dict[str, bytes]:
             found[f"{field}_{at}"] = step(with_text(SPAN, field, text))
     for field in ("rank", "step"):
         for at, text in enumerate((*NO_NUMBERS, "-1", "1.0")):
-            found[f"{field}_{at}"] = step(**{field: "##"}).replace(b'"##"', text.encode())
+            found[f"{field}_{at}"] = step(None, **{field: "##"}).replace(b'"##"', text.encode())
     return found | {"no_spans": b'[{"rank": 0, "step": 1}]', "spans_5": b'[{"rank": 0, "step": 1, "spans": 5}]',
                     "none": b"[]", "numbers": b"[1, 2]", "span_list": step(b"[]"), "bytes_nan": step(
                         with_text(SPAN, "num_bytes", "1.5")), "twice": step()[:-1] + b"," + step()[1:]}

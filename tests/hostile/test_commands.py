@@ -10,7 +10,9 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Never
 
 import pytest
 from typer.main import get_command
@@ -31,14 +33,15 @@ CONTENT: dict[str, dict[str, bytes]] = {}
 NO_PAGES = ("no/x.html", "x.txt", "folder.html", "", "\x1b[2J.html", "/proc/x.html")
 
 
-def _each(command, option, values):
+def _each(command: tuple[str, ...], option: str, values: Iterable[str]) -> list[tuple[str, ...]]:
     return [(*command, option, value) for value in values]
 
 
-def option_cases():
+def option_cases() -> list[tuple[str, ...]]:
     plan, simulate, report = ("plan", "prolong"), ("simulate", "--workers", "1", "--batches", "1"), ("report", "log")
     profile, paper, train = ("profile", "--device", "cpu"), ("paper", "--quick", "--no-plots"), ("train",)
-    cases = []
+    cases: list[tuple[str, ...]] = []
+    more: tuple[str, ...]
     for option, more in (("--ranks", ("0", "1000000000", "1000000", DIGITS)), ("--tp", ("0", "3", DIGITS)),
                          ("--tokens-per-rank", ("0", "999999999999", DIGITS)), ("--max-document", ("0",)),
                          ("--dedicated", ("999999999999", DIGITS)), ("--seed", ())):
@@ -75,7 +78,7 @@ def option_cases():
     return cases + train_cases(train) + [("", ), ("plam",), ("plan",), ("--bogus",), ("train", "a.toml", "b.toml")]
 
 
-def train_cases(train):
+def train_cases(train: tuple[str]) -> list[tuple[str, str, str]]:
     cases = []
     for name in ("run.ranks", "run.steps", "run.timeout_seconds", "run.threads", "batch.micro_batches", "data.seed",
                  "batch.tokens_per_rank", "parallel.tensor", "parallel.pipeline", "checkpoint.keep", "log.trace_step"):
@@ -91,7 +94,7 @@ def train_cases(train):
                                                    ("--run.steps",)))]
 
 
-def file_cases():
+def file_cases() -> list[tuple[str, str, str, tuple[str, ...]]]:
     """Every hostile file, to every command that reads its kind."""
     kinds = (
         (files.documents, "json", (("plan",), ("simulate", "--workers", "1", "--data"), ("report", "--plan"))),
@@ -110,9 +113,9 @@ def file_cases():
 
 
 @pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch):
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is refused is refused before ranks or workers are started."""
-    def started(*_):
+    def started(*_: Any) -> Never:
         raise AssertionError("something was started")
 
     monkeypatch.setattr("distca.train.launch._LocalRanks", started)
@@ -121,7 +124,7 @@ def nothing_starts(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where there is something to trip over."""
     folder = tmp_path_factory.mktemp("hostile")
     for name in ("folder.html", "folder.png", "empty", "log", "no_text"):
@@ -134,12 +137,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def refuse(folder, monkeypatch, capfd):
+def refuse(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command: one line, or the test fails."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "app", COMMAND)
 
-    def call(*arguments):
+    def call(*arguments: str) -> str:
         before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         with pytest.raises(SystemExit) as stop:
             cli.main(list(arguments))
@@ -160,12 +163,13 @@ OPTIONS, FILES = option_cases(), file_cases()
 
 
 @pytest.mark.parametrize("arguments", OPTIONS, ids=lambda arguments: ascii(" ".join(arguments))[:60])
-def test_bad_options_get_one_line(refuse, arguments):
+def test_bad_options_get_one_line(refuse: Callable[..., str], arguments: tuple[str, ...]) -> None:
     refuse(*arguments)
 
 
 @pytest.mark.parametrize(("kind", "name", "suffix", "command"), FILES, ids=lambda value: str(value)[:40])
-def test_bad_files_get_one_line_that_names_them(refuse, folder, kind, name, suffix, command):
+def test_bad_files_get_one_line_that_names_them(refuse: Callable[..., str], folder: Path, kind: str, name: str,
+                                                suffix: str, command: tuple[str, ...]) -> None:
     content = CONTENT[kind][name]
     if suffix == "model":
         (folder / "hostile").mkdir(exist_ok=True)
@@ -177,13 +181,14 @@ def test_bad_files_get_one_line_that_names_them(refuse, folder, kind, name, suff
     assert path in refuse(*command, path) or kind in ("settings", "tables")
 
 
-def test_there_are_enough_of_them():
+def test_there_are_enough_of_them() -> None:
     assert len(OPTIONS) + len(FILES) >= 300 and {case[0] for case in OPTIONS} >= {
         "paper", "plan", "profile", "report", "simulate", "train"}
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(print), b"", b"\xff" * 100, b"\x08\0\0\0\0\0\0\0{}", b"{}"])
-def test_weights_that_are_no_safetensors_are_refused(refuse, tmp_path, content):
+def test_weights_that_are_no_safetensors_are_refused(refuse: Callable[..., str], tmp_path: Path,
+                                                     content: bytes) -> None:
     (tmp_path / "config.json").write_text(json.dumps(files.CONFIG))
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "no safetensors" in refuse("train", "--model.load", str(tmp_path))
@@ -191,13 +196,13 @@ def test_weights_that_are_no_safetensors_are_refused(refuse, tmp_path, content):
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": "../x"}}',
                                   '{"weight_map": {"a": 5}}', "[" * files.DEEP])
-def test_an_index_of_weights_that_is_none_is_refused(refuse, tmp_path, text):
+def test_an_index_of_weights_that_is_none_is_refused(refuse: Callable[..., str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(files.CONFIG))
     (tmp_path / "model.safetensors.index.json").write_text(text)
     refuse("train", "--model.load", str(tmp_path))
 
 
-def test_a_long_file_is_not_read_to_its_end(refuse, folder):
+def test_a_long_file_is_not_read_to_its_end(refuse: Callable[..., str], folder: Path) -> None:
     with open(folder / "long.json", "wb") as file:
         file.truncate(2**40)                                     # a hole: it takes no space
     for command in (("plan",), ("report",), ("report", "--predicted"), ("plan", "prolong", "--cost")):
@@ -208,7 +213,7 @@ def test_a_long_file_is_not_read_to_its_end(refuse, folder):
     os.unlink(folder / "long.toml")
 
 
-def test_nothing_is_written_through_a_link(refuse, folder):
+def test_nothing_is_written_through_a_link(refuse: Callable[..., str], folder: Path) -> None:
     (folder / "mine").write_text("precious")
     (folder / "x.json").symlink_to("mine")
     small = ("--workers", "1", "--batches", "1", "--gpus", "16", "--context", "8192", "--strategies", "distca")
@@ -225,18 +230,19 @@ IN_A_PROCESS = [
 
 
 @pytest.mark.parametrize("arguments", IN_A_PROCESS, ids=" ".join)
-def test_the_same_in_a_process_of_its_own(tmp_path, arguments):
+def test_the_same_in_a_process_of_its_own(tmp_path: Path, arguments: list[str]) -> None:
     """As a user runs it, with an address space that a runaway allocation would not fit."""
     (tmp_path / "dotted.toml").write_bytes(files.tomls()["dotted"])
     (tmp_path / "deep.json").write_bytes(files.not_text()["deep_list"])
 
-    def limit():
+    def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (4 * MAX_BYTES, 4 * MAX_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 
     process = subprocess.Popen(
         [sys.executable, "-m", "distca", *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, preexec_fn=limit, env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"})
+    assert process.stdout is not None and process.stderr is not None
     out, err = process.stdout.read(), process.stderr.read()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -244,9 +250,11 @@ def test_the_same_in_a_process_of_its_own(tmp_path, arguments):
     assert 1024 * used.ru_maxrss < MAX_BYTES and used.ru_utime + used.ru_stime < MAX_SECONDS
 
 
-def test_a_mistake_of_ours_keeps_its_traceback_and_says_what_to_report(monkeypatch, capfd):
-    def broken(*_):
-        return [][0]
+def test_a_mistake_of_ours_keeps_its_traceback_and_says_what_to_report(monkeypatch: pytest.MonkeyPatch,
+                                                                       capfd: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: Any) -> int:
+        empty: list[int] = []
+        return empty[0]
 
     for make in (broken, lambda *_: int("x")):                   # ours, though a ValueError: nobody refused anything
         monkeypatch.setattr("distca.cli.plan.read_batch", make)

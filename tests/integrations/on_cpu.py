@@ -8,49 +8,59 @@ import runpy
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def torchtitan():
+def torchtitan() -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+    cpu: Any = torch.cpu
+    sharded: Any = FSDPModule
+    schedules: Any = PipelineScheduleSingle
+    groups: Any = dist
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch.cpu.get_device_name = lambda device=None: "cpu"
-    torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 34)
-    torch.cpu.memory_stats = lambda device=None: {}
-    torch.cpu.current_device = lambda: 0
-    torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
-    divide = FSDPModule.set_gradient_divide_factor
+    cpu.get_device_name = lambda device=None: "cpu"
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 34)
+    cpu.memory_stats = lambda device=None: {}
+    cpu.current_device = lambda: 0
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
+    divide = sharded.set_gradient_divide_factor
 
-    def sum_unscaled(module, factor):
+    def sum_unscaled(module: Any, factor: float) -> None:
         divide(module, factor)
         module.set_force_sum_reduction_for_comms(True)           # gloo cannot scale while it reduces
 
-    def step(schedule, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
+    def step(schedule: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any,
+             return_outputs: Any) -> None:
         schedule._stage.has_backward = schedule._has_backward
         schedule._stage.clear_runtime_states()
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
 
-    FSDPModule.set_gradient_divide_factor = sum_unscaled
+    sharded.set_gradient_divide_factor = sum_unscaled
     if not hasattr(dist, "set_timeout"):
-        dist.set_timeout = lambda timeout, group=None: None
-        PipelineScheduleSingle.step = step
+        groups.set_timeout = lambda timeout, group=None: None
+        schedules.step = step
 
 
-def megatron():
+def megatron() -> None:
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import TransformerConfig
 
     start, configure = dist.init_process_group, TransformerConfig.__init__
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.set_device = lambda device: None
-    torch.cuda.device_count = lambda: 1
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
-    dist.init_process_group = lambda backend: start("gloo")
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    groups: Any = dist
+    cuda.current_device = lambda: "cpu"
+    cuda.set_device = lambda device: None
+    cuda.device_count = lambda: 1
+    tensor.cuda = module.cuda = lambda self, *_: self
+    groups.init_process_group = lambda backend: start("gloo")
     tensor_parallel.model_parallel_cuda_manual_seed = lambda seed: None
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: None
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()

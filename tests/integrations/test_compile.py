@@ -4,26 +4,34 @@ Dynamo traces everything but our exchange and planning. The backend is aot_eager
 and backward, without minutes of code generation.
 """
 
+from __future__ import annotations
+
 import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from distca.integrations.packed import PackedAttention
+from distca.integrations.packed import PackedAttention, PackedBatch
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import run_processes
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 STEPS = [[[60, 1, 30], [5, 7]], [[9], [40, 40, 3]], [[7, 7, 7, 50], [2]], [[33, 2], [21, 80]]]  # of two ranks
 SHAPE = ModelShape("mine", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=64, vocab=97)
 
 
-def needs(package):
+def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def same_as_eager(model, call, rows_of_steps, rank):
+def same_as_eager(model: Any, call: Callable[..., Any], rows_of_steps: list[list[list[int]]], rank: int) -> list[int]:
     """Every step eagerly and compiled; gives the number of graphs after each step."""
     compiled, graphs = torch.compile(model, backend="aot_eager"), []
     counters.clear()
@@ -40,19 +48,20 @@ def same_as_eager(model, call, rows_of_steps, rank):
     return graphs
 
 
-def llama(kind="llama", layers=2):
+def llama(kind: str = "llama", layers: int = 2) -> LlamaForCausalLM:
     import transformers as hf
 
     torch.manual_seed(0)
-    size = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "head_dim": 8,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}
+    size: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**size)).train()
-    mixed = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+    mixed: dict[str, Any] = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
     return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**size, **mixed)).train()
 
 
-def huggingface_loss(model, lengths, seed):
+def huggingface_loss(model: Any, lengths: list[int], seed: int) -> torch.Tensor:
     from transformers import DataCollatorWithFlattening
 
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +69,8 @@ def huggingface_loss(model, lengths, seed):
     return model(**DataCollatorWithFlattening()(documents), use_cache=False).loss
 
 
-def huggingface(transport, kind="llama", checkpointing=False):
+def huggingface(transport: C10dTransport | None, kind: str = "llama", checkpointing: bool = False) -> tuple[list[int],
+                bool]:
     from distca.integrations.huggingface import enable
 
     model = llama(kind)
@@ -68,6 +78,7 @@ def huggingface(transport, kind="llama", checkpointing=False):
     if checkpointing:
         model.gradient_checkpointing_enable()
     graphs = same_as_eager(model, huggingface_loss, STEPS, 0 if transport is None else transport.rank)
+    assert attention.latest is not None
     tasks = attention.latest.tasks
     return graphs, bool((tasks.home != tasks.server).any())
 
@@ -75,24 +86,25 @@ def huggingface(transport, kind="llama", checkpointing=False):
 class Block(torch.nn.Module):
     """A layer of one's own around `PackedAttention`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.qkv, self.out = torch.nn.Embedding(97, 32), torch.nn.Linear(32, 64), torch.nn.Linear(32, 97)
 
-    def forward(self, tokens, attention, batch):
+    def forward(self, tokens: torch.Tensor, attention: PackedAttention, batch: PackedBatch) -> torch.Tensor:
         q, k, v = self.qkv(self.embed(tokens)).view(-1, 8, 8).split([4, 2, 2], dim=1)
         return self.out(torch.tanh(attention.attend(q, k, v, batch).flatten(1)))
 
 
-def plain(transport):
+def plain(transport: C10dTransport | None) -> tuple[list[int], bool]:
     torch.manual_seed(0)
     attention = PackedAttention(SHAPE, tolerance=0.02)
 
-    def call(model, lengths, seed):
+    def call(model: Any, lengths: list[int], seed: int) -> torch.Tensor:
         tokens = torch.randint(97, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
         return torch.nn.functional.cross_entropy(model(tokens, attention, attention.begin(lengths)), tokens)
 
     graphs = same_as_eager(Block(), call, STEPS, 0 if transport is None else transport.rank)
+    assert attention.latest is not None
     tasks = attention.latest.tasks
     return graphs, bool((tasks.home != tasks.server).any())
 
@@ -100,7 +112,7 @@ def plain(transport):
 class Core(torch.nn.Module):
     """Megatron's place for core attention, with little around it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.enums import AttnMaskType
 
@@ -112,12 +124,12 @@ class Core(torch.nn.Module):
         self.qkv = torch.nn.Linear(32, 64)
         self.core = BalancedCoreAttention(config, 1, AttnMaskType.causal, "self", group=dist.group.WORLD)
 
-    def forward(self, x, packed):
+    def forward(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
         q, k, v = self.qkv(x).view(-1, 8, 8).split([4, 2, 2], dim=1)
         return self.core(q, k, v, None, packed_seq_params=packed)
 
 
-def megatron(transport):
+def megatron(transport: C10dTransport) -> tuple[list[int], bool]:
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -125,17 +137,18 @@ def megatron(transport):
     torch.manual_seed(0)
     model = Core()
 
-    def call(forward, lengths, seed):
+    def call(forward: Any, lengths: list[int], seed: int) -> torch.Tensor:
         edges = torch.tensor([0, *lengths]).cumsum(0).int()
         x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(seed))
         return forward(x, PackedSeqParams("thd", edges, edges)).square().mean()
 
     graphs = same_as_eager(model, call, STEPS, transport.rank)
+    assert model.core.pool is not None and model.core.pool.latest is not None
     tasks = model.core.pool.latest.tasks
     return graphs, bool((tasks.home != tasks.server).any())
 
 
-def check(graphs):
+def check(graphs: list[int]) -> None:
     assert graphs[0] > 0, "something was compiled"
     assert graphs[1] == graphs[-1], f"graphs after each step: {graphs}; sizes are dynamic from the second on"
 
@@ -144,21 +157,21 @@ def check(graphs):
 @pytest.mark.parametrize(("kind", "checkpointing"), [
     ("llama", False), pytest.param("llama", True, marks=pytest.mark.slow),
     pytest.param("gemma3", False, marks=pytest.mark.slow)])
-def test_a_transformers_model_of_one_process(kind, checkpointing):
+def test_a_transformers_model_of_one_process(kind: str, checkpointing: bool) -> None:
     torch.compiler.reset()
     check(huggingface(None, kind, checkpointing)[0])
 
 
-def test_packed_steps_of_one_process():
+def test_packed_steps_of_one_process() -> None:
     torch.compiler.reset()
     check(plain(None)[0])
 
 
-def test_a_step_that_begins_inside_what_is_compiled():
+def test_a_step_that_begins_inside_what_is_compiled() -> None:
     torch.compiler.reset()
     block, attention = Block(), PackedAttention(SHAPE)
 
-    def whole(tokens, lengths):
+    def whole(tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         return block(tokens, attention, attention.begin(lengths)).sum()
 
     for lengths in ([30, 1, 9], [4, 16]):
@@ -169,7 +182,7 @@ def test_a_step_that_begins_inside_what_is_compiled():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("body", [pytest.param(huggingface, marks=needs("transformers")), plain,
                                   pytest.param(megatron, marks=needs("megatron"))])
-def test_two_ranks(body):
+def test_two_ranks(body: Callable[..., Any]) -> None:
     for outcome in run_processes(2, body, timeout_seconds=60, deadline_seconds=120):
         assert outcome.error is None
         graphs, moved = outcome.value

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,14 +31,18 @@ from distca.integrations import packed as packed_module
 from distca.integrations.document_lengths import from_batch
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
+from distca.runtime.transport.c10d import C10dTransport
 
 ROOT = Path(distca.__file__).parents[1]
-SIZE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024, "pad_token_id": 0}
-MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SIZE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024, "pad_token_id": 0}
+MIXED: dict[str, Any] = {
+    "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
-def small(kind, **options):
+def small(kind: str, **options: Any) -> Any:
+    """A model of transformers, whose own types refuse what its methods take."""
     torch.manual_seed(0)
     made = {
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZE, **options)),
@@ -47,7 +53,7 @@ def small(kind, **options):
     return made[kind]()
 
 
-def test_a_mask_that_numbers_documents_is_refused():
+def test_a_mask_that_numbers_documents_is_refused() -> None:
     """Transformers would make ones of it, and one document of two."""
     model, tokens = small("llama"), torch.arange(4)[None]
     enable(model), enable(model)
@@ -57,7 +63,7 @@ def test_a_mask_that_numbers_documents_is_refused():
             call(torch.tensor([[1, 1, 2, 2]]))
 
 
-def packed(lengths, seed, edges=False):
+def packed(lengths: list[int], seed: int, edges: bool = False) -> dict[str, Any]:
     """Documents of these lengths as the padding-free collator gives them; a rank without any has one padding token."""
     draw = np.random.default_rng(seed)
     if not lengths:
@@ -67,26 +73,32 @@ def packed(lengths, seed, edges=False):
     return dict(collate([{"input_ids": draw.integers(1, 97, length).tolist()} for length in lengths]))
 
 
-def joined(batches):
+def joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Everyone's tokens in one row, as one process would have them."""
     full = [batch for batch in batches if "position_ids" in batch]
     return {name: torch.cat([batch[name] for batch in full], dim=1) for name in ("input_ids", "labels", "position_ids")}
 
 
-def close(actual, expected):
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @contextmanager
-def counting():
+def counting() -> Iterator[list[int]]:
     """Collectives of lengths."""
     calls, plain = [], packed_module._gather
-    packed_module._gather = lambda *args: calls.append(1) or plain(*args)
-    yield calls
-    packed_module._gather = plain
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return plain(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_module, "_gather", counted)
+        yield calls
 
 
-def as_on_one_process(transport, kind, rows, checkpointing=False):
+def as_on_one_process(transport: C10dTransport, kind: str, rows: list[list[int]],
+                      checkpointing: bool | str = False) -> bool:
     """Logits, loss and gradients; a changed token; unequal evaluation and generation; and training again."""
     rank = transport.rank
     one, model = small(kind, attn_implementation="sdpa"), small(kind)
@@ -136,11 +148,12 @@ def as_on_one_process(transport, kind, rows, checkpointing=False):
     return True
 
 
-def each_kind(transport, kinds, rows, checkpointing=(False,)):
+def each_kind(transport: C10dTransport, kinds: tuple[str, ...], rows: list[list[int]],
+              checkpointing: tuple[bool | str, ...] = (False,)) -> bool:
     return all(as_on_one_process(transport, kind, rows, how) for kind in kinds for how in checkpointing)
 
 
-def sharded(transport, kind, rows, checkpointing):
+def sharded(transport: C10dTransport, kind: str, rows: list[list[int]], checkpointing: bool) -> bool:
     """FSDP2 around every layer and the model: gradients and a step of the optimizer as on one process."""
     one, model = small(kind, attn_implementation="sdpa"), small(kind)
     enable(model, tolerance=0.02)
@@ -170,7 +183,7 @@ FOUR = [[640, 1], [30, 30, 31], [], [257, 1, 12]]
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_match_one_process():
+def test_two_ranks_match_one_process() -> None:
     outcomes = run_processes(2, each_kind, ("llama", "gemma3"), TWO, (False, True), deadline_seconds=120)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, True)] * 2
 
@@ -178,7 +191,7 @@ def test_two_ranks_match_one_process():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rows", [TWO, [[], [300, 1]], FOUR], ids=["two", "empty", "four"])
-def test_ranks_match_one_process(rows):
+def test_ranks_match_one_process(rows: list[list[int]]) -> None:
     kinds = ("llama", "qwen3", "mistral", "gemma3")
     outcomes = run_processes(len(rows), each_kind, kinds, rows, (False, True, "reentrant"), timeout_seconds=60,
                              deadline_seconds=280)
@@ -189,14 +202,14 @@ def test_ranks_match_one_process(rows):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("rows", [TWO, FOUR], ids=["two", "four"])
-def test_sharded_ranks_match_one_process(rows, checkpointing):
+def test_sharded_ranks_match_one_process(rows: list[list[int]], checkpointing: bool) -> None:
     outcomes = run_processes(len(rows), sharded, "gemma3", rows, checkpointing, timeout_seconds=60,
                              deadline_seconds=200)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, True)] * len(rows)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_one_rank_with_padding_edges_caches_and_autocast(kind):
+def test_one_rank_with_padding_edges_caches_and_autocast(kind: str) -> None:
     one, model = small(kind, attn_implementation="sdpa"), small(kind, attn_implementation="distca")
     batch = packed([20, 1, 30, 9], 0, edges=True)
     plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
@@ -224,7 +237,7 @@ def test_one_rank_with_padding_edges_caches_and_autocast(kind):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(1, 5), max_size=4), st.booleans()), min_size=1, max_size=3),
        st.integers(0, 3))
-def test_documents_are_read_from_padded_rows(rows, spare):
+def test_documents_are_read_from_padded_rows(rows: list[tuple[list[int], bool]], spare: int) -> None:
     row_len = max(max(sum(lengths) for lengths, _ in rows), 1) + spare
     position = torch.zeros(len(rows), row_len, dtype=torch.int64)
     mask = torch.zeros(len(rows), row_len, dtype=torch.bool)
@@ -246,12 +259,12 @@ def test_documents_are_read_from_padded_rows(rows, spare):
     ((torch.zeros(3, 1, 6), None, None, 1, 6), r"position_ids of shape \(3, 1, 6\)"),
     ((torch.arange(6)[None], None, torch.tensor([[1, 1, 0, 1, 1, 1]]), 1, 6), "padding between the tokens"),
 ])
-def test_documents_that_cannot_be_read_are_named(about, message):
+def test_documents_that_cannot_be_read_are_named(about: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_batch(*about)
 
 
-SMALLER = {**SIZE, "num_hidden_layers": 1}
+SMALLER: dict[str, Any] = {**SIZE, "num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -272,18 +285,18 @@ SMALLER = {**SIZE, "num_hidden_layers": 1}
     (lambda: small("llama", attention_dropout=0.1), "llama: attention_dropout is 0.1; set it to 0"),
     (lambda: torch.nn.Linear(2, 2), "Linear without a transformers model inside"),
 ])
-def test_what_cannot_be_served_is_refused_when_enabled(make, message):
+def test_what_cannot_be_served_is_refused_when_enabled(make: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         enable(make())
 
 
-def test_a_model_given_the_name_alone_is_refused_ahead_of_its_first_layer():
-    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALLER, attn_implementation="distca"))
+def test_a_model_given_the_name_alone_is_refused_ahead_of_its_first_layer() -> None:
+    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**{**SMALLER, "attn_implementation": "distca"}))
     with pytest.raises(ValueError, match="gemma2: it has softcapping"):
         model(torch.ones(1, 4, dtype=torch.int64))
 
 
-def launched(*command, ranks=2, seconds=120):
+def launched(*command: Any, ranks: int = 2, seconds: int = 120) -> str:
     """What a script printed under torchrun. Where it hangs, every rank says in which line before it is ended."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone",
@@ -302,7 +315,7 @@ def launched(*command, ranks=2, seconds=120):
     return said
 
 
-def trained(folder, *options, steps=20):
+def trained(folder: Path, *options: Any, steps: int = 20) -> tuple[list[float], list[float], str]:
     """Losses of the example, one per step, and what it printed."""
     said = launched(ROOT / "examples/transformers_trainer.py", "--cpu", "--longest", "400", "--steps", steps,
                     "--output", folder, *options)
@@ -315,7 +328,7 @@ def trained(folder, *options, steps=20):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("options", [(), ("--checkpointing",)], ids=["ddp", "checkpointing"])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
-def test_trainer_has_the_same_losses_with_and_without(model, options, tmp_path):
+def test_trainer_has_the_same_losses_with_and_without(model: str, options: tuple[str, ...], tmp_path: Path) -> None:
     losses, evals, said = trained(tmp_path / "with", "--model", model, *options)
     plain, plain_evals, _ = trained(tmp_path / "without", "--model", model, "--attention", "sdpa", *options)
     assert len(losses) == len(plain) == 20 and len(evals) == len(plain_evals) == 2
@@ -326,7 +339,7 @@ def test_trainer_has_the_same_losses_with_and_without(model, options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_plain_pytorch_example_runs_and_is_short():
+def test_the_plain_pytorch_example_runs_and_is_short() -> None:
     script = ROOT / "examples/plain_pytorch.py"
     assert len(script.read_text().splitlines()) < 60
     assert launched(script).count("with distca") == 5
@@ -354,7 +367,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_plain_pytorch_example_ends_after_the_threads_that_hold_its_tensors(tmp_path):
+def test_the_plain_pytorch_example_ends_after_the_threads_that_hold_its_tensors(tmp_path: Path) -> None:
     """A thread of gloo that wants the interpreter when that is ending aborts the process."""
     (tmp_path / "slowly.py").write_text(LETS_GO_SLOWLY)
     launched(tmp_path / "slowly.py", ROOT / "examples/plain_pytorch.py")
@@ -362,7 +375,7 @@ def test_the_plain_pytorch_example_ends_after_the_threads_that_hold_its_tensors(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_benchmark_measures_all_modes_in_one_run(tmp_path):
+def test_the_benchmark_measures_all_modes_in_one_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/integrations.py"), "--tokens", "512", "--short", "64", "--layers", "2",
          "--steps", "1", "--overhead-steps", "2", "--json", str(tmp_path / "it.json")],
@@ -376,7 +389,7 @@ def test_the_benchmark_measures_all_modes_in_one_run(tmp_path):
     assert balanced["work_max_over_mean"] < home["work_max_over_mean"] and content["largest_loss_difference"] < 1e-4
 
 
-def test_the_guide_runs():
+def test_the_guide_runs() -> None:
     guide = (ROOT / "docs/integrations.md").read_text(encoding="utf-8").partition("## Transformers")[2]
     block = guide.partition("```python\n")[2].partition("```")[0]
     assert "enable(model)" in block

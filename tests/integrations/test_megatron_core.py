@@ -3,10 +3,15 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.distributed_c10d import ProcessGroup
 
-from distca.testing import run_processes
+from distca.integrations.megatron_core import BalancedCoreAttention
+from distca.runtime.transport.c10d import C10dTransport
+from distca.testing import gradient, qkv_of, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -20,7 +25,7 @@ ROWS = {
 }
 
 
-def cpu_megatron(**sizes):
+def cpu_megatron(**sizes: int) -> None:
     """Groups of gloo ranks, and stand-ins for the device and the random state of a GPU that is not there."""
     from contextlib import nullcontext
 
@@ -30,13 +35,13 @@ def cpu_megatron(**sizes):
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
-    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
 
 
-def gpt(spec, first=True, last=True, **settings):
+def gpt(spec: Any, first: bool = True, last: bool = True, **settings: Any) -> Any:
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
@@ -51,7 +56,7 @@ def gpt(spec, first=True, last=True, **settings):
                     share_embeddings_and_output_weights=False, parallel_output=False)
 
 
-def one_by_one(model, documents):
+def one_by_one(model: Any, documents: list[torch.Tensor]) -> list[torch.Tensor]:
     """Logits of each document by itself, with Megatron's own attention and an explicit causal mask."""
     import torch
 
@@ -63,7 +68,7 @@ def one_by_one(model, documents):
     return logits
 
 
-def packed(model, documents):
+def packed(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
     """What the model gives for a rank's documents, laid end to end as `packed_seq_params` describes them."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -76,7 +81,7 @@ def packed(model, documents):
     return model(tokens[None], position[None], None, packed_seq_params=params)
 
 
-def expected_of(model, rows):
+def expected_of(model: Any, rows: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Logits of each document, and all documents' gradients by name, without packing and without other ranks."""
     import torch
 
@@ -87,7 +92,7 @@ def expected_of(model, rows):
     return logits, {"loss": loss.detach(), **{name: x.grad for name, x in model.named_parameters()}}
 
 
-def summed(named, group=None):
+def summed(named: dict[str, torch.Tensor], group: ProcessGroup | None = None) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
     for x in named.values():
@@ -95,7 +100,8 @@ def summed(named, group=None):
     return named
 
 
-def check_equal(transport, rows, settings):
+def check_equal(transport: C10dTransport, rows: list[list[int]], settings: dict[str, Any]) -> tuple[bool, list[float],
+                bool]:
     """Logits, loss and gradients; gives whether layers share a pool, the work per server and whether a task moved."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -121,7 +127,7 @@ def check_equal(transport, rows, settings):
     return first is second, *trainers.balance_of(first.latest)
 
 
-def tokens_unchanged(transport, rows, changed):
+def tokens_unchanged(transport: C10dTransport, rows: list[list[int]], changed: tuple[int, int]) -> list[bool]:
     """Which logits stay when a document's first token changes; between the two, ranks evaluate unequally often."""
     import torch
 
@@ -138,7 +144,7 @@ def tokens_unchanged(transport, rows, changed):
     return torch.eq(before, after)[0].all(dim=1).tolist()
 
 
-def check_without_tokens(transport, core):
+def check_without_tokens(transport: C10dTransport, core: BalancedCoreAttention) -> list[bool]:
     """The module itself where one rank brings nothing, which Megatron's own layers cannot reshape."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -149,13 +155,13 @@ def check_without_tokens(transport, core):
     leaves = [torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     actual = core(*leaves, None, packed_seq_params=PackedSeqParams("thd", edges, edges))
-    expected = dense_attention(*leaves, lengths).flatten(1) if lengths else torch.empty(0, 32)
+    expected = dense_attention(*qkv_of(leaves), lengths).flatten(1) if lengths else torch.empty(0, 32)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     actual.sum().backward()
-    return [tuple(x.grad.shape) == tuple(x.shape) for x in leaves]
+    return [tuple(gradient(x).shape) == tuple(x.shape) for x in leaves]
 
 
-def refusals():
+def refusals() -> list[str]:
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -164,7 +170,7 @@ def refusals():
 
     core, q = gpt(gpt_layer_local).decoder.layers[0].self_attention.core_attention, torch.zeros(4, 4, 8)
 
-    def attend(packed_seq_params):
+    def attend(packed_seq_params: Any) -> None:
         core(q, q, q, None, packed_seq_params=packed_seq_params)
 
     wrong = [
@@ -179,7 +185,7 @@ def refusals():
     return trainers.refusals(wrong)
 
 
-def two_ranks(transport):
+def two_ranks(transport: C10dTransport) -> dict[str, Any]:
     cpu_megatron()
     replay = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {
@@ -190,7 +196,7 @@ def two_ranks(transport):
     }
 
 
-def four_ranks(transport):
+def four_ranks(transport: C10dTransport) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from distca.integrations.megatron_core import gpt_layer_local
@@ -211,7 +217,7 @@ def four_ranks(transport):
             "pipeline": check_pipeline(whole, expected, [ROWS[2], ROWS[2][::-1]])}
 
 
-def check_sharded_heads(alone):
+def check_sharded_heads(alone: list[torch.Tensor]) -> list[int]:
     """Two replicas of two tensor-parallel ranks: a pool is the ranks with the same heads."""
     import torch
     import torch.distributed as dist
@@ -230,7 +236,8 @@ def check_sharded_heads(alone):
     return dist.get_process_group_ranks(pool.group)
 
 
-def check_pipeline(whole, expected, micro_batches):
+def check_pipeline(whole: Any, expected: dict[str, torch.Tensor], micro_batches: list[list[list[int]]]) -> tuple[int,
+                   int]:
     """Two stages of two replicas: each stage's replicas are a pool, and the stages run 1F1B, each at its own pace."""
     import torch
     import torch.distributed as dist
@@ -250,7 +257,7 @@ def check_pipeline(whole, expected, micro_batches):
     rows = [trainers.rows_of_tokens(rows, VOCAB)[replica] for rows in micro_batches]
     held, sent = [], []
 
-    def forward(documents):
+    def forward(documents: list[torch.Tensor]) -> None:
         received = torch.zeros(sum(len(document) - 1 for document in documents), 1, 32, requires_grad=True)
         if stage == 1:
             dist.recv(received.detach(), other)
@@ -260,11 +267,12 @@ def check_pipeline(whole, expected, micro_batches):
             sent.append((out.detach(), dist.isend(out.detach(), other)))
         held.append((received, out, documents))
 
-    def backward():
+    def backward() -> None:
         received, out, documents = held.pop(0)
         if stage == 1:
             trainers.total_loss(out[0], documents).backward()
-            sent.append((received.grad, dist.isend(received.grad, other)))
+            back = gradient(received)
+            sent.append((back, dist.isend(back, other)))
         else:
             grad = torch.empty_like(out)
             dist.recv(grad, other)
@@ -274,13 +282,14 @@ def check_pipeline(whole, expected, micro_batches):
     for phase in ("FFBB", "FBFB")[stage]:
         forward(next(todo)) if phase == "F" else backward()
     for _, handle in sent:
+        assert handle is not None
         handle.wait()
     actual = summed({name: x.grad for name, x in ours.items()}, parallel_state.get_data_parallel_group())
     trainers.assert_same(actual, {name: expected[name] for name in actual})
     return stage, model.decoder.layers[0].self_attention.core_attention.pool.latest.layout.num_ranks
 
 
-def assert_shared(result):
+def assert_shared(result: tuple[bool, list[float], bool]) -> None:
     """All layers have one pool, which is balanced."""
     shared, *balance = result
     assert shared
@@ -289,7 +298,7 @@ def assert_shared(result):
 
 @needs_megatron
 @pytest.mark.multiprocess
-def test_two_ranks_equal_one_document_at_a_time():
+def test_two_ranks_equal_one_document_at_a_time() -> None:
     first, second = trainers.values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for rank in (first, second):
         assert_shared(rank["plain"])
@@ -303,7 +312,7 @@ def test_two_ranks_equal_one_document_at_a_time():
 
 @needs_megatron
 @pytest.mark.multiprocess
-def test_four_ranks_replay_attention_and_pool_by_heads_and_by_stage():
+def test_four_ranks_replay_attention_and_pool_by_heads_and_by_stage() -> None:
     outcomes = trainers.values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for outcome in outcomes:
         assert_shared(outcome["replayed"])
@@ -315,6 +324,6 @@ def test_four_ranks_replay_attention_and_pool_by_heads_and_by_stage():
 @needs_megatron
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_example_trains(tmp_path):
+def test_the_example_trains(tmp_path: Path) -> None:
     home, balanced = trainers.run_example("megatron", "megatron_core.py", tmp_path, 2)
     assert balanced < 1.1 < home

@@ -1,25 +1,34 @@
 """Lengths travel once per batch, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 from distca.cost.latency_table import analytic_table
 from distca.integrations import packed as packed_module
 from distca.integrations.packed import PackedAttention
 from distca.kernels import dense_attention
 from distca.models import model_named
-from distca.testing import run_processes
+from distca.runtime.transport.c10d import C10dTransport
+from distca.testing import qkv_of, run_processes
 
 TINY = model_named("tiny")
 
 
-def rank_batches(transport, rows, window):
+def rank_batches(transport: C10dTransport, rows: list[list[int]], window: int | None) -> tuple[list[float], int, bool]:
     """Three batches with the same lengths; gives work per server, collectives of lengths and whether any task moved."""
     counted = []
     plain = packed_module._gather
-    packed_module._gather = lambda *args: counted.append(1) or plain(*args)
+
+    def gather(lengths: Sequence[int], capacity: int, group: ProcessGroup | None,
+               device: torch.device) -> list[list[int]]:
+        counted.append(1)
+        return plain(lengths, capacity, group, device)
+
+    packed_module._gather = gather
     attention = PackedAttention(TINY, tolerance=0.02)
     lengths = rows[transport.rank]
     begun = [attention.begin(lengths) for _ in range(3)]
@@ -28,18 +37,20 @@ def rank_batches(transport, rows, window):
     *leaves, dout = (torch.randn(sum(lengths), heads, 16, dtype=torch.float64, generator=generator)
                      for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in leaves]
-    out = attention.attend(*leaves, begun[0], window=window)
+    out = attention.attend(*qkv_of(leaves), begun[0], window=window)
     actual = [out, *torch.autograd.grad(out, leaves, dout)]
     expected = [torch.empty_like(x) for x in actual]
     if lengths:
-        expected[0] = dense_attention(*leaves, lengths, None, window)
+        expected[0] = dense_attention(*qkv_of(leaves), lengths, None, window)
         expected[1:] = torch.autograd.grad(expected[0], leaves, dout)
     for mine, dense in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-10)
     for _ in range(transport.rank):                              # unequal numbers of batches at home
-        attention.attend(*leaves, attention.at_home(lengths))
-    tasks = begun[0].plan.tasks
-    return begun[0].plan.work().tolist(), len(counted), bool((tasks.home != tasks.server).any())
+        attention.attend(*qkv_of(leaves), attention.at_home(lengths))
+    plan = begun[0].plan
+    assert plan is not None
+    tasks = plan.tasks
+    return plan.work().tolist(), len(counted), bool((tasks.home != tasks.server).any())
 
 
 @pytest.mark.multiprocess
@@ -48,53 +59,53 @@ def rank_batches(transport, rows, window):
     ([[700], [], [1] * 300], None, 4),                           # an empty rank, and more documents than expected once
     ([[700, 3], [], [80, 80]], 50, 3),
 ])
-def test_real_ranks_plan_alike_and_attend_exactly(rows, window, collectives):
+def test_real_ranks_plan_alike_and_attend_exactly(rows: list[list[int]], window: int | None, collectives: int) -> None:
     outcomes = run_processes(3, rank_batches, rows, window)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert outcomes[0].value == outcomes[1].value == outcomes[2].value
     assert outcomes[0].value[1:] == (collectives, True)
 
 
-def wrong_lengths(transport):
+def wrong_lengths(transport: C10dTransport) -> None:
     PackedAttention(TINY).begin([5, -1] if transport.rank == 1 else [6])
 
 
 @pytest.mark.multiprocess
-def test_wrong_lengths_of_one_rank_end_all_of_them_at_once():
+def test_wrong_lengths_of_one_rank_end_all_of_them_at_once() -> None:
     outcomes = run_processes(2, wrong_lengths, timeout_seconds=60, deadline_seconds=90)
-    assert all("ValueError" in outcome.error and "-1" in outcome.error for outcome in outcomes)
+    assert all("ValueError" in error and "-1" in error for error in [outcome.error or "" for outcome in outcomes])
     assert max(outcome.seconds for outcome in outcomes) < 60     # nobody waited for the group's timeout
 
 
-def test_one_process_needs_no_group():
+def test_one_process_needs_no_group() -> None:
     attention = PackedAttention(TINY)
     batch = attention.begin([5, 9])
-    assert batch.plan.num_servers == 1 and batch.plan.layout.lengths.tolist() == [5, 9]
+    assert batch.plan is not None and batch.plan.num_servers == 1 and batch.plan.layout.lengths.tolist() == [5, 9]
     q, k, v = (torch.randn(14, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
     torch.testing.assert_close(attention.attend(q, k, v, batch), dense_attention(q, k, v, [5, 9], None, None))
 
 
-def test_windows_shorter_than_a_document_stay_home():
+def test_windows_shorter_than_a_document_stay_home() -> None:
     batch = PackedAttention(TINY).begin([5, 9])
     assert [batch.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]
     assert not PackedAttention(TINY).at_home([5]).leaves_home(None)
 
 
-def test_no_document_anywhere_is_a_batch_without_a_plan():
+def test_no_document_anywhere_is_a_batch_without_a_plan() -> None:
     attention = PackedAttention(TINY)
     batch = attention.begin([])
     empty = [torch.empty(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    out = attention.attend(*empty, batch)
+    out = attention.attend(*qkv_of(empty), batch)
     out.sum().backward()
     assert batch.plan is None and out.shape == (0, 4, 16) and all(x.grad is not None for x in empty)
 
 
-def test_a_tolerance_out_of_range_is_named():
+def test_a_tolerance_out_of_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
         PackedAttention(TINY, tolerance=3)
 
 
-def test_with_a_table_gradients_have_a_plan_of_their_own():
+def test_with_a_table_gradients_have_a_plan_of_their_own() -> None:
     model = replace(model_named("llama3-8b"), num_layers=1)
     for state, apart in (("resend", True), ("keep", False)):
         attention = PackedAttention(model, cost=analytic_table(model, 550e12), state=state)

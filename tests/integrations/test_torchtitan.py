@@ -1,12 +1,20 @@
 """torchtitan's own models, packed over real ranks, equal themselves with its SDPA on one document at a time."""
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from distca.testing import run_processes
+
+if TYPE_CHECKING:
+    import torch
+
+    from distca.runtime.transport.c10d import C10dTransport
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -20,7 +28,7 @@ ROWS = {
 }
 
 
-def spec_of(name):
+def spec_of(name: str) -> Any:
     """torchtitan's debug model with varlen attention, of two layers; Qwen 3 has grouped queries and query norms."""
     from importlib import import_module
 
@@ -29,7 +37,7 @@ def spec_of(name):
     return spec
 
 
-def model_of(config):
+def model_of(config: Any) -> Any:
     import torch
 
     model = config.build()
@@ -41,7 +49,7 @@ def model_of(config):
     return model
 
 
-def balanced_model(config, **options):
+def balanced_model(config: Any, **options: Any) -> Any:
     """The model after torchtitan's own override hook, named as on its command line."""
     import json
     from types import SimpleNamespace
@@ -55,7 +63,7 @@ def balanced_model(config, **options):
     return model_of(config)
 
 
-def plain_model(name):
+def plain_model(name: str) -> Any:
     """The same weights with torchtitan's own SDPA, which knows nothing of documents: for one at a time."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -65,7 +73,7 @@ def plain_model(name):
     return model_of(config)
 
 
-def replicated(size, checkpointing=None, **options):
+def replicated(size: int, checkpointing: Any = None, **options: Any) -> Any:
     """Llama 3 after its own `parallelize`, whole on every rank; gradients are left to the caller."""
     from torchtitan.distributed import ParallelDims
 
@@ -76,7 +84,7 @@ def replicated(size, checkpointing=None, **options):
     return model
 
 
-def sharded(size, checkpointing):
+def sharded(size: int, checkpointing: Any) -> Any:
     """Qwen 3 as the trainer shards it, with FSDP2 that sums gradients, which gloo does without scaling them."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -93,7 +101,7 @@ def sharded(size, checkpointing):
     return model
 
 
-def packed(model, documents):
+def packed(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
     """Logits of a rank's documents in one row, with the metadata that the trainer makes from positions."""
     import torch
 
@@ -102,7 +110,7 @@ def packed(model, documents):
     return model(tokens, position, model.get_attention_masks(position))[0]
 
 
-def check_equal(transport, rows, name, model):
+def check_equal(transport: C10dTransport, rows: list[list[int]], name: str, model: Any) -> tuple[list[float], bool]:
     """Logits, loss and gradients; gives the work per server and whether a task moved."""
     import torch
     import torch.distributed as dist
@@ -137,7 +145,7 @@ def check_equal(transport, rows, name, model):
     return trainers.balance_of(latest_plan(model))
 
 
-def tokens_unchanged(transport, rows, changed):
+def tokens_unchanged(transport: C10dTransport, rows: list[list[int]], changed: tuple[int, int]) -> list[bool]:
     """Which logits stay when a document's first token changes; between the two, ranks evaluate unequally often."""
     import torch
 
@@ -151,7 +159,7 @@ def tokens_unchanged(transport, rows, changed):
     return torch.eq(before, after).all(dim=1).tolist()
 
 
-def refusals():
+def refusals() -> list[str]:
     import torch
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
@@ -173,7 +181,7 @@ def refusals():
     return trainers.refusals(wrong)
 
 
-def two_ranks(transport):
+def two_ranks(transport: C10dTransport) -> dict[str, Any]:
     from torchtitan.distributed.activation_checkpoint import FullAC
 
     size = transport.size
@@ -185,7 +193,7 @@ def two_ranks(transport):
     }
 
 
-def four_ranks(transport):
+def four_ranks(transport: C10dTransport) -> dict[str, Any]:
     import torch
 
     torch._utils._get_available_device_type = lambda: "cpu"      # torchtitan takes a GPU for granted
@@ -196,7 +204,7 @@ def four_ranks(transport):
 
 @needs_torchtitan
 @pytest.mark.multiprocess
-def test_two_ranks_equal_one_document_at_a_time():
+def test_two_ranks_equal_one_document_at_a_time() -> None:
     first, second = trainers.values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for rank in (first, second):
         trainers.assert_balanced(rank["plain"])
@@ -209,7 +217,7 @@ def test_two_ranks_equal_one_document_at_a_time():
 
 @needs_torchtitan
 @pytest.mark.multiprocess
-def test_four_ranks_sharded_and_replayed_selectively():
+def test_four_ranks_sharded_and_replayed_selectively() -> None:
     for outcome in trainers.values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
         trainers.assert_balanced(outcome["sharded"])
 
@@ -220,7 +228,7 @@ def test_four_ranks_sharded_and_replayed_selectively():
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="torchtitan's trainer needs datasets: pip "
                                                                          "install 'distca[torchtitan]'")
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
-def test_the_example_trains(tmp_path, ranks, stages):
+def test_the_example_trains(tmp_path: Path, ranks: int, stages: int) -> None:
     home, balanced = trainers.run_example("torchtitan", "torchtitan_train.py", tmp_path, ranks, "2", "512",
                                           str(stages))
     assert balanced < 1.1 < home

@@ -13,7 +13,7 @@ from distca.integrations import check_version
     ("torchtitan", "torchtitan", "torchtitan", "0.3 to below 0.4"),
     ("megatron-core", "megatron_core", "megatron", "0.16 to below 0.17"),
 ])
-def test_absence_is_one_line(package, module, imported, wanted):
+def test_absence_is_one_line(package: str, module: str, imported: str, wanted: str) -> None:
     code = f"import sys, distca.integrations.packed; sys.modules[{imported!r}] = None; " \
            f"import distca.integrations.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -27,7 +27,7 @@ def test_absence_is_one_line(package, module, imported, wanted):
     ("torchtitan", "0.4.0", "0.3 to below 0.4"), ("megatron-core", "0.15.9", "0.16 to below 0.17"),
     ("megatron-core", "0.17.0", "0.16 to below 0.17"),
 ])
-def test_other_versions_are_one_line(package, version, wanted):
+def test_other_versions_are_one_line(package: str, version: str, wanted: str) -> None:
     with pytest.raises(ImportError) as refused:
         check_version(package, version)
     assert str(refused.value) == f"{package} is {version} but distca supports from {wanted}; pip install " \
@@ -37,5 +37,5 @@ def test_other_versions_are_one_line(package, version, wanted):
 @pytest.mark.parametrize(("package", "version"), [
     ("transformers", "5.4.0"), ("transformers", "5.13.0.dev0"), ("torchtitan", "0.3.0"), ("megatron-core", "0.16.1rc2"),
 ])
-def test_these_versions_are_supported(package, version):
+def test_these_versions_are_supported(package: str, version: str) -> None:
     check_version(package, version)

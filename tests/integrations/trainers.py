@@ -4,14 +4,21 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from distca.planning.plan import Plan
+from distca.testing import ProcessOutcome
 
 HERE = Path(__file__).parent
 
 
-def rows_of_tokens(rows, vocab, changed=None):
+def rows_of_tokens(rows: list[list[int]], vocab: int,
+                   changed: tuple[int, int] | None = None) -> list[list[torch.Tensor]]:
     """Tokens and next tokens of every rank's documents; `changed` names a (rank, document) that gets another token."""
     generator = torch.Generator().manual_seed(5)
     documents = [[torch.randint(vocab, (length + 1,), generator=generator) for length in row] for row in rows]
@@ -21,31 +28,31 @@ def rows_of_tokens(rows, vocab, changed=None):
     return documents
 
 
-def total_loss(logits, documents):
+def total_loss(logits: torch.Tensor, documents: list[torch.Tensor]) -> torch.Tensor:
     labels = torch.cat([document[1:] for document in documents])
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
-def assert_same(actual, expected):
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """By name, to 1e-5 of the largest entry: gradients are sums over all tokens."""
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
         atol = 1e-5 * float(x.abs().max())
-        torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=atol, msg=lambda m, at=name: f"{at}: {m}")
+        torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=atol, msg=partial("{}: {}".format, name))
 
 
-def balance_of(plan):
+def balance_of(plan: Plan) -> tuple[list[float], bool]:
     """Work per server, and whether any task moved."""
     return plan.work().tolist(), bool((plan.tasks.home != plan.tasks.server).any())
 
 
-def assert_balanced(result):
+def assert_balanced(result: tuple[list[float], bool]) -> None:
     work, moved = result
     assert moved
     assert max(work) < 1.3 * sum(work) / len(work), work
 
 
-def refusals(wrong):
+def refusals(wrong: list[Callable[..., Any]]) -> list[str]:
     """What each call says that is refused."""
     told = []
     for call in wrong:
@@ -56,16 +63,16 @@ def refusals(wrong):
     return told
 
 
-def assert_told(told, expected):
+def assert_told(told: list[str], expected: list[str]) -> None:
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
 
 
-def values(outcomes):
+def values(outcomes: list[ProcessOutcome]) -> list[dict[str, Any]]:
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
-def run_example(framework, script, folder, ranks, *arguments):
+def run_example(framework: str, script: str, folder: Path, ranks: int, *arguments: str) -> tuple[float, float]:
     """Its printed work max/mean on CPU ranks, at home and with distca."""
     root = HERE.parents[1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
@@ -73,5 +80,5 @@ def run_example(framework, script, folder, ranks, *arguments):
     done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=280, cwd=folder,
                           env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    home, balanced = re.search(r"max/mean (\S+) at home, (\S+) with distca", done.stdout).groups()
+    home, balanced = re.findall(r"max/mean (\S+) at home, (\S+) with distca", done.stdout)[0]
     return float(home), float(balanced)

@@ -33,7 +33,8 @@ def assert_exact(
     actual: list[torch.Tensor], tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None,
     scale: float | None = None,
 ) -> None:
-    check_attention(actual, *tensors, rows, window=window, scale=scale)
+    q, k, v, dout = tensors
+    check_attention(actual, q, k, v, dout, rows, window=window, scale=scale)
 
 
 def random_rows(seed: int, num_rows: int, num_q: int, num_k: int, apart: bool) -> TaskRows:

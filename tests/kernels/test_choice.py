@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ def test_auto_on_the_cpu_is_sdpa(dtype: torch.dtype, window: int | None) -> None
     assert choose("cpu", dtype, 64, window).name == "sdpa"
 
 
-def test_auto_says_once_what_runs_and_what_does_not(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+def test_auto_says_once_what_runs_and_what_does_not(caplog: pytest.LogCaptureFixture,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distca.kernels, "_announced", set())
     with caplog.at_level(logging.INFO, logger="distca"):
         for _ in range(3):
@@ -60,8 +62,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ],
 )
 def test_auto_says_once_why_it_is_not_hopper(
-    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, described: dict, dtype: torch.dtype, head_dim: int,
-    window: int | None, taken: str, reason: str,
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, described: dict[str, Any], dtype: torch.dtype,
+    head_dim: int, window: int | None, taken: str, reason: str,
 ) -> None:
     vars(gpu).update(described)
     with caplog.at_level(logging.INFO, logger="distca"):

@@ -9,9 +9,11 @@ import logging
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p, string_at
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from distca.kernels import cuda_driver
 from distca.kernels.cuda_driver import Arguments, Function, Module, TensorMap, compile_cubin, nvrtc, tensor_map
 
+Pointer = Any  # what POINTER(...) makes has no name that annotations could use
 LAUNCH = CFUNCTYPE(c_int, c_void_p, *[c_uint32] * 7, c_void_p, POINTER(c_void_p), c_void_p)
 ENCODE = CFUNCTYPE(
     c_int, c_void_p, c_int, c_uint32, c_void_p, POINTER(ctypes.c_uint64), POINTER(ctypes.c_uint64), POINTER(c_uint32),
@@ -29,13 +32,13 @@ ENCODE = CFUNCTYPE(
 
 
 @CFUNCTYPE(c_int, c_int, POINTER(c_char_p))
-def error_string(code, text):
+def error_string(code: int, text: Pointer) -> int:
     text[0] = b"made up"
     return 0
 
 
 @pytest.fixture
-def driver(monkeypatch):
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A driver without functions yet, in a thread that has a context."""
     fake = SimpleNamespace(cuGetErrorString=error_string)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: fake)
@@ -51,7 +54,7 @@ def filled_map(byte: int) -> TensorMap:
     return made
 
 
-def test_tensor_maps_are_aligned_and_apart():
+def test_tensor_maps_are_aligned_and_apart() -> None:
     maps = [TensorMap() for _ in range(50)]
     begins = sorted(x.address for x in maps)
     assert all(begin % 64 == 0 for begin in begins)
@@ -63,12 +66,14 @@ def test_tensor_maps_are_aligned_and_apart():
 
 @given(i=st.integers(-(2**31), 2**31 - 1), j=st.integers(-(2**63), 2**63 - 1), pointer=st.integers(0, 2**64 - 1),
        x=st.floats(width=32, allow_nan=False), byte=st.integers(0, 255))
-def test_a_launch_hands_over_what_was_set(i, j, pointer, x, byte):
+def test_a_launch_hands_over_what_was_set(i: int, j: int, pointer: int, x: float, byte: int) -> None:
     seen = []
 
     @LAUNCH
-    def launch(handle, gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra):
-        values = [kind.from_address(parameters[n]).value for n, kind in enumerate((c_int32, c_void_p, c_float))]
+    def launch(handle: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared_bytes: int, stream: int,
+               parameters: Pointer, extra: None) -> int:
+        kinds: tuple[Any, ...] = (c_int32, c_void_p, c_float)
+        values = [kind.from_address(parameters[n]).value for n, kind in enumerate(kinds)]
         values += [string_at(parameters[3], 128), c_int64.from_address(parameters[4]).value]
         seen.append((handle, (gx, gy, gz), (bx, by, bz), shared_bytes, stream, extra, values))
         return 0
@@ -84,14 +89,15 @@ def test_a_launch_hands_over_what_was_set(i, j, pointer, x, byte):
     assert seen == [(2**47 + 8, (132, 1, 1), (384, 1, 1), 200_000, 2**47, None, values)]
 
 
-def test_threads_do_not_share_argument_storages():
+def test_threads_do_not_share_argument_storages() -> None:
     arguments = Arguments([c_int32, TensorMap]).set(1, filled_map(1))
-    mine = list(arguments.pointers)
-    theirs = []
+    mine: list[Any] = list(arguments.pointers)
+    theirs: list[Any] = []
 
     def other() -> None:
         arguments.set(2, filled_map(2))
-        theirs.extend([*arguments.pointers, c_int32.from_address(arguments.pointers[0]).value])
+        theirs.extend(arguments.pointers)
+        theirs.append(c_int32.from_address(theirs[0]).value)
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -102,22 +108,23 @@ def test_threads_do_not_share_argument_storages():
 
 
 @pytest.mark.parametrize("values", [(2**31, 0), (0, -1), (0, 2**32), (1,), (1, 2, 3), (1.5, 2)])
-def test_arguments_that_do_not_fit_are_refused(values):
+def test_arguments_that_do_not_fit_are_refused(values: tuple[float, ...]) -> None:
     with pytest.raises(struct.error):
         Arguments([c_int32, c_uint32]).set(*values)
 
 
-def test_a_failing_call_is_named_with_the_drivers_words(driver):
+def test_a_failing_call_is_named_with_the_drivers_words(driver: SimpleNamespace) -> None:
     driver.cuLaunchKernel = LAUNCH(lambda *_: 701)
     with pytest.raises(RuntimeError, match=r"cuLaunchKernel of k with grid 3 and block 64 .*made up.*701"):
         Function("k", 0, 0, 0, c_void_p(1)).launch(3, 64, 0, Arguments([]))
 
 
-def test_tensor_map_describes_swizzled_bf16_and_is_kept(driver):
-    seen = []
+def test_tensor_map_describes_swizzled_bf16_and_is_kept(driver: SimpleNamespace) -> None:
+    seen: list[tuple[Any, ...]] = []
 
     @ENCODE
-    def encode(out, kind, rank, pointer, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
+    def encode(out: int, kind: int, rank: int, pointer: int, sizes: Pointer, strides: Pointer, box: Pointer,
+               steps: Pointer, interleave: int, swizzle: int, promotion: int, fill: int) -> int:
         ctypes.memset(out, 9, 128)
         seen.append((out % 64, kind, pointer, sizes[:rank], strides[: rank - 1], box[:rank], steps[:rank]))
         seen.append((interleave, swizzle, promotion, fill))
@@ -135,34 +142,34 @@ def test_tensor_map_describes_swizzled_bf16_and_is_kept(driver):
     assert tensor_map(2**40, (128, 8, 5001), (256, 2048), (64, 1, 128)) is not made
 
 
-def test_a_refused_tensor_map_says_its_shape(driver):
+def test_a_refused_tensor_map_says_its_shape(driver: SimpleNamespace) -> None:
     driver.cuTensorMapEncodeTiled = ENCODE(lambda *_: 1)
     with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled\(pointer=0x100, sizes=\(64, 3\).*made up"):
         tensor_map(256, (64, 3), (128,), (64, 8))
 
 
-def test_functions_carry_their_attributes_and_shared_memory(driver):
+def test_functions_carry_their_attributes_and_shared_memory(driver: SimpleNamespace) -> None:
     image, granted = [], []
     attributes = {4: 168, 3: 16}  # registers and local bytes, as cuda.h numbers them
 
     @CFUNCTYPE(c_int, POINTER(c_void_p), c_void_p)
-    def load(out, data):
+    def load(out: Pointer, data: int) -> int:
         image.append(string_at(data, 6))
         out[0] = 11
         return 0
 
     @CFUNCTYPE(c_int, POINTER(c_void_p), c_void_p, c_char_p)
-    def get_function(out, module, name):
+    def get_function(out: Pointer, module: int, name: bytes) -> int:
         out[0] = 12
         return 0 if (module, name) == (11, b"forward") else 500
 
     @CFUNCTYPE(c_int, c_void_p, c_int, c_int)
-    def set_attribute(handle, attribute, value):
+    def set_attribute(handle: int, attribute: int, value: int) -> int:
         granted.append((handle, attribute, value))
         return 0 if value <= 232_448 else 1
 
     @CFUNCTYPE(c_int, POINTER(c_int), c_int, c_void_p)
-    def get_attribute(out, attribute, handle):
+    def get_attribute(out: Pointer, attribute: int, handle: int) -> int:
         out[0] = attributes[attribute]
         return 0
 
@@ -179,27 +186,27 @@ def test_functions_carry_their_attributes_and_shared_memory(driver):
 
 
 @pytest.mark.parametrize("has_context", [False, True])
-def test_a_thread_without_a_context_gets_torchs_once(monkeypatch, has_context):
-    calls = []
+def test_a_thread_without_a_context_gets_torchs_once(monkeypatch: pytest.MonkeyPatch, has_context: bool) -> None:
+    calls: list[str | int] = []
 
     @CFUNCTYPE(c_int, POINTER(c_void_p))
-    def get_current(out):
+    def get_current(out: Pointer) -> int:
         calls.append("get")
         out[0] = 5 if has_context else None
         return 0
 
     @CFUNCTYPE(c_int, POINTER(c_int), c_int)
-    def get_device(out, index):
+    def get_device(out: Pointer, index: int) -> int:
         out[0] = index + 40
         return 0
 
     @CFUNCTYPE(c_int, POINTER(c_void_p), c_int)
-    def retain(out, device):
+    def retain(out: Pointer, device: int) -> int:
         out[0] = device + 100
         return 0
 
     @CFUNCTYPE(c_int, c_void_p)
-    def set_current(context):
+    def set_current(context: int) -> int:
         calls.append(context)
         return 0
 
@@ -219,7 +226,7 @@ def test_a_thread_without_a_context_gets_torchs_once(monkeypatch, has_context):
     assert calls == (["get", "get"] if has_context else ["get", 142, "get", 142])
 
 
-def test_options_name_the_architecture_and_sorted_defines():
+def test_options_name_the_architecture_and_sorted_defines() -> None:
     options = cuda_driver.compile_options({"WINDOW": 0, "HEAD_DIM": 128}, "sm_90a")
     assert "--gpu-architecture=sm_90a" in options and "-std=c++17" in options
     assert options[-2:] == ("-DHEAD_DIM=128", "-DWINDOW=0")
@@ -227,7 +234,7 @@ def test_options_name_the_architecture_and_sorted_defines():
     assert not any("fast_math" in option for option in options)
 
 
-def test_missing_libraries_are_named_in_one_line(monkeypatch, tmp_path):
+def test_missing_libraries_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = str(tmp_path / "libnvrtc.so.99")
     with pytest.raises(RuntimeError, match=r"libnvrtc\.so\.99") as caught:
         nvrtc(missing)
@@ -241,11 +248,11 @@ def test_missing_libraries_are_named_in_one_line(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """A compiler that only records, with its cubins kept below tmp_path."""
     calls = []
 
-    def run_compiler(library, source, name, options):
+    def run_compiler(library: None, source: str, name: str, options: tuple[str, ...]) -> bytes:
         calls.append((source, name, *options))
         return f"cubin of {calls[-1]}".encode()
 
@@ -257,8 +264,9 @@ def compiled(monkeypatch, tmp_path):
     return calls
 
 
-def test_cubins_are_kept_by_all_that_they_depend_on(compiled, monkeypatch, tmp_path):
-    def of(source="a", name="k.cu", arch="sm_90a", **defines):
+def test_cubins_are_kept_by_all_that_they_depend_on(compiled: list[Any], monkeypatch: pytest.MonkeyPatch,
+                                                    tmp_path: Path) -> None:
+    def of(source: str = "a", name: str = "k.cu", arch: str = "sm_90a", **defines: int) -> bytes:
         return compile_cubin(source, name, defines, arch)
 
     first = of(A=1)
@@ -272,7 +280,7 @@ def test_cubins_are_kept_by_all_that_they_depend_on(compiled, monkeypatch, tmp_p
     assert len(kept) == 8 and all(path.suffix == ".cubin" and len(path.stem) == 64 for path in kept)
 
 
-def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch, tmp_path):
+def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cuda_driver.cache_folder() == tmp_path / ".cache" / "distca" / "cubin"
@@ -281,7 +289,8 @@ def test_the_cache_is_in_the_home_unless_told_otherwise(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("obstacle", ["writable by others", "a link", "its parent"])
-def test_a_cache_that_others_could_fill_is_not_used(compiled, tmp_path, caplog, obstacle):
+def test_a_cache_that_others_could_fill_is_not_used(compiled: list[Any], tmp_path: Path,
+                                                    caplog: pytest.LogCaptureFixture, obstacle: str) -> None:
     first = compile_cubin("a", "k.cu", {})
     folder = tmp_path / "cache" / "distca" / "cubin"
     (kept,) = folder.iterdir()
@@ -300,7 +309,10 @@ def test_a_cache_that_others_could_fill_is_not_used(compiled, tmp_path, caplog, 
 
 
 @pytest.mark.parametrize("obstacle", ["a file in the way", "a relative folder", "a disk that is full"])
-def test_without_a_cache_folder_it_compiles_again_and_says_so_once(compiled, monkeypatch, tmp_path, caplog, obstacle):
+def test_without_a_cache_folder_it_compiles_again_and_says_so_once(compiled: list[Any],
+                                                                   monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                   caplog: pytest.LogCaptureFixture,
+                                                                   obstacle: str) -> None:
     if obstacle == "a file in the way":
         (tmp_path / "cache").write_text("")
     elif obstacle == "a relative folder":
@@ -320,7 +332,7 @@ def test_without_a_cache_folder_it_compiles_again_and_says_so_once(compiled, mon
 
 
 @pytest.fixture
-def compiler(monkeypatch, tmp_path):
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ctypes.CDLL:
     """NVRTC itself, where it is installed."""
     try:
         library = nvrtc()
@@ -364,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) k(float* out) {
 """
 
 
-def test_nvrtc_compiles_for_hopper_once(compiler, monkeypatch):
+def test_nvrtc_compiles_for_hopper_once(compiler: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     cubin = compile_cubin(HOPPER_ONLY, "k.cu", {"SCALE": 3})
     assert cubin.startswith(b"\x7fELF") and b".text.k" in cubin
     assert compile_cubin(COPY, "copy.cu", {"ROWS": 16}).startswith(b"\x7fELF")
@@ -372,7 +384,7 @@ def test_nvrtc_compiles_for_hopper_once(compiler, monkeypatch):
     assert compile_cubin(HOPPER_ONLY, "k.cu", {"SCALE": 3}) == cubin
 
 
-def test_what_the_compiler_says_reaches_the_user(compiler):
+def test_what_the_compiler_says_reaches_the_user(compiler: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match=r'(?s)k\.cu does not compile.*identifier "SCALE" is undefined'):
         compile_cubin(HOPPER_ONLY, "k.cu", {})
     with pytest.raises(RuntimeError, match=r"wgmma.fence' not supported on .target 'sm_90'"):
@@ -383,7 +395,7 @@ def test_what_the_compiler_says_reaches_the_user(compiler):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs an NVIDIA Hopper GPU"
 )
-def test_a_box_is_copied_from_two_threads(compiler):
+def test_a_box_is_copied_from_two_threads(compiler: ctypes.CDLL) -> None:
     """Out of bounds the box holds zeros; a launch from a thread that torch has never used works alike."""
     rows, shared_bytes = 16, 16 * 128 + 8
     function = Module(compile_cubin(COPY, "copy.cu", {"ROWS": rows})).function("copy", shared_bytes)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ from distca.kernels import sdpa as sdpa_module
 from distca.kernels.accuracy import expected_attention
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.packed_flash import PackedCall
+from distca.testing import qkv_of, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
 
 CPU = torch.device("cpu")
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def qkv(num_q: int, num_k: int, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0) -> list[torch.Tensor]:
@@ -70,14 +72,15 @@ def assert_exact(
     kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, scale: float | None = None
 ) -> None:
     *inputs, dout = tensors
+    q, k, v = inputs
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    expected_out, expected_lse = by_the_rule(*leaves, rows, window, scale or inputs[0].shape[-1] ** -0.5)
+    expected_out, expected_lse = by_the_rule(*qkv_of(leaves), rows, window, scale or inputs[0].shape[-1] ** -0.5)
     expected = torch.autograd.grad(expected_out, leaves, dout, allow_unused=True, materialize_grads=True)
     prepared = kernel.prepare(rows, CPU, window)
-    out, lse = kernel.forward(*inputs, prepared, scale)
+    out, lse = kernel.forward(q, k, v, prepared, scale)
     torch.testing.assert_close(out, expected_out, **EXACT)
     torch.testing.assert_close(lse, expected_lse, **EXACT)
-    actual = kernel.backward(BackwardInputs(dout, *inputs, out, lse), prepared, scale)
+    actual = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared, scale)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, **EXACT)
 
@@ -306,7 +309,7 @@ def test_documents_match_dense_attention(kernel: Kernel, lengths: list[int], win
     window = takes(kernel, window)
     q, k, v, dout = qkv(sum(lengths), sum(lengths), heads=8, kv_heads=8 // group)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected_out = dense_attention(*leaves, lengths, window=window)
+    expected_out = dense_attention(*qkv_of(leaves), lengths, window=window)
     expected = torch.autograd.grad(expected_out, leaves, dout)
     table, begin = [], 0
     for length in lengths:
@@ -340,9 +343,9 @@ def test_rows_of_several_servers_merge_at_home(kernel: Kernel) -> None:
     """Each server sees its own key range alone; backward runs there with the merged out and lse."""
     q, k, v, dout = qkv(40, 40)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected_out = dense_attention(*leaves, [40])
+    expected_out = dense_attention(*qkv_of(leaves), [40])
     expected = torch.autograd.grad(expected_out, leaves, dout)
-    servers = [kernel.prepare(TaskRows([0], [40], [k0], [k1], [-k0]), CPU) for k0, k1 in ((0, 9), (9, 30), (30, 40))]
+    servers = [kernel.prepare(task_rows([0], [40], [k0], [k1], [-k0]), CPU) for k0, k1 in ((0, 9), (9, 30), (30, 40))]
     out, lse = kernel.forward(q, k, v, servers[0])
     for server in servers[1:]:
         out, lse = merge(out, lse, *kernel.forward(q, k, v, server))
@@ -370,6 +373,6 @@ def test_low_precision_rounds_and_does_no_worse(name: str, dtype: torch.dtype) -
 
 def concatenated_shards() -> TaskRows:
     """Documents of 700 and 324 tokens; the first in query shards that share its keys, one of them in two key ranges."""
-    return TaskRows(
+    return task_rows(
         [0, 270, 270, 700], [270, 700, 700, 1024], [0, 0, 140, 700], [270, 140, 700, 1024], [0, 270, 130, 0]
     )

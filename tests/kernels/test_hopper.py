@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import torch
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs
+from distca.testing import task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -27,7 +29,7 @@ hopper_walk = importlib.import_module("hopper_walk")
 CPU = torch.device("cpu")
 HOPPER = HopperKernel()
 DOCUMENTS = TaskRows.documents([300, 40, 1, 150])
-TWICE = TaskRows([0, 100, 0], [200, 300, 50], [0, 20, 300], [200, 320, 310], [0, 90, 20])  # queries in several rows
+TWICE = task_rows([0, 100, 0], [200, 300, 50], [0, 20, 300], [200, 320, 310], [0, 90, 20])  # queries in several rows
 NOTHING = TaskRows.documents([])
 
 
@@ -36,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The launches of backward: whether each was deterministic."""
     calls = []
 
-    def run_backward(*arguments) -> None:
+    def run_backward(*arguments: Any) -> None:
         calls.append(arguments[-1])
         hopper_walk.launch_backward(*arguments)
 
@@ -78,7 +80,8 @@ def buffers(prepared: HopperTasks) -> dict[hopper_launch.Heads, list[int]]:
 
 
 @pytest.mark.parametrize(("mode", "window"), [("added up", None), ("by itself", None), ("by itself", 70)])
-def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str, window: int | None) -> None:
+def test_refilled_rows_give_what_prepared_rows_give(launched: list[bool], request: pytest.FixtureRequest, mode: str,
+                                                    window: int | None) -> None:
     """For every number of heads that was asked for, in the buffers of the first rows."""
     if mode == "by itself":
         request.getfixturevalue("determinism")
@@ -97,7 +100,7 @@ def test_refilled_rows_give_what_prepared_rows_give(launched, request, mode: str
         assert buffers(prepared) == first
 
 
-def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched) -> None:
+def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched: list[bool]) -> None:
     prepared = HOPPER.prepare(TaskRows.documents([40, 90]), CPU)
     before = attend(inputs(), prepared)
     with pytest.raises(ValueError, match=r"these rows do not fit where others were prepared: the rows need \d+ \w+ "
@@ -106,7 +109,7 @@ def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched) ->
     assert_same(attend(inputs(), prepared), before)
 
 
-def test_deterministic_gradients_are_one_call_for_any_rows(launched, determinism) -> None:
+def test_deterministic_gradients_are_one_call_for_any_rows(launched: list[bool], determinism: None) -> None:
     for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 1), (NOTHING, 0)):
         prepared = HOPPER.prepare(rows, CPU)
         first = attend(inputs(), prepared)
@@ -115,7 +118,7 @@ def test_deterministic_gradients_are_one_call_for_any_rows(launched, determinism
         launched.clear()
 
 
-def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
+def test_what_a_graph_captures_fits_other_rows(launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """While capturing, launches are made even for no rows, and nothing is left out because these rows write it."""
     monkeypatch.setattr(torch, "empty", lambda shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
     tensors, rows = [x[:300] for x in inputs()], TaskRows.documents([300])
@@ -130,7 +133,8 @@ def test_what_a_graph_captures_fits_other_rows(launched, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [DOCUMENTS, TWICE], ids=["queries apart", "queries shared"])
-def test_deterministic_gradients_can_be_captured(launched, determinism, monkeypatch, rows: TaskRows) -> None:
+def test_deterministic_gradients_can_be_captured(launched: list[bool], determinism: None,
+                                                 monkeypatch: pytest.MonkeyPatch, rows: TaskRows) -> None:
     new, known = HOPPER.prepare(rows, CPU), HOPPER.prepare(rows, CPU)
     expected = attend(inputs(), known)
     monkeypatch.setattr(hopper, "_capturing", lambda x: True)
@@ -139,7 +143,7 @@ def test_deterministic_gradients_can_be_captured(launched, determinism, monkeypa
         attend(inputs(), new)
 
 
-def test_spare_multiprocessors_are_not_taken(launched, monkeypatch) -> None:
+def test_spare_multiprocessors_are_not_taken(launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "free_multiprocessors", lambda device, spare: 132 - spare)
     for spare in (0, 20):
         prepared = HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, CPU)
@@ -148,14 +152,14 @@ def test_spare_multiprocessors_are_not_taken(launched, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("spare", [-1, 132])
-def test_spares_that_leave_none_are_refused(monkeypatch, spare: int) -> None:
+def test_spares_that_leave_none_are_refused(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     with pytest.raises(ValueError, match=f"spare_multiprocessors is {spare}, of 132 .*; give 0 to 131"):
         HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
-def test_scales_that_are_not_positive_are_refused(launched, scale: float) -> None:
+def test_scales_that_are_not_positive_are_refused(launched: list[bool], scale: float) -> None:
     q, k, v, dout = inputs()
     prepared = HOPPER.prepare(DOCUMENTS, CPU)
     out, lse = HOPPER.forward(q, k, v, prepared, 0.5)
@@ -178,7 +182,8 @@ class Cubin:
 
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
-def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch, tmp_path, caplog) -> None:
+def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch,
+                                                     tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All variants; the compiler remarks, as C7510 to C7515 and others, where it makes one wgmma wait for another."""
     try:
         cuda_driver.nvrtc()
@@ -191,10 +196,11 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     device, shape = torch.device("cuda", 0), (head_dim, group)
     with caplog.at_level(logging.WARNING, logger="distca"):
         for windowed in (False, True):
-            forward = hopper_launch._forward_kernel.__wrapped__(device, *shape, windowed)
+            forward: Any = hopper_launch._forward_kernel.__wrapped__(device, *shape, windowed)
             assert forward.function == "attention_forward"
             for deterministic in (False, True):
-                backward = hopper_launch._backward_kernels.__wrapped__(device, *shape, windowed, deterministic)
+                backward: Any = hopper_launch._backward_kernels.__wrapped__(
+                    device, *shape, windowed, deterministic)
                 last = "attention_dq" if deterministic else "attention_write_dq"
                 assert [x.function for x in backward] == ["attention_delta", "attention_backward", last]
     assert len(list(tmp_path.rglob("*.cubin"))) == 8

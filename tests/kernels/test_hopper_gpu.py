@@ -24,6 +24,7 @@ from distca.kernels.accuracy import SCORES_AT_ONCE
 from distca.kernels.dense import DenseKernel
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows, merge
+from distca.testing import task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 accuracy = importlib.import_module("hopper_accuracy")
@@ -66,7 +67,7 @@ def compiled() -> None:
             list(pool.map(once, SHAPES))
 
 
-def test_the_check_takes_bf16_and_no_more(monkeypatch) -> None:
+def test_the_check_takes_bf16_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: the check itself, in many parts, on results that are right and results that are not."""
     monkeypatch.setitem(SCORES_AT_ONCE, "cpu", 2 * 90 * 25)
     for seed, window, scale in ((0, None, None), (1, 20, 0.2)):
@@ -83,7 +84,7 @@ def test_the_check_takes_bf16_and_no_more(monkeypatch) -> None:
 @gpu
 @pytest.mark.parametrize(("group", "dim", "window"), SHAPES)
 @pytest.mark.parametrize("apart", [True, False], ids=["queries apart", "queries shared"])
-def test_random_rows(compiled, group: int, dim: int, window: int | None, apart: bool) -> None:
+def test_random_rows(compiled: None, group: int, dim: int, window: int | None, apart: bool) -> None:
     rows = random_rows(group + dim, 12, 1500, 2100, apart)
     tensors = random_inputs(1500, 2100, 2 * group, 2, dim)
     assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
@@ -91,7 +92,7 @@ def test_random_rows(compiled, group: int, dim: int, window: int | None, apart: 
 
 @gpu
 @pytest.mark.parametrize(("group", "dim", "window"), SHAPES)
-def test_random_rows_where_dq_is_computed_by_itself(compiled, group: int, dim: int, window: int | None) -> None:
+def test_random_rows_where_dq_is_computed_by_itself(compiled: None, group: int, dim: int, window: int | None) -> None:
     rows = random_rows(group + dim, 12, 1500, 2100, apart=False)
     tensors = random_inputs(1500, 2100, 2 * group, 2, dim)
     with determinism():
@@ -134,9 +135,9 @@ LONG = {
     "shards of one document": (shards(48, 129, 32_768), None),
     "shards of one document, window": (shards(48, 129, 32_768), 1_000),
     "one query, 32K keys": (TaskRows.aligned([0], [1], [0], [32_768]), None),
-    "32K queries, three keys": (TaskRows([0], [32_768], [5], [8], [0]), None),
+    "32K queries, three keys": (task_rows([0], [32_768], [5], [8], [0]), None),
     "single queries": (shards(300, 1, 4_000), None),
-    "keys in parts": (TaskRows([0, 0, 0], [8_000] * 3, [0, 5_001, 11_000], [5_001, 11_000, 16_000],
+    "keys in parts": (task_rows([0, 0, 0], [8_000] * 3, [0, 5_001, 11_000], [5_001, 11_000, 16_000],
                                [8_000, 2_999, -3_000]), None),
 }
 
@@ -149,7 +150,7 @@ def test_long_rows(name: str) -> None:
     assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
 
 
-GAPS = TaskRows([5, 140, 141, 700], [139, 141, 333, 900], [3, 300, 260, 901], [450, 301, 789, 999], [313, 0, 337, 60])
+GAPS = task_rows([5, 140, 141, 700], [139, 141, 333, 900], [3, 300, 260, 901], [450, 301, 789, 999], [313, 0, 337, 60])
 
 
 @gpu
@@ -196,7 +197,8 @@ def test_strided_inputs() -> None:
 @gpu
 def test_rows_of_several_servers_merge_at_home() -> None:
     q, k, v, dout = tensors = random_inputs(900, 900, 8, 2, 128)
-    servers = [HOPPER.prepare(TaskRows([0], [900], [b], [e], [-b]), GPU) for b, e in ((0, 201), (201, 640), (640, 900))]
+    servers = [HOPPER.prepare(task_rows([0], [900], [b], [e], [-b]), GPU)
+               for b, e in ((0, 201), (201, 640), (640, 900))]
     out, lse = HOPPER.forward(q, k, v, servers[0])
     for server in servers[1:]:
         out, lse = merge(out, lse, *HOPPER.forward(q, k, v, server))
@@ -225,8 +227,8 @@ def test_deterministic_mode_gives_the_same_bits(name: str) -> None:
 def steady(q_tokens: int = 4_096) -> tuple[list[torch.Tensor], list[TaskRows]]:
     """Inputs, and rows of which the first need the most room."""
     tables = [shards(32, 128, q_tokens), TaskRows.documents([1_000, 1, 2_500]), shards(7, 300, 3_333),
-              TaskRows([0, 512, 9], [512, 1_024, 9], [0, 0, 5], [512, 1_024, 9], [0, 512, 0]),
-              TaskRows([0, 0, 300], [700, 700, 900], [0, 500, 900], [500, 900, 1_700], [700, 200, 100]),
+              task_rows([0, 512, 9], [512, 1_024, 9], [0, 0, 5], [512, 1_024, 9], [0, 512, 0]),
+              task_rows([0, 0, 300], [700, 700, 900], [0, 500, 900], [500, 900, 1_700], [700, 200, 100]),
               TaskRows.documents([])]
     return random_inputs(q_tokens, q_tokens, 8, 2, 128), tables
 

@@ -66,7 +66,7 @@ def both(
     rows: TaskRows, window: int | None, group: int, grid: Grid = (2, 4)
 ) -> tuple[ForwardTables, BackwardTables, Capacity]:
     rows = joined(visible(rows, window), window)
-    forward, backward = (tables(rows, window, group, *grid) for tables in (forward_tables, backward_tables))
+    forward, backward = forward_tables(rows, window, group, *grid), backward_tables(rows, window, group, *grid)
     return forward, backward, exact(forward, backward)
 
 
@@ -100,12 +100,13 @@ def assert_orders(rows: TaskRows, window: int | None, group: int, grid: Grid) ->
     """Every query, block and key has one place, and the long work comes first: by class, neighbours side by side."""
     expected = named(rows, window)
     forward, backward, _ = both(rows, window, group, grid)
+    queries, keys = np.asarray(expected.any(axis=1)), np.asarray(expected.any(axis=0))
     for entries, seen in (
-        (forward.tiles, expected.any(axis=1)),
-        (backward.blocks, expected.any(axis=1)),
-        (backward.items, expected.any(axis=0)),                  # gradients of keys are written once
+        (forward.tiles, queries),
+        (backward.blocks, queries),
+        (backward.items, keys),                                  # gradients of keys are written once
     ):
-        written = np.zeros(len(seen), dtype=int)
+        written = np.zeros(len(seen), dtype=np.int64)
         for first, count, *_ in entries.tolist():
             written[first : first + count] += 1
         np.testing.assert_array_equal(written, seen)
@@ -117,8 +118,8 @@ def assert_orders(rows: TaskRows, window: int | None, group: int, grid: Grid) ->
     for k_first, k_count, num_blocks, row_begin in sorted(backward.items.tolist()):
         regions[row_begin].append((k_first, k_count, num_blocks))
     classes = length_classes(backward.items[:, 2].tolist(), int(backward.items[:, 2].sum()), grid)
-    places = [(-length, k_first) for length, k_first in zip(classes, backward.items[:, 0].tolist(), strict=True)]
-    assert places == sorted(places)                              # in a class by key, so by region
+    keyed = [(-length, k_first) for length, k_first in zip(classes, backward.items[:, 0].tolist(), strict=True)]
+    assert keyed == sorted(keyed)                                # in a class by key, so by region
     for (row_begin, items), row_end in zip(
         sorted(regions.items()), [*sorted(regions), len(backward.rows)][1:], strict=True
     ):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ KERNELS = [kernel_named(name) for name in ("hopper", "cudnn", "varlen", "sdpa")]
 
 
 @pytest.fixture
-def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     rows = [
         Speed("hopper", 128, False, 500.0, 300.0),
         Speed("varlen", 128, False, 600.0, 250.0),               # faster forward, slower in all
@@ -41,7 +43,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     ],
 )
 def test_kernels_are_ordered_by_forward_and_backward_together(
-    speeds, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, head_dim: int, window: int | None,
+    speeds: None, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, head_dim: int, window: int | None,
     expected: list[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)

@@ -1,5 +1,7 @@
 """Task rows: what a row means survives trimming and decomposition, and bad rows are refused by name."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from distca.kernels.interface import (
     rectangles_and_squares,
     visible,
 )
+from distca.testing import task_rows
 
 NUM_TOKENS = 12
 
@@ -82,9 +85,9 @@ def test_shards_of_one_slice_and_bands_are_joined() -> None:
     whole = joined(shards)
     assert (len(whole), whole.q_end[0], whole.k_end[0]) == (1, 9, 11)
     np.testing.assert_array_equal(pairs(whole), pairs(shards))
-    band = TaskRows([0, 3], [3, 5], [1, 1], [4, 4], [6, 9])
+    band = task_rows([0, 3], [3, 5], [1, 1], [4, 4], [6, 9])
     assert len(joined(band)) == 1
-    apart = TaskRows([0, 4], [3, 5], [1, 1], [4, 4], [6, 10])
+    apart = task_rows([0, 4], [3, 5], [1, 1], [4, 4], [6, 10])
     assert len(joined(apart)) == 2
 
 
@@ -107,7 +110,7 @@ def test_documents_attend_inside_themselves() -> None:
 
 def test_columns_are_frozen_copies() -> None:
     begin = np.zeros(1, dtype=np.int64)
-    rows = TaskRows(begin, [1], [0], [1], [0])
+    rows = TaskRows(begin, *(np.array([x]) for x in (1, 0, 1, 0)))
     begin[0] = 5
     assert rows.q_begin[0] == 0
     with pytest.raises(ValueError, match="read-only"):
@@ -123,7 +126,7 @@ def test_columns_are_frozen_copies() -> None:
         (([[0]], [1], [0], [1], [0]), "q_begin has shape"),
     ],
 )
-def test_bad_rows_are_named(columns: tuple, message: str) -> None:
+def test_bad_rows_are_named(columns: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TaskRows(*columns)
 

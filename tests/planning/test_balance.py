@@ -4,6 +4,7 @@ everywhere."""
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning.balance import balance
-from distca.planning.plan import max_over_mean
+from distca.planning.plan import Plan, max_over_mean
 from distca.planning.tasks import TILE, TaskTable
 from distca.spec import ModelShape
-from distca.testing import LAYOUT_KINDS, covers_exactly_once, random_layout, random_speeds, tokens_moved
+from distca.testing import LAYOUT_KINDS, LayoutKind, covers_exactly_once, random_layout, random_speeds, tokens_moved
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
@@ -34,12 +35,12 @@ tolerances = st.sampled_from([0.0, 0.02, 0.05, 1.0]) | st.floats(0, 1)
 
 
 @st.composite
-def pools(draw, ranks):
+def pools(draw: st.DrawFn, ranks: int) -> np.ndarray | None:
     """None for ranks alike, or speeds with zeros and dedicated servers."""
     return draw(st.none() | st.builds(random_speeds, seeds, st.just(ranks), st.integers(0, 3)))
 
 
-def assert_sound(plan):
+def assert_sound(plan: Plan) -> None:
     """Exact by an oracle of its own, accepted by validate(), and counted as a token-by-token count finds it."""
     assert covers_exactly_once(plan.layout.lengths, plan.tasks)
     plan.validate()
@@ -51,7 +52,8 @@ def assert_sound(plan):
 
 @settings(max_examples=250, deadline=None)
 @given(seeds, kinds, st.integers(1, 8), st.integers(1, 3000), tolerances, st.data())
-def test_every_pair_once_and_balanced_or_explained(seed, kind, ranks, tokens_per_rank, tolerance, data):
+def test_every_pair_once_and_balanced_or_explained(seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int,
+                                                   tolerance: float, data: st.DataObject) -> None:
     layout = random_layout(seed, kind, ranks, tokens_per_rank)
     plan = balance(layout, LLAMA, tolerance=tolerance, speed=data.draw(pools(ranks)))
     assert_sound(plan)
@@ -70,12 +72,14 @@ def test_every_pair_once_and_balanced_or_explained(seed, kind, ranks, tokens_per
        st.data())
 @example(2739, "scattered", 7, 2134, 0.05, NO_GROUPS, None)
 @example(962, "balanced", 2, 2076, 0.02, LLAMA, None)
-def test_seconds_are_balanced_as_well(seed, kind, ranks, tokens_per_rank, tolerance, model, data):
+def test_seconds_are_balanced_as_well(seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int, tolerance: float,
+                                      model: ModelShape, data: st.DataObject | None) -> None:
     """Cutting changes the seconds in all, so the largest is held against the mean before cutting or after it."""
     layout = random_layout(seed, kind, ranks, tokens_per_rank)
     speed = data.draw(pools(ranks)) if data else None
     plan = balance(layout, model, tolerance=tolerance, speed=speed, cost=TIMES[model.name])
     assert_sound(plan)
+    assert plan.cost is not None
     work, at_home = plan.work(), plan.cost.shards(layout.stop - layout.start, layout.stop)
     mean = max(work.sum(), at_home.sum()) / plan.speed.sum()
     if plan.limit is None:
@@ -85,13 +89,14 @@ def test_seconds_are_balanced_as_well(seed, kind, ranks, tokens_per_rank, tolera
     assert largest_time(work, plan.speed) <= bound * (1 + 1e-9)
 
 
-def largest_time(work, speed):
+def largest_time(work: np.ndarray, speed: np.ndarray) -> float:
     return max(amount / rate if rate else np.inf for amount, rate in zip(work, speed, strict=True) if amount)
 
 
 @settings(max_examples=120, deadline=None)
 @given(seeds, kinds, st.integers(2, 8), st.integers(3000, 20_000), st.sampled_from([0.02, 0.05, 0.15, 0.5]), st.data())
-def test_divisible_work_is_always_balanced(seed, kind, ranks, tokens_per_rank, tolerance, data):
+def test_divisible_work_is_always_balanced(seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int,
+                                           tolerance: float, data: st.DataObject) -> None:
     """While a server is over its cap, the others' room exceeds what is over by tolerance x all work, so one has room
     for tolerance x its share. If that holds a tile of the longest document, something can always move."""
     layout = random_layout(seed, kind, ranks, tokens_per_rank)
@@ -105,7 +110,7 @@ def test_divisible_work_is_always_balanced(seed, kind, ranks, tokens_per_rank, t
 
 @pytest.mark.parametrize("placement", ["given", "balanced"])
 @pytest.mark.parametrize(("ranks", "seed"), [(8, 0), (8, 4), (32, 2), (32, 5)])
-def test_sampled_batches_at_full_size(ranks, seed, placement):
+def test_sampled_batches_at_full_size(ranks: int, seed: int, placement: str) -> None:
     lengths = sample_lengths("prolong", ranks * 65_536, seed=seed)
     plan = balance(pack(lengths, ranks=ranks, placement=placement), LLAMA, tolerance=0.05)
     assert_sound(plan)
@@ -117,7 +122,7 @@ def test_sampled_batches_at_full_size(ranks, seed, placement):
 
 @pytest.mark.parametrize(("lengths", "ranks"), [([131_072] * 4, 8), ([524_288], 8), ([65_536] + [512] * 128, 2)])
 @pytest.mark.parametrize("tolerance", [0.02, 0.05, 0.2])
-def test_long_documents_are_always_divisible(lengths, ranks, tolerance):
+def test_long_documents_are_always_divisible(lengths: list[int], ranks: int, tolerance: float) -> None:
     plan = balance(pack(lengths, ranks=ranks), LLAMA, tolerance=tolerance)
     assert_sound(plan)
     assert plan.limit is None
@@ -125,14 +130,14 @@ def test_long_documents_are_always_divisible(lengths, ranks, tolerance):
     assert plan.summary().work_max_over_mean_at_home > 1.4        # there was something to do
 
 
-def test_more_tolerance_saves_bytes():
+def test_more_tolerance_saves_bytes() -> None:
     layout = pack(sample_lengths("prolong", 16 * 65_536, seed=1), ranks=16)
     moved = [balance(layout, LLAMA, tolerance=tolerance).summary().bytes_total for tolerance in (0.02, 0.1, 0.3, 1.0)]
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] < 0.8 * moved[0]
 
 
-def test_what_is_balanced_stays_at_home():
+def test_what_is_balanced_stays_at_home() -> None:
     layout = layout_from_rows([[3000, 5], [3000, 5], [3000, 5]])
     plan = balance(layout, LLAMA, tolerance=0.0)
     assert (plan.tasks.home == plan.tasks.server).all()
@@ -140,19 +145,20 @@ def test_what_is_balanced_stays_at_home():
     assert plan.limit is None
 
 
-def test_the_limit_names_the_indivisible_piece():
+def test_the_limit_names_the_indivisible_piece() -> None:
     """100 queries are under a tile, so they stay together, at twice the mean."""
     plan = balance(layout_from_rows([[100], [1]]), LLAMA, tolerance=0.05)
     plan.validate()
     assert max_over_mean(plan.work(), plan.speed) > 1.9
-    assert "rank 0" in plan.limit
+    assert plan.limit is not None and "rank 0" in plan.limit
     assert "queries [0, 100) of document 0" in plan.limit
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05])
 @pytest.mark.parametrize("cost", [None, TIMES["llama3-8b"]])
 @pytest.mark.parametrize("rows", [[[5], [3]], [[685, 300], [500]], [[4000, 100], [6000]], [[16_000], [1]]])
-def test_ranks_that_serve_nothing_are_emptied(rows, cost, tolerance):
+def test_ranks_that_serve_nothing_are_emptied(rows: list[list[int]], cost: AttentionTime | None,
+                                              tolerance: float) -> None:
     """Even where no server has room for it: a rank of speed 0 would never finish."""
     for speed in ([0, 1, 0.5], [0, 1, 0], [0, 0, 1]):
         plan = balance(layout_from_rows(rows), LLAMA, tolerance=tolerance, speed=speed, cost=cost)
@@ -163,14 +169,15 @@ def test_ranks_that_serve_nothing_are_emptied(rows, cost, tolerance):
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, kinds, st.integers(1, 6), st.integers(1, 2000), st.integers(1, 3), tolerances)
-def test_a_dedicated_pool_may_do_all_the_work(seed, kind, ranks, tokens_per_rank, dedicated, tolerance):
+def test_a_dedicated_pool_may_do_all_the_work(seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int,
+                                              dedicated: int, tolerance: float) -> None:
     layout = random_layout(seed, kind, ranks, tokens_per_rank)
     plan = balance(layout, LLAMA, tolerance=tolerance, speed=[0] * ranks + [1] * dedicated)
     assert_sound(plan)
     assert plan.tasks.server.min() >= ranks
 
 
-def test_speeds_get_work_in_proportion():
+def test_speeds_get_work_in_proportion() -> None:
     speed = np.array([4.0, 1.0, 1.0, 2.0])
     plan = balance(pack([32_768] * 2, ranks=4), LLAMA, tolerance=0.02, speed=speed)
     share = plan.work() / plan.work().sum() * speed.sum() / speed
@@ -200,7 +207,7 @@ print(digest.hexdigest())
 """
 
 
-def test_every_process_computes_the_same_plan():
+def test_every_process_computes_the_same_plan() -> None:
     package = os.path.dirname(os.path.dirname(distca.__file__))
     digests = set()
     for hash_seed in ("1", "2"):
@@ -212,7 +219,7 @@ def test_every_process_computes_the_same_plan():
     assert len(digests.pop()) == 64
 
 
-def test_the_same_call_gives_the_same_columns():
+def test_the_same_call_gives_the_same_columns() -> None:
     layout = random_layout(7, "scattered", 6, 5000)
     one, two = (balance(layout, LLAMA, tolerance=0.02) for _ in range(2))
     assert (one.tasks.home != one.tasks.server).any()
@@ -233,11 +240,11 @@ def test_the_same_call_gives_the_same_columns():
     ({"speed": [[1.0, 1.0], [1.0, 1.0]]}, "speed has shape .*2, 2.*; give one speed per rank"),
     ({"tp": 3}, "tp is 3 .* choose a tp that divides"),
 ])
-def test_bad_arguments_are_named_with_a_remedy(arguments, message):
+def test_bad_arguments_are_named_with_a_remedy(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance(pack([1000, 1000], ranks=2), LLAMA, **arguments)
 
 
-def test_unknown_models_are_named():
+def test_unknown_models_are_named() -> None:
     with pytest.raises(ValueError, match=r"model 'llama9' is unknown; .*choose one of: .*llama3-8b"):
         distca.plan(pack([100], ranks=1), model="llama9")

@@ -1,7 +1,9 @@
 """Ticks against tables written by hand, against their closed forms, and against every same-phase order there is."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 
 from distca.planning.pipeline_schedule import Ticks, one_forward_one_backward, same_phase_ticks
 
-BOTH = (same_phase_ticks, one_forward_one_backward)
+Order = Callable[[int, int], Ticks]
+BOTH: tuple[Order, ...] = (same_phase_ticks, one_forward_one_backward)
 numbers = st.integers(1, 12)
 
-BY_HAND = {  # one line per stage, one column per tick
+BY_HAND: dict[tuple[Order, int, int], str] = {  # one line per stage, one column per tick
     (same_phase_ticks, 1, 2): """
         F0 B0 F1 B1""",
     (same_phase_ticks, 2, 2): """
@@ -52,7 +55,7 @@ PEAKS_BY_HAND = {(same_phase_ticks, 4, 6): [6, 5, 3, 1], (one_forward_one_backwa
                  (same_phase_ticks, 2, 2): [2, 1], (same_phase_ticks, 1, 2): [1], (same_phase_ticks, 3, 1): [1, 1, 1]}
 
 
-def cells(ticks):
+def cells(ticks: Ticks) -> list[list[str]]:
     """One list per stage, as in the tables."""
     return [[f"{'B' if back else 'F'}{number}" if number >= 0 else "."
              for number, back in zip(ticks.micro_batch[:, stage], ticks.backward[:, stage], strict=True)]
@@ -60,7 +63,7 @@ def cells(ticks):
 
 
 @pytest.mark.parametrize("case", BY_HAND, ids=lambda case: f"{case[0].__name__}-{case[1]}-{case[2]}")
-def test_the_order_is_the_one_written_by_hand(case):
+def test_the_order_is_the_one_written_by_hand(case: tuple[Order, int, int]) -> None:
     order, num_stages, num_micro_batches = case
     ticks = order(num_stages, num_micro_batches)
     ticks.validate()
@@ -71,10 +74,11 @@ def test_the_order_is_the_one_written_by_hand(case):
 
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(BOTH), numbers, numbers)
-def test_every_stage_runs_everything_once_and_after_its_input(order, num_stages, num_micro_batches):
+def test_every_stage_runs_everything_once_and_after_its_input(order: Order, num_stages: int,
+                                                              num_micro_batches: int) -> None:
     ticks = order(num_stages, num_micro_batches)
     ticks.validate()
-    done = {}
+    done: dict[tuple[int, int, bool], int] = {}
     for tick, (row, backward) in enumerate(zip(ticks.micro_batch.tolist(), ticks.backward.tolist(), strict=True)):
         for stage in range(num_stages):
             if row[stage] >= 0:
@@ -90,7 +94,7 @@ def test_every_stage_runs_everything_once_and_after_its_input(order, num_stages,
 
 @settings(max_examples=80, deadline=None)
 @given(numbers, numbers)
-def test_counts_memory_and_bubbles_have_closed_forms(num_stages, num_micro_batches):
+def test_counts_memory_and_bubbles_have_closed_forms(num_stages: int, num_micro_batches: int) -> None:
     same, mixed = (order(num_stages, num_micro_batches) for order in BOTH)
     from_last = num_stages - np.arange(num_stages)
     assert same.same_phase
@@ -107,7 +111,7 @@ def test_counts_memory_and_bubbles_have_closed_forms(num_stages, num_micro_batch
 
 @settings(max_examples=50, deadline=None)
 @given(numbers, numbers)
-def test_1f1b_warms_up_and_then_alternates(num_stages, num_micro_batches):
+def test_1f1b_warms_up_and_then_alternates(num_stages: int, num_micro_batches: int) -> None:
     ticks = one_forward_one_backward(num_stages, num_micro_batches)
     for stage in range(num_stages):
         active = ticks.micro_batch[:, stage] >= 0
@@ -117,7 +121,7 @@ def test_1f1b_warms_up_and_then_alternates(num_stages, num_micro_batches):
         assert phases == [False] * warm_up + turns + [True] * warm_up
 
 
-def fewest_ticks(num_stages, num_micro_batches, capped_stage=None, cap=0):
+def fewest_ticks(num_stages: int, num_micro_batches: int, capped_stage: int | None = None, cap: int = 0) -> int | None:
     """Breadth-first over all same-phase orders, micro-batches in any order; None where no order keeps to the cap.
 
     A state tells for each stage which micro-batches are new (0), have run forward (1) and backward (2).
@@ -152,18 +156,20 @@ def fewest_ticks(num_stages, num_micro_batches, capped_stage=None, cap=0):
 
 @pytest.mark.parametrize("num_stages, num_micro_batches",
                          [(1, 3), (2, 1), (2, 2), (2, 3), (2, 5), (3, 1), (3, 2), (3, 3), (4, 2)])
-def test_no_same_phase_order_is_shorter_or_as_short_in_less_memory(num_stages, num_micro_batches):
+def test_no_same_phase_order_is_shorter_or_as_short_in_less_memory(num_stages: int, num_micro_batches: int) -> None:
     ticks = same_phase_ticks(num_stages, num_micro_batches)
     assert fewest_ticks(num_stages, num_micro_batches) == ticks.num_ticks
     for stage, peak in enumerate(ticks.peak_live().tolist()):
         assert fewest_ticks(num_stages, num_micro_batches, stage, peak) == ticks.num_ticks
         if peak > 1:
-            assert fewest_ticks(num_stages, num_micro_batches, stage, peak - 1) > ticks.num_ticks
+            fewest = fewest_ticks(num_stages, num_micro_batches, stage, peak - 1)
+            assert fewest is not None and fewest > ticks.num_ticks
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(BOTH), st.integers(1, 5), st.integers(1, 5), st.data())
-def test_validate_rejects_any_one_change(order, num_stages, num_micro_batches, data):
+def test_validate_rejects_any_one_change(order: Order, num_stages: int, num_micro_batches: int,
+                                         data: st.DataObject) -> None:
     ticks = order(num_stages, num_micro_batches)
     tick = data.draw(st.integers(0, ticks.num_ticks - 1))
     stage = data.draw(st.integers(0, num_stages - 1))
@@ -178,41 +184,43 @@ def test_validate_rejects_any_one_change(order, num_stages, num_micro_batches, d
 
 
 @pytest.mark.parametrize("order", BOTH)
-def test_validate_rejects_work_before_its_input(order):
+def test_validate_rejects_work_before_its_input(order: Order) -> None:
     ticks = order(3, 4)
     reverse = Ticks(ticks.micro_batch[::-1], ticks.backward[::-1], 4)
     with pytest.raises(ValueError, match=r"^stage 1 runs micro-batch 0 forward in tick \d+ but the stage before it"):
         reverse.validate()
     mirrored = Ticks(ticks.micro_batch[::-1], ~ticks.backward[::-1], 4)  # backward in time and in phase: an order again
     mirrored.validate()
-    both_in_a_tick = Ticks([[0, 0], [-1, 0], [0, -1]], [[0, 0], [1, 1], [1, 1]], 1)
+    both_in_a_tick = Ticks(np.array([[0, 0], [-1, 0], [0, -1]]), np.array([[0, 0], [1, 1], [1, 1]]), 1)
     with pytest.raises(ValueError, match="stage 1 runs micro-batch 0 forward in tick 0 but the stage before it is in"):
         both_in_a_tick.validate()
-    early_backward = Ticks([[0, -1], [-1, 0], [0, -1], [-1, 0]], [[0, 0], [0, 0], [1, 1], [1, 1]], 1)
+    early_backward = Ticks(np.array([[0, -1], [-1, 0], [0, -1], [-1, 0]]),
+                           np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), 1)
     with pytest.raises(ValueError, match="stage 0 runs micro-batch 0 backward in tick 2 but the stage behind it is in"):
         early_backward.validate()
-    before_forward = Ticks([[0, -1], [-1, 0], [-1, 0], [0, -1]], [[0, 0], [1, 1], [0, 0], [1, 1]], 1)
+    before_forward = Ticks(np.array([[0, -1], [-1, 0], [-1, 0], [0, -1]]),
+                           np.array([[0, 0], [1, 1], [0, 0], [1, 1]]), 1)
     with pytest.raises(ValueError, match="stage 1 runs micro-batch 0 backward in tick 1 but its forward is in tick 2"):
         before_forward.validate()
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None])
 @pytest.mark.parametrize("order", BOTH)
-def test_bad_counts_are_named(order, value):
+def test_bad_counts_are_named(order: Order, value: Any) -> None:
     for field, arguments in (("num_stages", (value, 2)), ("num_micro_batches", (2, value))):
         with pytest.raises(ValueError, match=rf"^{field} is {value!r}; give a whole number of at least 1$"):
             order(*arguments)
 
 
-def test_bad_tables_are_named():
+def test_bad_tables_are_named() -> None:
     with pytest.raises(ValueError, match=r"^micro_batch has shape \(2,\) and backward \(1, 2\); give both"):
-        Ticks([0, 0], [[False, True]], 1).validate()
+        Ticks(np.array([0, 0]), np.array([[False, True]]), 1).validate()
     with pytest.raises(ValueError, match=r"^micro_batch names 5 but num_micro_batches is 1; use 0 to 0, or -1"):
-        Ticks([[5], [0]], [[False], [True]], 1).validate()
+        Ticks(np.array([[5], [0]]), np.array([[False], [True]]), 1).validate()
     with pytest.raises(ValueError, match=r"^tick 3 mixes forward with backward and has no phase"):
         one_forward_one_backward(2, 2).phase(3)
 
 
-def test_ticks_are_frozen():
+def test_ticks_are_frozen() -> None:
     with pytest.raises(ValueError, match="read-only"):
         same_phase_ticks(2, 2).micro_batch[0, 0] = 1

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -26,24 +27,24 @@ plans = st.builds(lambda layout, tolerance: balance(layout, LLAMA, tolerance=tol
                   st.floats(0, 0.3))
 
 
-def rows_of(tasks):
+def rows_of(tasks: TaskTable) -> list[dict[str, int]]:
     return [dict(zip(COLUMNS, row, strict=True))
             for row in zip(*(getattr(tasks, name).tolist() for name in COLUMNS), strict=True)]
 
 
-def with_rows(plan, rows):
+def with_rows(plan: Plan, rows: list[dict[str, int]]) -> Plan:
     return replace(plan, tasks=TaskTable(*(np.array([row[name] for row in rows], dtype=np.int64)
                                            for name in COLUMNS)))
 
 
-def rejected(plan):
+def rejected(plan: Plan) -> None:
     with pytest.raises(ValueError, match=r"task|document|queries"):
         plan.validate()
 
 
 @settings(max_examples=50, deadline=None)
 @given(plans, st.randoms())
-def test_accepts_tasks_in_any_order(plan, random):
+def test_accepts_tasks_in_any_order(plan: Plan, random: Random) -> None:
     plan.validate()
     rows = rows_of(plan.tasks)
     random.shuffle(rows)
@@ -52,7 +53,7 @@ def test_accepts_tasks_in_any_order(plan, random):
 
 @settings(max_examples=120, deadline=None)
 @given(plans, st.data())
-def test_rejects_a_task_dropped_doubled_or_shifted(plan, data):
+def test_rejects_a_task_dropped_doubled_or_shifted(plan: Plan, data: st.DataObject) -> None:
     rows = rows_of(plan.tasks)
     at = data.draw(st.integers(0, len(rows) - 1))
     how = data.draw(st.sampled_from(["drop", "double", "q_start", "q_stop", "kv_start", "kv_stop", "q both", "kv both",
@@ -74,7 +75,7 @@ def test_rejects_a_task_dropped_doubled_or_shifted(plan, data):
 
 @settings(max_examples=80, deadline=None)
 @given(plans, st.data())
-def test_rejects_a_false_home_server_or_document(plan, data):
+def test_rejects_a_false_home_server_or_document(plan: Plan, data: st.DataObject) -> None:
     rows = rows_of(plan.tasks)
     at = data.draw(st.integers(0, len(rows) - 1))
     name = data.draw(st.sampled_from(["home", "server", "document"]))
@@ -86,7 +87,7 @@ def test_rejects_a_false_home_server_or_document(plan, data):
 
 @settings(max_examples=40, deadline=None)
 @given(plans, st.data())
-def test_rejects_work_on_a_server_of_speed_zero(plan, data):
+def test_rejects_work_on_a_server_of_speed_zero(plan: Plan, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(plan.tasks) - 1))
     pool = np.append(plan.speed, 0.0)
     replace(plan, speed=pool).validate()                         # an idle server does no harm
@@ -96,7 +97,7 @@ def test_rejects_work_on_a_server_of_speed_zero(plan, data):
         replace(with_rows(plan, rows), speed=pool).validate()
 
 
-def split_queries(row, at):
+def split_queries(row: dict[str, int], at: int) -> list[dict[str, int]]:
     """Two tasks that compute what one did, cut at query `at`."""
     diagonal = row["kv_stop"] == row["q_stop"]
     return [{**row, "q_stop": at, "kv_stop": at if diagonal else row["kv_stop"]}, {**row, "q_start": at}]
@@ -104,7 +105,7 @@ def split_queries(row, at):
 
 @settings(max_examples=80, deadline=None)
 @given(plans, st.data())
-def test_cuts_queries_on_the_tile_only(plan, data):
+def test_cuts_queries_on_the_tile_only(plan: Plan, data: st.DataObject) -> None:
     layout, rows = plan.layout, rows_of(plan.tasks)
     long = [i for i, row in enumerate(rows) if row["q_stop"] - row["q_start"] > TILE and row["kv_start"] == 0]
     assume(long)
@@ -126,7 +127,7 @@ def test_cuts_queries_on_the_tile_only(plan, data):
 
 @settings(max_examples=80, deadline=None)
 @given(plans, st.data())
-def test_keys_may_be_cut_but_not_overlap_or_leave_a_gap(plan, data):
+def test_keys_may_be_cut_but_not_overlap_or_leave_a_gap(plan: Plan, data: st.DataObject) -> None:
     rows = rows_of(plan.tasks)
     deep = [i for i, row in enumerate(rows) if min(row["kv_stop"], row["q_start"]) - row["kv_start"] > 2]
     assume(deep)
@@ -139,7 +140,7 @@ def test_keys_may_be_cut_but_not_overlap_or_leave_a_gap(plan, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=2), st.data())
-def test_agrees_with_the_dense_matrix_on_arbitrary_tasks(lengths, data):
+def test_agrees_with_the_dense_matrix_on_arbitrary_tasks(lengths: list[int], data: st.DataObject) -> None:
     """Cut whole tiles at random, perhaps move one bound by a tile, and let the dense matrix say what is right."""
     rows = []
     for document, tiles in enumerate(lengths):
@@ -167,12 +168,12 @@ def test_agrees_with_the_dense_matrix_on_arbitrary_tasks(lengths, data):
         rejected(plan)
 
 
-def column(*values):
+def column(*values: float) -> np.ndarray:
     return np.array(values)
 
 
 @pytest.fixture
-def by_hand():
+def by_hand() -> Plan:
     """One document of 512 and one of 128; server 1 takes the longer one's last 256 queries."""
     layout = layout_from_rows([[512], [128]])
     tasks = TaskTable(
@@ -181,7 +182,7 @@ def by_hand():
     return Plan(layout, tasks, column(1.0, 1.0), 0.05, LLAMA)
 
 
-def test_summary_by_hand(by_hand):
+def test_summary_by_hand(by_hand: Plan) -> None:
     by_hand.validate()
     summary = by_hand.summary()
     first, second, third = 256 * 257 // 2, 512 * 513 // 2 - 256 * 257 // 2, 128 * 129 // 2
@@ -201,7 +202,7 @@ def test_summary_by_hand(by_hand):
     assert summary.seconds is None
 
 
-def test_summary_in_seconds(by_hand):
+def test_summary_in_seconds(by_hand: Plan) -> None:
     cost = AttentionTime.of(analytic_table(LLAMA, 1e12), LLAMA)
     plan = replace(by_hand, cost=cost, speed=column(1.0, 2.0))
     summary = plan.summary()
@@ -213,7 +214,7 @@ def test_summary_in_seconds(by_hand):
 
 @settings(max_examples=40, deadline=None)
 @given(plans)
-def test_summary_equals_counting(plan):
+def test_summary_equals_counting(plan: Plan) -> None:
     summary, layout = plan.summary(), plan.layout
     rows = rows_of(plan.tasks)
     work = np.zeros(plan.num_servers)
@@ -238,5 +239,5 @@ def test_summary_equals_counting(plan):
     ([0, 0], [1, 1], 1.0),
     ([2, 2, 2], [1, 1, 2], 4 / 3),
 ])
-def test_max_over_mean(work, speed, expected):
+def test_max_over_mean(work: list[int], speed: list[int], expected: float) -> None:
     assert max_over_mean(np.array(work, float), np.array(speed, float)) == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +11,16 @@ from hypothesis import strategies as st
 
 from distca.models import MODELS
 from distca.planning.balance import balance
+from distca.planning.plan import Plan
 from distca.planning.plan_bytes import MAGIC, plan_from_bytes, plan_to_bytes
 from distca.planning.step import plan_step, same_columns
 from distca.planning.tasks import TaskTable
-from distca.testing import LAYOUT_KINDS, random_layout, random_speeds
+from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout, random_speeds
 
 TINY = MODELS["tiny"]
 
 
-def assert_same(got, plan):
+def assert_same(got: Plan, plan: Plan) -> None:
     assert same_columns(got.layout, plan.layout)
     for name in TaskTable.__slots__:
         np.testing.assert_array_equal(getattr(got.tasks, name), getattr(plan.tasks, name))
@@ -32,7 +34,7 @@ def assert_same(got, plan):
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(LAYOUT_KINDS), ranks=st.integers(1, 6),
        dedicated=st.integers(0, 3))
-def test_a_plan_comes_back_as_it_went(seed, kind, ranks, dedicated):
+def test_a_plan_comes_back_as_it_went(seed: int, kind: LayoutKind, ranks: int, dedicated: int) -> None:
     layout = random_layout(seed, kind, ranks, 700)
     plan = balance(layout, TINY, speed=random_speeds(seed, ranks, dedicated), tolerance=0.05)
     got = plan_from_bytes(plan_to_bytes(plan))
@@ -40,7 +42,7 @@ def test_a_plan_comes_back_as_it_went(seed, kind, ranks, dedicated):
     got.validate()
 
 
-def test_slices_that_are_keys_only_come_along():
+def test_slices_that_are_keys_only_come_along() -> None:
     step = plan_step([np.array([2048])], TINY, num_data=2, layers=[TINY.num_layers], ping_pong=True)
     plans = [plan for rows in step.by_stage[0] for row in rows for plan in row]
     assert any(len(plan.layout.key_only) for plan in plans)      # not vacuous: pong reads ping's keys
@@ -49,16 +51,16 @@ def test_slices_that_are_keys_only_come_along():
 
 
 @pytest.fixture(scope="module")
-def content():
+def content() -> bytes:
     return plan_to_bytes(balance(random_layout(3, LAYOUT_KINDS[0], 3, 500), TINY, tolerance=0.05))
 
 
-def test_other_bytes_are_refused(content):
+def test_other_bytes_are_refused(content: bytes) -> None:
     begin = len(MAGIC) + 8
     end = begin + int.from_bytes(content[len(MAGIC):begin], "little")
     header = json.loads(content[begin:end])
 
-    def with_header(fields):
+    def with_header(fields: dict[str, Any] | list[Any]) -> bytes:
         text = json.dumps(fields).encode()
         return MAGIC + len(text).to_bytes(8, "little") + text + content[end:]
 
@@ -72,7 +74,7 @@ def test_other_bytes_are_refused(content):
             plan_from_bytes(one)
 
 
-def test_random_bytes_are_refused_or_are_a_plan_that_can_be_judged(content):
+def test_random_bytes_are_refused_or_are_a_plan_that_can_be_judged(content: bytes) -> None:
     for case in range(300):
         chance = random.Random(case)
         spoilt = bytearray(content)

@@ -13,35 +13,35 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan, server_work
 from distca.planning.prefix_split import share_prefixes
 from distca.planning.shard_cut import Prices
-from distca.planning.tasks import tasks_at_home
+from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.traffic import traffic
 from distca.testing import LAYOUT_KINDS, covers_exactly_once, random_layout
-from distca.workload.layout import layout_from_slices
+from distca.workload.layout import Layout, layout_from_slices
 
 LLAMA = MODELS["llama3-8b"]
 TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)
 
 
-def prices_in(cost):
+def prices_in(cost: AttentionTime | None) -> Prices:
     measure = pairs_of_shard if cost is None else lambda q_len, kv_len: cost.shard(q_len, max(q_len, kv_len))
     return Prices(2 * LLAMA.q_token_bytes(), LLAMA.kv_token_bytes(), measure)
 
 
-def loads(tasks, cost, num_ranks):
+def loads(tasks: TaskTable, cost: AttentionTime | None, num_ranks: int) -> np.ndarray:
     return server_work(tasks, num_ranks, cost)
 
 
-def bytes_moved(layout, tasks):
+def bytes_moved(layout: Layout, tasks: TaskTable) -> float:
     return traffic(layout, tasks, layout.num_ranks).sent_bytes(LLAMA).sum()
 
 
-def slices_of_one_document(edges, ranks):
+def slices_of_one_document(edges: list[int], ranks: list[int]) -> Layout:
     """A document cut at `edges`, its slices on `ranks` in order."""
     start, stop = np.array([0, *edges[:-1]]), np.array(edges)
     return layout_from_slices(stop[-1:], np.zeros_like(stop), start, stop, np.array(ranks), max(ranks) + 1)
 
 
-def run_of_slices(seed, ranks):
+def run_of_slices(seed: int, ranks: int) -> Layout:
     """A long prefix on rank 0, then short slices on the others: where bands pay. Sometimes a rank owns two slices."""
     rng = np.random.default_rng(seed)
     widths = [int(rng.integers(2000, 40_000)), *rng.integers(1, 700, size=int(rng.integers(1, 14))).tolist()]
@@ -57,7 +57,8 @@ layouts = (
 
 @settings(max_examples=250, deadline=None)
 @given(layouts, st.floats(0, 0.5), st.sampled_from([None, TIME]))
-def test_bytes_never_rise_and_loads_stay_within_the_cap(layout, slack, cost):
+def test_bytes_never_rise_and_loads_stay_within_the_cap(layout: Layout, slack: float,
+                                                        cost: AttentionTime | None) -> None:
     home = tasks_at_home(layout)
     load = loads(home, cost, layout.num_ranks)
     cap = (1 + slack) * np.maximum(load, load.mean())
@@ -70,7 +71,7 @@ def test_bytes_never_rise_and_loads_stay_within_the_cap(layout, slack, cost):
 
 @settings(max_examples=100, deadline=None)
 @given(layouts, st.floats(0, 0.3))
-def test_servers_over_their_cap_get_no_more(layout, tolerance):
+def test_servers_over_their_cap_get_no_more(layout: Layout, tolerance: float) -> None:
     home = tasks_at_home(layout)
     load = loads(home, None, layout.num_ranks)
     cap = np.full(layout.num_ranks, (1 + tolerance) * load.mean())
@@ -79,7 +80,7 @@ def test_servers_over_their_cap_get_no_more(layout, tolerance):
     assert (loads(tasks, None, layout.num_ranks) <= np.maximum(cap, load) * (1 + 1e-9)).all()
 
 
-def test_four_neighbours_share_a_prefix_by_hand():
+def test_four_neighbours_share_a_prefix_by_hand() -> None:
     """8,192 tokens on rank 0, then four slices of 128 on ranks 1 to 4; a query with its output weighs four keys.
 
     At home the four gather 8192 + 8320 + 8448 + 8576 keys. As one band the keys before the last slice travel once
@@ -98,7 +99,7 @@ def test_four_neighbours_share_a_prefix_by_hand():
 
 
 @pytest.mark.parametrize("num_slices", [2, 3, 5])
-def test_the_best_band_saves_what_the_formula_says(num_slices):
+def test_the_best_band_saves_what_the_formula_says(num_slices: int) -> None:
     """Slices of one tile behind m² · 4 tiles of keys leave (2m - 1) / m² of the bytes, up to the slices' own width."""
     prefix = num_slices**2 * 4 * 128
     edges = [prefix + 128 * i for i in range(num_slices + 1)]
@@ -112,7 +113,7 @@ def test_the_best_band_saves_what_the_formula_says(num_slices):
     assert after < before
 
 
-def test_without_slack_nothing_changes_for_the_worse():
+def test_without_slack_nothing_changes_for_the_worse() -> None:
     layout = slices_of_one_document([8192, 8320, 8448, 8576, 8704], [0, 1, 2, 3, 4])
     home = tasks_at_home(layout)
     load = loads(home, None, 5)
@@ -120,7 +121,7 @@ def test_without_slack_nothing_changes_for_the_worse():
     assert (loads(tasks, None, 5) <= load).all()
 
 
-def test_a_rank_that_owns_part_of_the_prefix_keeps_its_free_keys():
+def test_a_rank_that_owns_part_of_the_prefix_keeps_its_free_keys() -> None:
     """Rank 0 owns the prefix and the last slice, so it gathers 256 keys where a band would send it queries."""
     layout = slices_of_one_document([4096, 4352, 4608], [0, 1, 0])
     home = tasks_at_home(layout)
@@ -129,13 +130,14 @@ def test_a_rank_that_owns_part_of_the_prefix_keeps_its_free_keys():
     assert bytes_moved(layout, tasks) <= bytes_moved(layout, home) == (4096 + 256) * 4096
 
 
-def test_room_that_a_band_frees_is_not_spent_where_that_band_is_given_up():
+def test_room_that_a_band_frees_is_not_spent_where_that_band_is_given_up() -> None:
     """Documents on the same ranks: a band of one may not count on room that another's would have made."""
     rows = np.array([
         (0, 0, 3963, 1), (0, 3963, 4371, 0),
         (1, 0, 3822, 0), (1, 3822, 3860, 2), (1, 3860, 4053, 2), (1, 4053, 4293, 2), (1, 4293, 4746, 1),
         (2, 0, 6913, 0), (2, 6913, 7425, 1), (2, 7425, 7511, 2), (2, 7511, 7579, 0), (2, 7579, 8159, 0)])
-    layout = layout_from_slices(np.array([4371, 4746, 8159]), *rows.T, 3)
+    document, start, stop, rank = rows.T
+    layout = layout_from_slices(np.array([4371, 4746, 8159]), document, start, stop, rank, 3)
     layout.validate()
     home = tasks_at_home(layout)
     load = loads(home, None, 3)
@@ -143,7 +145,7 @@ def test_room_that_a_band_frees_is_not_spent_where_that_band_is_given_up():
     assert (loads(tasks, None, 3) <= 1.01 * load * (1 + 1e-9)).all()
 
 
-def test_bands_appear_in_balanced_plans():
+def test_bands_appear_in_balanced_plans() -> None:
     """Not vacuous: one long document over ranks whose work placement levels ends in tasks that share prefixes."""
     widths = [40_000, *([700] * 12)]
     layout = slices_of_one_document(np.cumsum(widths).tolist(), list(range(13)))

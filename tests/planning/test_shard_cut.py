@@ -1,5 +1,8 @@
 """One cut: inside its room, on the tile, priced as it travels, and nearly as cheap as the best of all cuts."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +23,7 @@ EQUAL_PRICES = Prices(1024, 1024, pairs_of_shard)                # as many KV he
 
 
 @st.composite
-def cuts(draw, whole_tiles=False):
+def cuts(draw: st.DrawFn, whole_tiles: bool = False) -> tuple[Piece, float, float, int]:
     """(piece, wanted, room, keys_held): slices that begin anywhere, with or without keys cut off already."""
     start = draw(st.integers(0, 2500))
     key_start = TILE * draw(st.integers(0, start // TILE)) if draw(st.booleans()) else 0
@@ -34,7 +37,7 @@ def cuts(draw, whole_tiles=False):
     return piece, wanted, room, keys_held
 
 
-def all_shards(piece, keys_held, prices):
+def all_shards(piece: Piece, keys_held: int, prices: Prices) -> list[tuple[int, int, int, int, float]]:
     """Every tile cut of a piece as (start, stop, key_stop, work, bytes): up to the diagonal, or fewer keys in tiles."""
     edges = [*range(piece.start, piece.stop, TILE), piece.stop]
     free = max(keys_held, piece.key_start)
@@ -51,7 +54,7 @@ def all_shards(piece, keys_held, prices):
 
 @settings(max_examples=300, deadline=None)
 @given(cuts(), st.sampled_from([PRICES, EQUAL_PRICES]))
-def test_shards_are_tile_cuts_within_room_priced_exactly(cut, prices):
+def test_shards_are_tile_cuts_within_room_priced_exactly(cut: tuple[Piece, float, float, int], prices: Prices) -> None:
     piece, wanted, room, keys_held = cut
     shard = cheapest_shard(piece, wanted, room, keys_held, prices)
     possible = all_shards(piece, keys_held, prices)
@@ -66,17 +69,18 @@ def test_shards_are_tile_cuts_within_room_priced_exactly(cut, prices):
 
 @settings(max_examples=200, deadline=None)
 @given(cuts())
-def test_a_piece_that_fits_and_is_wanted_moves_whole(cut):
+def test_a_piece_that_fits_and_is_wanted_moves_whole(cut: tuple[Piece, float, float, int]) -> None:
     piece, wanted, _, keys_held = cut
     whole = piece.work(pairs_of_shard)
     shard = cheapest_shard(piece, whole + wanted, whole, keys_held, PRICES)
+    assert shard is not None
     assert (shard.start, shard.stop, shard.key_stop) == (piece.start, piece.stop, piece.stop)
     assert shard.work == causal_pairs(piece.start, piece.stop, piece.key_start)
 
 
 @settings(max_examples=200, deadline=None)
 @given(cuts(whole_tiles=True))
-def test_whole_tiles_carry_about_what_is_wanted(cut):
+def test_whole_tiles_carry_about_what_is_wanted(cut: tuple[Piece, float, float, int]) -> None:
     """At least two fifths of the work asked for, or all but two tiles of queries: one for the end, one for the room."""
     piece, wanted, room, keys_held = cut
     shard = cheapest_shard(piece, wanted, room, keys_held, PRICES)
@@ -86,7 +90,7 @@ def test_whole_tiles_carry_about_what_is_wanted(cut):
         assert shard.work >= min(0.4 * asked, asked - 2 * tile)
 
 
-def excess(seeds, draw_piece, prices):
+def excess(seeds: range, draw_piece: Callable[..., Any], prices: Prices) -> np.ndarray:
     """Bytes over those of the cheapest tile cut that carries no less and stays in the room, for many pieces."""
     over = []
     for seed in seeds:
@@ -101,7 +105,7 @@ def excess(seeds, draw_piece, prices):
     return np.array(over)
 
 
-def deep_piece(rng, *, tail=False, holds=False):
+def deep_piece(rng: np.random.Generator, *, tail: bool = False, holds: bool = False) -> tuple[Piece, float, float, int]:
     start = int(rng.integers(0, 2500))
     stop = start + TILE * int(rng.integers(2, 14)) - (int(rng.integers(0, TILE)) if tail else 0)
     piece = Piece(0, start, stop, 0, start)
@@ -110,7 +114,7 @@ def deep_piece(rng, *, tail=False, holds=False):
 
 
 @pytest.mark.parametrize("prices", [PRICES, EQUAL_PRICES])
-def test_whole_tiles_are_cut_nearly_as_cheaply_as_any(prices):
+def test_whole_tiles_are_cut_nearly_as_cheaply_as_any(prices: Prices) -> None:
     """The closed form rounds to one of the neighbouring tile cuts, which an exhaustive search rarely beats."""
     over = excess(range(300), deep_piece, prices)
     assert np.quantile(over, 0.9) <= 1.02
@@ -118,7 +122,7 @@ def test_whole_tiles_are_cut_nearly_as_cheaply_as_any(prices):
 
 
 @pytest.mark.parametrize("prices", [PRICES, EQUAL_PRICES])
-def test_odd_tails_and_held_keys_cost_little_in_general(prices):
+def test_odd_tails_and_held_keys_cost_little_in_general(prices: Prices) -> None:
     over = excess(range(300), lambda rng: deep_piece(rng, tail=True, holds=True), prices)
     assert np.median(over) <= 1.02
     assert over.mean() <= 1.25
@@ -127,7 +131,7 @@ def test_odd_tails_and_held_keys_cost_little_in_general(prices):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 3000), st.integers(1, 3000), st.floats(0.01, 1.2), st.floats(1, 3), st.data())
-def test_the_price_is_what_travels(before, length, part, more, data):
+def test_the_price_is_what_travels(before: int, length: int, part: float, more: float, data: st.DataObject) -> None:
     """The server owns a document's first tokens, so it holds their keys; the piece is the rest, at home elsewhere."""
     columns = [[0, 0], [0, before], [before, before + length], [1, 0]]
     document, start, stop, rank = (np.array(column if before else column[1:]) for column in columns)
@@ -142,28 +146,30 @@ def test_the_price_is_what_travels(before, length, part, more, data):
     assert moved.sent_bytes(LLAMA).sum() == shard.num_bytes
 
 
-def test_the_best_rectangle_has_four_keys_per_query():
+def test_the_best_rectangle_has_four_keys_per_query() -> None:
     """bytes w·16384 + e·4096 at w·e = F are least at e = 4w: 1,024 queries x 4,096 keys here."""
     piece = Piece(0, 16_384, 32_768, 0, 16_384)
     shard = cheapest_shard(piece, 1024 * 4096, 1e12, 0, PRICES)
+    assert shard is not None
     assert (shard.stop - shard.start, shard.key_stop - shard.key_start) == (1024, 4096)
     assert shard.num_bytes == 2 * 4096 * 4096
 
 
-def test_keys_held_already_draw_the_cut_to_themselves():
+def test_keys_held_already_draw_the_cut_to_themselves() -> None:
     piece = Piece(0, 16_384, 32_768, 0, 16_384)
     shard = cheapest_shard(piece, 1024 * 4096, 1e12, 16_384, PRICES)
+    assert shard is not None
     assert shard.key_stop == 16_384                              # all of them, since they are free
     assert shard.num_bytes == 256 * 16_384                       # so only a quarter of the queries need to travel
 
 
 @settings(max_examples=100, deadline=None)
 @given(cuts(), st.sampled_from([LLAMA, ModelShape("mha", 2, 256, 8, 8, 32, 704, 257)]))
-def test_seconds_stay_within_room_too(cut, model):
+def test_seconds_stay_within_room_too(cut: tuple[Piece, float, float, int], model: ModelShape) -> None:
     piece, wanted, room, keys_held = cut
     table = analytic_table(model, 550e12, max_kv_len=8192)
 
-    def seconds(q_len, kv_len):
+    def seconds(q_len: float, kv_len: float) -> float:
         return table.seconds(q_len, max(q_len, kv_len))
 
     scale = piece.work(seconds) / piece.work(pairs_of_shard)

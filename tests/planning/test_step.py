@@ -1,6 +1,7 @@
 """A step plan holds every pair once, however documents are cut between nano-batches, ranks and stages."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import max_over_mean
-from distca.planning.step import plan_step
+from distca.planning.step import StepPlan, plan_step
 from distca.testing import random_lengths
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import NO_KEYS
@@ -25,7 +26,7 @@ H200 = AttentionTime.of(shipped_table("h200"), LLAMA)
 seeds = st.integers(0, 2**32)
 
 
-def pairs_computed(step, stage, layer, backward):
+def pairs_computed(step: StepPlan, stage: int, layer: int, backward: bool) -> list[list[np.ndarray]]:
     """[micro-batch][document] how often each (query, key) pair is computed in one layer and direction, by counting."""
     counts = [[np.zeros((length, length), dtype=int) for length in micro_batch.lengths]
               for micro_batch in step.micro_batches]
@@ -47,11 +48,11 @@ def pairs_computed(step, stage, layer, backward):
 
 
 @st.composite
-def steps(draw):
+def steps(draw: st.DrawFn) -> StepPlan:
     layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     num_data, tokens = draw(st.integers(1, 4)), draw(st.sampled_from([2, 10, 64, 300]))
     documents = [random_lengths(draw(seeds), num_data * tokens) for _ in range(draw(st.integers(1, 4)))]
-    options = {"num_data": num_data, "layers": layers}
+    options: dict[str, Any] = {"num_data": num_data, "layers": layers}
     kind = draw(st.sampled_from(["ours", "ours", "ours", "home", "per_document_cp"]))
     if kind == "home":
         return at_home_step(documents, LLAMA, **options)
@@ -66,7 +67,7 @@ def steps(draw):
 @settings(max_examples=60, deadline=None)
 @given(steps())
 @example(plan_step([np.array([1200])], LLAMA, num_data=2, layers=(1, 2)))  # one document fills the batch
-def test_every_pair_is_computed_once_in_every_layer_forward_and_backward(step):
+def test_every_pair_is_computed_once_in_every_layer_forward_and_backward(step: StepPlan) -> None:
     step.validate()
     for stage, num_layers in enumerate(step.layers):
         for layer in range(num_layers):
@@ -78,7 +79,8 @@ def test_every_pair_is_computed_once_in_every_layer_forward_and_backward(step):
 
 @settings(max_examples=20, deadline=None)
 @given(seeds, st.sampled_from(["given", "balanced"]), st.sampled_from([None, H200]))
-def test_both_halves_are_level_over_the_servers_and_hold_as_many_tokens(seed, placement, cost):
+def test_both_halves_are_level_over_the_servers_and_hold_as_many_tokens(seed: int, placement: str,
+                                                                        cost: AttentionTime | None) -> None:
     lengths = sample_lengths("prolong", 8 * 65_536, seed=seed)
     step = plan_step([lengths], LLAMA, num_data=8, layers=(1,), placement=placement, cost=cost)
     step.validate()
@@ -88,7 +90,7 @@ def test_both_halves_are_level_over_the_servers_and_hold_as_many_tokens(seed, pl
             assert plan.limit is not None or max_over_mean(plan.work(), plan.speed) <= 1.05
 
 
-def test_forward_and_backward_are_balanced_each_in_its_own_seconds():
+def test_forward_and_backward_are_balanced_each_in_its_own_seconds() -> None:
     lengths = np.concatenate([[65_536], np.full(448, 1_024)])
     plain = analytic_table(LLAMA, 550e12)
     short = np.where(plain.q_len < 2_048, 3.0, 1.0)[:, None]     # a kernel whose backward is slow for short shards
@@ -103,19 +105,19 @@ def test_forward_and_backward_are_balanced_each_in_its_own_seconds():
     assert in_pairs.by_stage[0][0][0][0] is in_pairs.by_stage[0][1][0][0]  # pairs are the same both ways
 
 
-def test_labels_are_counted_over_whole_documents():
+def test_labels_are_counted_over_whole_documents() -> None:
     step = plan_step([np.array([1200]), np.array([700, 499, 1])], LLAMA, num_data=2, layers=(1,))
     assert (step.num_tokens, step.num_labels, step.num_nano_batches) == (2400, 2400 - 4, 2)
 
 
-def broken(step, **changes):
+def broken(step: StepPlan, **changes: Any) -> StepPlan:
     micro_batch = step.micro_batches[0]
     ping, pong = micro_batch.nano_batches
     pong = replace(pong, layout=replace(pong.layout, **changes))
     return replace(step, micro_batches=(replace(micro_batch, nano_batches=(ping, pong)),))
 
 
-def test_a_step_that_loses_or_doubles_anything_is_refused():
+def test_a_step_that_loses_or_doubles_anything_is_refused() -> None:
     step = plan_step([np.array([1200])], LLAMA, num_data=2, layers=(1,))
     pong = step.micro_batches[0].layouts[1]
     assert len(pong.key_only)

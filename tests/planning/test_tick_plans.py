@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,7 +16,7 @@ from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning import tick_plans
 from distca.planning.balance import balance
-from distca.planning.pipeline_schedule import one_forward_one_backward, same_phase_ticks
+from distca.planning.pipeline_schedule import Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import max_over_mean
 from distca.planning.tasks import TaskTable
 from distca.planning.tick_plans import (
@@ -28,16 +29,17 @@ from distca.planning.tick_plans import (
 )
 from distca.testing import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
 from distca.workload.documents import sample_lengths
-from distca.workload.layout import layout_from_rows
+from distca.workload.layout import Layout, layout_from_rows
 from distca.workload.packing import pack
 
 LLAMA = MODELS["llama3-8b"]
 TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)
 seeds = st.integers(0, 2**32)
+Drawn = tuple[Ticks, list[Layout], list[int], np.ndarray | None]
 
 
 @st.composite
-def steps(draw):
+def steps(draw: st.DrawFn) -> Drawn:
     """Ticks, layouts, layers and a pool: ranks alike, unequal, some that serve nothing, dedicated servers."""
     num_stages, num_data, num_micro_batches = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)))
     num_tokens = draw(st.integers(1, 1500))
@@ -50,7 +52,7 @@ def steps(draw):
     return same_phase_ticks(num_stages, num_micro_batches), layouts, layers, speed
 
 
-def rows_of(layout, rank):
+def rows_of(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
     """A rank's slices in row order, without the numbers of their documents."""
     mine = layout.rank == rank
     return list(zip(layout.lengths[layout.document[mine]].tolist(), layout.start[mine].tolist(),
@@ -59,7 +61,8 @@ def rows_of(layout, rank):
 
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([None, None, TIME]))
-def test_every_tick_is_exact_level_and_holds_its_micro_batches(step, tolerance, cost):
+def test_every_tick_is_exact_level_and_holds_its_micro_batches(step: Drawn, tolerance: float,
+                                                               cost: AttentionTime | None) -> None:
     ticks, layouts, layers, speed = step
     num_data = layouts[0].num_ranks
     plans = plan_ticks(ticks, layouts, LLAMA, layers=layers, tolerance=tolerance, speed=speed, cost=cost)
@@ -86,7 +89,7 @@ def test_every_tick_is_exact_level_and_holds_its_micro_batches(step, tolerance, 
 
 @settings(max_examples=25, deadline=None)
 @given(steps())
-def test_equal_sets_share_a_plan_and_equal_inputs_give_equal_plans(step):
+def test_equal_sets_share_a_plan_and_equal_inputs_give_equal_plans(step: Drawn) -> None:
     ticks, layouts, layers, speed = step
     first, second = (plan_ticks(ticks, layouts, LLAMA, layers=layers, speed=speed) for _ in range(2))
     for one, other in zip(first, second, strict=True):
@@ -102,16 +105,17 @@ def test_equal_sets_share_a_plan_and_equal_inputs_give_equal_plans(step):
     assert all(depths[0] is depths[1] is depths[2] for depths in level)
 
 
-def skewed_step(num_stages=4, num_data=2, num_micro_batches=6, tokens_per_rank=8192):
+def skewed_step(num_stages: int = 4, num_data: int = 2, num_micro_batches: int = 6,
+                tokens_per_rank: int = 8192) -> tuple[Ticks, list[Layout]]:
     layouts = [pack(sample_lengths("prolong", num_data * tokens_per_rank, seed=seed), ranks=num_data)
                for seed in range(num_micro_batches)]
     return same_phase_ticks(num_stages, num_micro_batches), layouts
 
 
 @pytest.mark.parametrize("num_dedicated", [0, 3])
-def test_bubbles_serve_their_share(num_dedicated):
+def test_bubbles_serve_their_share(num_dedicated: int) -> None:
     ticks, layouts = skewed_step()
-    step = {"layouts": layouts, "layers": (2, 3, 3, 2)}
+    step: dict[str, Any] = {"layouts": layouts, "layers": (2, 3, 3, 2)}
     plans = plan_ticks(ticks, model=LLAMA, speed=np.ones(8 + num_dedicated), **step)
     assert all(plan.limit is None for depths in plans for plan in depths)
     for tick, depths in enumerate(plans):
@@ -127,7 +131,7 @@ def test_bubbles_serve_their_share(num_dedicated):
     assert largest_at_home > 2 * mean_at_home                    # there was something to level
 
 
-def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch):
+def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     balancing = Mock(wraps=balance)
     monkeypatch.setattr(tick_plans, "balance", balancing)
     ticks, layouts = skewed_step()
@@ -146,14 +150,14 @@ def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch):
     assert balancing.call_count == 2 * (6 + 4 - 1)
 
 
-def test_a_limit_names_the_rank_that_has_it():
+def test_a_limit_names_the_rank_that_has_it() -> None:
     ticks = same_phase_ticks(3, 1)                               # F on stages 0, 1, 2 and B on 2, 1, 0
     plans = plan_ticks(ticks, [layout_from_rows([[100]])], LLAMA, layers=(1, 1, 1))
     for (plan,), stage in zip(plans, (0, 1, 2, 2, 1, 0), strict=True):
-        assert plan.limit.startswith(f"rank {stage} keeps")
+        assert plan.limit is not None and plan.limit.startswith(f"rank {stage} keeps")
 
 
-def test_documents_are_numbered_by_micro_batch_and_ranks_by_stage():
+def test_documents_are_numbered_by_micro_batch_and_ranks_by_stage() -> None:
     layouts = [layout_from_rows([[5], [7, 2]]), layout_from_rows([[3], [4]])]
     layout = tick_layout((-1, 1, 0), layouts)
     layout.validate()
@@ -163,7 +167,7 @@ def test_documents_are_numbered_by_micro_batch_and_ranks_by_stage():
     assert layout.tokens_per_rank().tolist() == [0, 0, 3, 4, 5, 9]
 
 
-def test_bubbles_and_work_by_hand():
+def test_bubbles_and_work_by_hand() -> None:
     one = [layout_from_rows([[256]])]
     pairs = 256 * 257 // 2
     at = plan_ticks_by(partial(at_home, model=LLAMA), same_phase_ticks(2, 1), one, layers=(2, 1))
@@ -180,23 +184,23 @@ def test_bubbles_and_work_by_hand():
 
 @pytest.mark.parametrize("num_layers, num_stages, expected", [
     (8, 4, (2, 2, 2, 2)), (10, 4, (2, 3, 3, 2)), (7, 4, (2, 2, 2, 1)), (3, 2, (2, 1)), (5, 1, (5,)), (3, 3, (1, 1, 1))])
-def test_layers_by_hand(num_layers, num_stages, expected):
+def test_layers_by_hand(num_layers: int, num_stages: int, expected: tuple[int, ...]) -> None:
     assert layers_of_stages(num_layers, num_stages) == expected
 
 
 @given(st.integers(1, 200), st.data())
-def test_layers_are_all_there_and_even(num_layers, data):
+def test_layers_are_all_there_and_even(num_layers: int, data: st.DataObject) -> None:
     layers = layers_of_stages(num_layers, data.draw(st.integers(1, num_layers)))
     assert sum(layers) == num_layers
     assert max(layers) - min(layers) <= 1
     assert layers[-1] == min(layers)
 
 
-def test_bad_inputs_are_named():
+def test_bad_inputs_are_named() -> None:
     layout = layout_from_rows([[128], [128]])
-    good = {"ticks": same_phase_ticks(2, 2), "layouts": [layout] * 2, "layers": (1, 1)}
+    good: dict[str, Any] = {"ticks": same_phase_ticks(2, 2), "layouts": [layout] * 2, "layers": (1, 1)}
     plan_ticks(**good, model=LLAMA)
-    wrong = [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"ticks": one_forward_one_backward(2, 2)}, r"^ticks mix forward with backward.*use same_phase_ticks$"),
         ({"layouts": [layout]}, r"^layouts has 1 micro-batches but ticks has 2; give one layout per micro-batch$"),
         ({"layouts": [layout, layout_from_rows([[9]])]}, r"^layouts\[1\] has 1 ranks but layouts\[0\] has 2; lay "),

@@ -8,14 +8,14 @@ from distca.models import MODELS
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.traffic import key_ranges, traffic
 from distca.testing import LAYOUT_KINDS, random_layout, tokens_moved
-from distca.workload.layout import layout_from_rows, layout_from_slices
+from distca.workload.layout import Layout, layout_from_rows, layout_from_slices
 
 LLAMA = MODELS["llama3-8b"]
 seeds = st.integers(0, 2**32)
 layouts = st.builds(random_layout, seeds, st.sampled_from(LAYOUT_KINDS), st.integers(1, 6), st.integers(1, 400))
 
 
-def random_tasks(layout, seed, num_servers):
+def random_tasks(layout: Layout, seed: int, num_servers: int) -> TaskTable:
     """Any queries against any keys on any server, overlapping at will: traffic must not need a sensible plan."""
     rng = np.random.default_rng(seed)
     owner = rng.integers(0, layout.num_slices, size=int(rng.integers(1, 12)))
@@ -30,7 +30,7 @@ def random_tasks(layout, seed, num_servers):
 
 @settings(max_examples=150, deadline=None)
 @given(layouts, seeds, st.integers(0, 3), st.sampled_from([1, 8, 32]))
-def test_bytes_equal_a_count_of_tokens(layout, seed, dedicated, tp):
+def test_bytes_equal_a_count_of_tokens(layout: Layout, seed: int, dedicated: int, tp: int) -> None:
     num_servers = layout.num_ranks + dedicated
     tasks = random_tasks(layout, seed, num_servers)
     moved = traffic(layout, tasks, num_servers)
@@ -46,7 +46,7 @@ def test_bytes_equal_a_count_of_tokens(layout, seed, dedicated, tp):
 
 @settings(max_examples=100, deadline=None)
 @given(layouts, seeds)
-def test_key_ranges_are_distinct_and_each_from_its_own_home(layout, seed):
+def test_key_ranges_are_distinct_and_each_from_its_own_home(layout: Layout, seed: int) -> None:
     tasks = random_tasks(layout, seed, layout.num_ranks)
     ranges = key_ranges(layout, tasks)
     needed = {(server, document, key)
@@ -64,16 +64,16 @@ def test_key_ranges_are_distinct_and_each_from_its_own_home(layout, seed):
         assert layout.rank[inside].tolist() == [home]
 
 
-def test_whole_documents_at_home_move_nothing():
+def test_whole_documents_at_home_move_nothing() -> None:
     layout = layout_from_rows([[5, 7], [], [9]])
     moved = traffic(layout, tasks_at_home(layout), 3)
     assert moved.sent_bytes(LLAMA).sum() == 0
     assert moved.matrix_bytes(LLAMA).shape == (3, 3)
 
 
-def test_shared_keys_and_queries_travel_once():
+def test_shared_keys_and_queries_travel_once() -> None:
     """One document of 1,024 tokens, [0, 512) on rank 0 and [512, 1024) on rank 1; server 2 owns nothing."""
-    def column(*values):
+    def column(*values: int) -> np.ndarray:
         return np.array(values)
 
     layout = layout_from_slices(column(1024), column(0, 0), column(0, 512), column(512, 1024), column(0, 1), 2)

@@ -1,6 +1,8 @@
 """A whole report with every section, at any number of ranks, from plain random figures."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from distca.trace import Span, StepTrace
 GB = 1e9
 
 
-def traces(ranks, layers=32, seed=0):
+def traces(ranks: int, layers: int = 32, seed: int = 0) -> tuple[StepTrace, ...]:
     """Layers of linear work and attention, then a wait for the slowest, with exchanges on a lane of their own."""
     rng = np.random.default_rng(seed)
     attention = rng.uniform(0.5e-3, 2e-3, (layers, ranks))
@@ -39,7 +41,8 @@ def traces(ranks, layers=32, seed=0):
     return tuple(made)
 
 
-def planned(before, after, ranks=None, sent=None, moved=0, **changes):
+def planned(before: list[float] | np.ndarray, after: list[float] | np.ndarray, ranks: int | None = None,
+            sent: list[float] | np.ndarray | None = None, moved: int = 0, **changes: Any) -> PlannedBatch:
     """A real plan of equal documents, one per rank, whose summaries say that servers did this work."""
     before, after = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
     ranks = len(before) if ranks is None else ranks
@@ -55,14 +58,14 @@ def planned(before, after, ranks=None, sent=None, moved=0, **changes):
     return replace(batch, before=sides[0], after=sides[1], backward=sides[1])
 
 
-def sampled(ranks):
+def sampled(ranks: int) -> PlannedBatch:
     """A batch of documents from 256 tokens up, a few of them long, as it is planned."""
     lengths = (np.random.default_rng(ranks).pareto(1.2, 10 * ranks) * 4096 + 256).astype(np.int64)
     lengths = np.append(lengths, -int(lengths.sum()) % ranks or ranks)
     return PlannedBatch.of(distca.plan(distca.pack(lengths, ranks=ranks), "llama3-8b"), "sampled")
 
 
-def report(ranks, timelines=1, layers=32):
+def report(ranks: int, timelines: int = 1, layers: int = 32) -> ReportData:
     rng = np.random.default_rng(ranks)
     memory = np.array([12 * GB, 24 * GB, 40 * GB, 6 * GB])[:, None] * rng.uniform(0.9, 1.1, (4, ranks))
     strategies = []
@@ -85,15 +88,15 @@ def report(ranks, timelines=1, layers=32):
 
 
 @pytest.fixture
-def make_report():
+def make_report() -> Callable[..., ReportData]:
     return report
 
 
 @pytest.fixture
-def make_traces():
+def make_traces() -> Callable[..., tuple[StepTrace, ...]]:
     return traces
 
 
 @pytest.fixture(scope="session")
-def make_batch():
+def make_batch() -> Callable[..., PlannedBatch]:
     return planned

@@ -4,16 +4,23 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from distca.report.figures import ReportData
 from distca.report.page import write_page
+from distca.trace import StepTrace
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed; pip install selenium")
 from selenium import webdriver  # noqa: E402
+from selenium.webdriver.chrome.webdriver import WebDriver  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
@@ -35,8 +42,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
     options = webdriver.ChromeOptions()
+    assert CHROMIUM is not None
     options.binary_location = CHROMIUM
     for switch in (*SWITCHES, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(switch)
@@ -47,11 +55,12 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def show(browser, make_report, tmp_path):
+def show(browser: WebDriver, make_report: Callable[..., ReportData],
+         tmp_path: Path) -> Iterator[Callable[..., WebDriver]]:
     """Open a page and wait until it is drawn; at the end it must have said nothing and asked for nothing."""
     path = tmp_path / "page.html"
 
-    def call(ranks, **options):
+    def call(ranks: int, **options: int) -> WebDriver:
         write_page(make_report(ranks, **options), path)
         browser.get(path.as_uri())
         until(lambda: browser.execute_script("return document.documentElement.dataset.complete") == "true")
@@ -65,19 +74,19 @@ def show(browser, make_report, tmp_path):
     assert {url for url in asked if not url.startswith(("data:", "blob:"))} == {path.as_uri()}
 
 
-def until(condition):
+def until(condition: Callable[[], object]) -> None:
     stop = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < stop, "the page did not get there"
         time.sleep(0.05)
 
 
-def chart_data(browser, key):
+def chart_data(browser: WebDriver, key: str) -> list[dict[str, Any]]:
     return browser.execute_script(
         "return document.getElementById(arguments[0]).data.map(trace => ({...trace}))", f"chart-{key}")
 
 
-def painted(browser):
+def painted(browser: WebDriver) -> tuple[np.ndarray, np.ndarray]:
     """The first timeline's cells, lane numbers and -1 where nothing is, and the moments of their columns."""
     rows = browser.execute_script("return document.getElementById('chart-timeline-0').data[0].z"
                                   ".map(row => row.map(cell => cell === null ? '-' : cell).join(''))")
@@ -86,21 +95,21 @@ def painted(browser):
     return cells, start + step * np.arange(cells.shape[1])
 
 
-def times(browser, number):
+def times(browser: WebDriver, number: int) -> list[float]:
     """First moment and width of a cell of a timeline, in milliseconds."""
     return browser.execute_script("const {x0, dx} = document.getElementById(arguments[0]).data[0]; return [x0, dx]",
                                   f"chart-timeline-{number}")
 
 
-def ticks(browser):
+def ticks(browser: WebDriver) -> list[str]:
     return browser.execute_script("return document.getElementById('chart-timeline-0').layout.yaxis.ticktext")
 
 
-def status(browser):
+def status(browser: WebDriver) -> str:
     return browser.find_element(By.ID, "timeline-status").text
 
 
-def point_at(browser, seconds, row):
+def point_at(browser: WebDriver, seconds: float, row: float) -> None:
     """Move the pointer over a moment and a row of the first timeline; its axis is in milliseconds."""
     chart = browser.find_element(By.ID, "chart-timeline-0")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
@@ -111,7 +120,7 @@ def point_at(browser, seconds, row):
     ActionChains(browser).move_to_element_with_offset(chart, round(x) - 3, round(y)).move_by_offset(3, 0).perform()
 
 
-def test_every_chart_is_drawn_at_8_ranks(show):
+def test_every_chart_is_drawn_at_8_ranks(show: Callable[..., WebDriver]) -> None:
     browser = show(8, timelines=2)
     for chart in browser.find_elements(By.CLASS_NAME, "chart"):
         assert chart.find_elements(By.CSS_SELECTOR, "svg.main-svg"), chart.get_attribute("id")
@@ -122,7 +131,8 @@ def test_every_chart_is_drawn_at_8_ranks(show):
     assert len(browser.find_elements(By.CSS_SELECTOR, "#chart-documents .bars .point")) > 8
 
 
-def test_timeline_paints_the_spans_where_they_are(show, make_traces):
+def test_timeline_paints_the_spans_where_they_are(show: Callable[..., WebDriver],
+                                                  make_traces: Callable[..., tuple[StepTrace, ...]]) -> None:
     browser = show(8)
     cells, moments = painted(browser)
     spans = make_traces(8)[3].spans
@@ -137,7 +147,8 @@ def test_timeline_paints_the_spans_where_they_are(show, make_traces):
     assert (rows[5] == -1).all()
 
 
-def test_pointing_tells_the_span(show, make_traces):
+def test_pointing_tells_the_span(show: Callable[..., WebDriver],
+                                 make_traces: Callable[..., tuple[StepTrace, ...]]) -> None:
     browser = show(8)
     span = next(span for span in make_traces(8)[2].spans if span.lane == "network" and span.start_seconds > 0.05)
     point_at(browser, (span.start_seconds + span.stop_seconds) / 2, 2 - 0.5 + 4.5 / 6)
@@ -150,7 +161,7 @@ def test_pointing_tells_the_span(show, make_traces):
     until(lambda: not tip.is_displayed())
 
 
-def test_lanes_and_ranks_can_be_filtered_from_the_keyboard(show):
+def test_lanes_and_ranks_can_be_filtered_from_the_keyboard(show: Callable[..., WebDriver]) -> None:
     browser = show(8)
     browser.find_element(By.CSS_SELECTOR, "#timeline-lanes input[value=linear]").send_keys(Keys.SPACE)
     cells, _ = painted(browser)
@@ -166,7 +177,7 @@ def test_lanes_and_ranks_can_be_filtered_from_the_keyboard(show):
     assert field.get_attribute("aria-invalid") == "false" and len(ticks(browser)) == 8
 
 
-def test_zoom_by_buttons_and_by_dragging_moves_both_timelines(show):
+def test_zoom_by_buttons_and_by_dragging_moves_both_timelines(show: Callable[..., WebDriver]) -> None:
     browser = show(8, timelines=2)
     whole = times(browser, 0)
     assert whole == times(browser, 1)                            # one scale, so that lengths compare
@@ -185,7 +196,7 @@ def test_zoom_by_buttons_and_by_dragging_moves_both_timelines(show):
     assert 1 < len(ticks(browser)) < 5 and ticks(browser)[0] == "rank 1"
 
 
-def test_choices_redraw_and_tables_open(show):
+def test_choices_redraw_and_tables_open(show: Callable[..., WebDriver]) -> None:
     browser = show(8)
     before = chart_data(browser, "work")[0]["y"]
     Select(browser.find_element(By.ID, "work-order")).select_by_value("size")
@@ -197,13 +208,13 @@ def test_choices_redraw_and_tables_open(show):
     rows = {}
     for details in browser.find_elements(By.CSS_SELECTOR, "details"):
         details.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
-        until(lambda details=details: details.find_elements(By.CSS_SELECTOR, "tbody tr"))
+        until(partial(details.find_elements, By.CSS_SELECTOR, "tbody tr"))
         rows[details.get_attribute("data-table")] = len(details.find_elements(By.CSS_SELECTOR, "tbody tr"))
     assert rows["work"] == rows["memory"] == rows["timeline"] == rows["transfers"] == 8
     assert rows["spans"] == 32 * 4 + 1 and rows["run"] == 300
 
 
-def test_every_control_is_reached_by_tab_and_shows_it(show):
+def test_every_control_is_reached_by_tab_and_shows_it(show: Callable[..., WebDriver]) -> None:
     browser = show(8)
     wanted = browser.execute_script(
         "return document.querySelectorAll('a, button, input, select, summary').length"
@@ -221,7 +232,8 @@ def test_every_control_is_reached_by_tab_and_shows_it(show):
     assert all(b > a - 40 for a, b in pairwise(below_the_head))  # reading order
 
 
-def test_512_ranks(show, make_traces, tmp_path):
+def test_512_ranks(show: Callable[..., WebDriver], make_traces: Callable[..., tuple[StepTrace, ...]],
+                   tmp_path: Path) -> None:
     browser = show(512)
     assert (tmp_path / "page.html").stat().st_size < 10e6
     ready = browser.execute_script("return performance.getEntriesByName('report-ready')[0].startTime")
@@ -241,11 +253,13 @@ def test_512_ranks(show, make_traces, tmp_path):
     assert len(chart_data(browser, "work")[0]["y"]) == 512
 
 
-def test_names_of_files_are_no_links(browser, make_report, tmp_path):
+def test_names_of_files_are_no_links(browser: WebDriver, make_report: Callable[..., ReportData],
+                                     tmp_path: Path) -> None:
     """The charting library would make links of names; ours stay the letters they are, wherever they are shown."""
     evil = '<a href="https://example.com">distca</a>'
     data = make_report(8)
     first, *others = data.comparison
+    assert data.run is not None
     label, values = data.run.series[0]
     named = replace(data, comparison=(replace(first, name=evil), *others),
                     run=replace(data.run, series=((evil + label, values), *data.run.series[1:])))

@@ -4,11 +4,13 @@ import importlib.util
 import logging
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.dispatch.build import build
+from distca.dispatch.tables import RankTables
 from distca.runtime import call
 from distca.runtime.copy_tables import chunks, intervals, packing, unpacking
 from distca.runtime.exchange_torch import Dispatch, Stamp
@@ -21,7 +23,7 @@ MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 
 
 @st.composite
-def tables(draw):
+def tables(draw: st.DrawFn) -> RankTables:
     """One rank's tables of a senseless plan."""
     seed, ranks = draw(st.integers(0, 100_000)), draw(st.integers(1, 4))
     layout = random_layout(seed, draw(st.sampled_from(LAYOUT_KINDS)), ranks, draw(st.integers(1, 30)))
@@ -30,7 +32,7 @@ def tables(draw):
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), max_size=8), st.integers(1, 16))
-def test_chunks_cover_every_run_once_and_end_on_blocks(runs, block):
+def test_chunks_cover_every_run_once_and_end_on_blocks(runs: list[tuple[int, int]], block: int) -> None:
     at, length = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     run, begin, count = (column.numpy() for column in chunks(length, block, at, CPU))
     covered = [[i for r, b, c in zip(run, begin, count, strict=True) if r == which for i in range(b, b + c)]
@@ -42,7 +44,7 @@ def test_chunks_cover_every_run_once_and_end_on_blocks(runs, block):
 
 @settings(deadline=None)
 @given(tables())
-def test_intervals_name_every_part_of_every_token(tables):
+def test_intervals_name_every_part_of_every_token(tables: RankTables) -> None:
     for side in (tables.queries, tables.keys):
         of = intervals(side)
         runs = [*zip(side.local.row, side.local.length, strict=True),
@@ -56,7 +58,7 @@ def test_intervals_name_every_part_of_every_token(tables):
 
 @settings(deadline=None)
 @given(tables(), st.sampled_from([(16, 32), (6, 4), (7, 5)]), st.sampled_from([16, 64, 4096]))
-def test_copies_write_every_byte_once(tables, sizes, block):
+def test_copies_write_every_byte_once(tables: RankTables, sizes: tuple[int, int], block: int) -> None:
     exchange = Dispatch.of(tables, [("q", sizes[0]), ("k", sizes[1])], Stamp.of(3, CPU))
     for copies, room in ((packing(exchange, CPU, block), {0: exchange.leaving.num_bytes}),
                          (unpacking(exchange, CPU, block), {0: tables.queries.buffer_tokens * sizes[0],
@@ -75,7 +77,8 @@ def test_copies_write_every_byte_once(tables, sizes, block):
         assert missing == unneeded
 
 
-def test_without_triton_torch_copies_and_says_so_once(monkeypatch, caplog):
+def test_without_triton_torch_copies_and_says_so_once(monkeypatch: pytest.MonkeyPatch,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     call._has_triton.cache_clear()
     exchange = Dispatch.of(build(misplaced_plan(layout_from_rows([[4], [4]]), 2, MODEL), 0), [("q", 16), ("k", 16)])

@@ -1,6 +1,9 @@
 """Dedicated servers: any number of plans and calls, in any order, until they are told to stop."""
 
+from __future__ import annotations
+
 import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -9,17 +12,21 @@ import torch
 from distca.kernels import TaskRows
 from distca.kernels.accuracy import check_attention
 from distca.planning.balance import balance
+from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Phase
+from distca.runtime.call import Call, Phase
 from distca.runtime.dedicated import Announcement, serve_until_stopped, stop_servers
 from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackWorld
+from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
 from distca.testing import (
     dense_on_one,
     from_rows,
+    gradient,
     misplaced_plan,
     on_fake_ranks,
+    qkv_of,
     random_qkv,
     row_index,
     scattered_layout,
@@ -27,54 +34,57 @@ from distca.testing import (
 )
 from distca.workload.layout import layout_from_rows
 
+if TYPE_CHECKING:
+    from tests.runtime.conftest import RecordingTransport
+
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 NUM_PLANS = PLANS_KEPT + 4
 
 
-def pool_plans(count=NUM_PLANS):
+def pool_plans(count: int = NUM_PLANS) -> list[Plan]:
     """Distinct plans of two trainers and one server that does all the work."""
     return [misplaced_plan(layout_from_rows([[10 + n], [6]]), 3, MODEL, shift=2 if n % 2 else 1) for n in range(count)]
 
 
-def leaves_of(plan, rank):
+def leaves_of(plan: Plan, rank: int) -> list[torch.Tensor]:
     return [x[row_index(plan.layout, rank)].requires_grad_() for x in random_qkv(0, plan.layout.num_tokens)[:3]]
 
 
-def dout_of(plan, rank):
+def dout_of(plan: Plan, rank: int) -> torch.Tensor:
     return random_qkv(0, plan.layout.num_tokens)[3][row_index(plan.layout, rank)]
 
 
-def check(plan, rows):
+def check(plan: Plan, rows: list[tuple[torch.Tensor, ...]]) -> None:
     expected = dense_on_one(*random_qkv(0, plan.layout.num_tokens), plan.layout.lengths)
     for field, want in zip(zip(*rows, strict=True), expected, strict=True):
         torch.testing.assert_close(from_rows(field, plan.layout), want, rtol=1e-10, atol=1e-10)
 
 
-def test_more_plans_in_flight_than_are_remembered():
+def test_more_plans_in_flight_than_are_remembered() -> None:
     """As in a deep pipeline: all forwards first, then all backwards."""
     plans = pool_plans()
 
-    def body(attend):
+    def body(attend: CoreAttention) -> list[tuple[torch.Tensor, ...]]:
         rank = attend.transport.rank
         leaves = [leaves_of(plan, rank) for plan in plans]
-        outs = [attend(*row, plan) for row, plan in zip(leaves, plans, strict=True)]
+        outs = [attend(*qkv_of(row), plan) for row, plan in zip(leaves, plans, strict=True)]
         torch.autograd.backward(outs, [dout_of(plan, rank) for plan in plans])
-        return [(out.detach(), *(leaf.grad for leaf in row)) for out, row in zip(outs, leaves, strict=True)]
+        return [(out.detach(), *map(gradient, row)) for out, row in zip(outs, leaves, strict=True)]
 
     for plan, *rows in zip(plans, *on_fake_ranks(plans[0], body), strict=True):
         check(plan, rows)
 
 
-def test_one_plan_used_all_along_while_others_pass():
+def test_one_plan_used_all_along_while_others_pass() -> None:
     plans = pool_plans()
 
-    def body(attend):
+    def body(attend: CoreAttention) -> list[tuple[torch.Tensor, ...]]:
         results = []
         for plan in (plan for other in plans[1:] for plan in (plans[0], other)):
             leaves = leaves_of(plan, attend.transport.rank)
-            out = attend(*leaves, plan)
+            out = attend(*qkv_of(leaves), plan)
             out.backward(dout_of(plan, attend.transport.rank))
-            results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+            results.append((out.detach(), *map(gradient, leaves)))
         return results[-2:]
 
     rows = on_fake_ranks(plans[0], body)
@@ -82,16 +92,16 @@ def test_one_plan_used_all_along_while_others_pass():
     check(plans[-1], [row[1] for row in rows])
 
 
-def test_servers_count_calls_and_stop():
+def test_servers_count_calls_and_stop() -> None:
     """Forward without backward, and both, each count as one call."""
     plan = misplaced_plan(layout_from_rows([[10], [6]]), 4, MODEL, shift=2)
 
-    def body(transport):
+    def body(transport: LoopbackTransport) -> int | None:
         attend = CoreAttention(transport=transport)
         if transport.rank >= 2:
             return serve_until_stopped(attend)
         for backward in (True, False, True):
-            out = attend(*leaves_of(plan, transport.rank), plan)
+            out = attend(*qkv_of(leaves_of(plan, transport.rank)), plan)
             if backward:
                 out.sum().backward()
         stop_servers(attend, plan)
@@ -100,27 +110,27 @@ def test_servers_count_calls_and_stop():
     assert LoopbackWorld(4, timeout_seconds=20).run(body) == [None, None, 3, 3]
 
 
-def test_a_pool_that_serves_everything_leaves_trainers_without_kernels():
+def test_a_pool_that_serves_everything_leaves_trainers_without_kernels() -> None:
     layout = scattered_layout(0, np.array([300, 20, 1]), 2)
     plan = balance(layout, MODEL, speed=[0, 0, 1, 1])
     assert (plan.tasks.server >= 2).all()
 
-    def body(attend):
+    def body(attend: CoreAttention) -> tuple[torch.Tensor, ...]:
         leaves = leaves_of(plan, attend.transport.rank)
-        out = attend(*leaves, plan)
+        out = attend(*qkv_of(leaves), plan)
         out.backward(dout_of(plan, attend.transport.rank))
-        return out.detach(), *(leaf.grad for leaf in leaves)
+        return out.detach(), *map(gradient, leaves)
 
     check(plan, on_fake_ranks(plan, body))
 
 
-def test_windows_scales_and_dtypes_are_announced():
+def test_windows_scales_and_dtypes_are_announced() -> None:
     plan = scattered_plan(1, layout_from_rows([[30], [16]]), 3, MODEL)
 
-    def body(attend):
+    def body(attend: CoreAttention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         row = [x.detach() for x in leaves_of(plan, attend.transport.rank)]
-        return (attend(*row, plan, window=5, scale=0.3), attend(*row, plan),
-                attend(*(x.float() for x in row), plan))
+        return (attend(*qkv_of(row), plan, window=5, scale=0.3), attend(*qkv_of(row), plan),
+                attend(*qkv_of(x.float() for x in row), plan))
 
     windowed, plain, single = zip(*on_fake_ranks(plan, body), strict=True)
     tensors = random_qkv(0, plan.layout.num_tokens)
@@ -129,36 +139,40 @@ def test_windows_scales_and_dtypes_are_announced():
         (plain, dense_on_one(*tensors, plan.layout.lengths)[0]),
     ):
         torch.testing.assert_close(from_rows(rows, plan.layout), expected, rtol=1e-10, atol=1e-10)
-    check_attention([from_rows(single, plan.layout), None, None, None, None], *(x.float() for x in tensors),
+    q, k, v, dout = (x.float() for x in tensors)
+    check_attention([from_rows(single, plan.layout), None, None, None, None], q, k, v, dout,
                     TaskRows.documents(plan.layout.lengths))
 
 
-def test_servers_hold_nothing_between_forward_and_backward(recording):
+def test_servers_hold_nothing_between_forward_and_backward(recording: type[RecordingTransport],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """A dedicated server between two calls holds no buffer that travelled, nor the calls themselves."""
     plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL, shift=2)
     alive, calls = [], []
 
-    def body(transport):
-        attend = CoreAttention(transport=recording(transport))
+    def body(transport: LoopbackTransport) -> None:
+        recorded = recording(transport)
+        attend = CoreAttention(transport=recorded)
         if transport.rank == 2:
-            hear, call = attend.transport.inner.hear, attend.call
+            hear, call = transport.hear, attend.call
 
-            def noted(*args):
+            def noted(*args: Any) -> Call:
                 made = call(*args)
                 calls.append(weakref.ref(made))
                 return made
 
-            def watched():
+            def watched() -> bytes:
                 heard = hear()
                 if not heard or Announcement.from_bytes(heard, torch.device("cpu")).phase is Phase.DISPATCH:
-                    alive.append((attend.transport.alive, sum(ref() is not None for ref in calls)))
+                    alive.append((recorded.alive, sum(ref() is not None for ref in calls)))
                 return heard
 
-            attend.transport.hear, attend.call = watched, noted
+            monkeypatch.setattr(recorded, "hear", watched, raising=False)
+            monkeypatch.setattr(attend, "call", noted)
             serve_until_stopped(attend)
             return
         for _ in range(2):
-            attend(*leaves_of(plan, transport.rank), plan).sum().backward()
+            attend(*qkv_of(leaves_of(plan, transport.rank)), plan).sum().backward()
         stop_servers(attend, plan)
 
     LoopbackWorld(3, timeout_seconds=20).run(body)
@@ -167,7 +181,7 @@ def test_servers_hold_nothing_between_forward_and_backward(recording):
     assert [num_calls for _, num_calls in alive] == [0] * 5
 
 
-def test_keeping_is_refused_where_servers_keep_nothing():
+def test_keeping_is_refused_where_servers_keep_nothing() -> None:
     plan = misplaced_plan(layout_from_rows([[10], [6]]), 3, MODEL)
     with pytest.raises(ValueError, match=r"state is 'keep' but the plan has dedicated servers.*use 'resend'"):
-        on_fake_ranks(plan, lambda attend: attend(*leaves_of(plan, attend.transport.rank), plan), state="keep")
+        on_fake_ranks(plan, lambda attend: attend(*qkv_of(leaves_of(plan, attend.transport.rank)), plan), state="keep")

@@ -3,7 +3,11 @@
 Needs a GPU, or triton's interpreter: TRITON_INTERPRET=1.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import torch
 
 from distca.dispatch.build import build
 from distca.planning.balance import balance
+from distca.planning.plan import Plan
 from distca.runtime import call as call_module
 from distca.runtime.call import BackwardCall, ForwardCall, Shapes
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
@@ -39,12 +44,16 @@ from distca.runtime.exchange_triton import with_triton  # noqa: E402
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 SEEDS = range(6)
-SHAPES = [(4, 2, 8, torch.bfloat16), (4, 4, 8, torch.float64), (3, 1, 5, torch.float16), (2, 1, 16, torch.bfloat16),
-          (4, 1, 12, torch.float32), (1, 1, 1, torch.bfloat16)]  # units of 16, 16, 2, 8, 16 and 2 bytes
+Shape = tuple[int, int, int, torch.dtype]                        # heads, KV heads, dim, dtype
+Pair = tuple[torch.Tensor, ...]                                  # out and log-sum-exp
+Posted = dict[tuple[int, int], tuple[torch.Tensor, ...]]         # what (exchange, rank) sent to each rank
+SHAPES: list[Shape] = [
+    (4, 2, 8, torch.bfloat16), (4, 4, 8, torch.float64), (3, 1, 5, torch.float16), (2, 1, 16, torch.bfloat16),
+    (4, 1, 12, torch.float32), (1, 1, 1, torch.bfloat16)]  # units of 16, 16, 2, 8, 16 and 2 bytes
 SMALL = {"copy_bytes": 256, "part_bytes": 128}                   # so that runs are cut into many blocks
 
 
-def some_plan(seed):
+def some_plan(seed: int) -> Plan:
     """Any layout and any pool, planned well or senselessly."""
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, 5))
@@ -54,7 +63,7 @@ def some_plan(seed):
     return scattered_plan(seed, layout, ranks + int(rng.integers(0, 3)), MODEL)
 
 
-def shared_by_three():
+def shared_by_three() -> Plan:
     """A plan in which some queries have three parts."""
     layout = scattered_layout(1, np.array([7, 90, 33]), ranks=4)
     return next(plan for seed in range(100)
@@ -62,11 +71,12 @@ def shared_by_three():
                        for rank in range(4)) >= 3)
 
 
-def random_tensor(generator, tokens, trailing, dtype):
+def random_tensor(generator: torch.Generator, tokens: int, trailing: tuple[int, ...],
+                  dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(tokens, *trailing, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
 
 
-def exchanged(wires, exchanges):
+def exchanged(wires: list[torch.Tensor], exchanges: list[Any]) -> list[torch.Tensor]:
     """What arrives at every rank, when each sends its wire."""
     sends = [wire.split(exchange.leaving.splits) for wire, exchange in zip(wires, exchanges, strict=True)]
     for rank, exchange in enumerate(exchanges):
@@ -74,7 +84,7 @@ def exchanged(wires, exchanges):
     return [torch.cat([sent[rank] for sent in sends]) for rank in range(len(exchanges))]
 
 
-def same(got, want):
+def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
@@ -83,12 +93,13 @@ def same(got, want):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_servers_get_what_torch_would_give_them(shape, options, seed):
+def test_servers_get_what_torch_would_give_them(shape: Shape, options: dict[str, int], seed: int) -> None:
     plan, (heads, kv_heads, dim, dtype) = some_plan(seed), shape
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
-    kinds = {"q": ((heads, dim), dtype, shapes.q_bytes), "k": ((kv_heads, dim), dtype, shapes.kv_bytes),
-             "lse": ((heads,), shapes.lse_dtype, shapes.lse_bytes)}
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
+        "q": ((heads, dim), dtype, shapes.q_bytes), "k": ((kv_heads, dim), dtype, shapes.kv_bytes),
+        "lse": ((heads,), shapes.lse_dtype, shapes.lse_bytes)}
     names = ["q", "k", "k", "q", "lse"]
     ranks = range(plan.num_servers)
     tables = [build(plan, rank) for rank in ranks]
@@ -98,7 +109,7 @@ def test_servers_get_what_torch_would_give_them(shape, options, seed):
     rows = [tuple(random_tensor(generator, table.row_tokens, *kinds[name][:2]) for name in names) for table in tables]
     arrived = exchanged([exchange.pack(exchange.ready(row)) for exchange, row in zip(fast, rows, strict=True)], fast)
     for row, wire, by_torch, exchange in zip(rows, arrived, plain, fast, strict=True):
-        assert exchange.stamp.mismatched(wire, exchange.arriving) == []
+        assert exchange.stamp is not None and exchange.stamp.mismatched(wire, exchange.arriving) == []
         same(exchange.unpack(wire, exchange.ready(row)), by_torch.unpack(wire, row))
     in_torch = exchanged([exchange.pack(row) for exchange, row in zip(plain, rows, strict=True)], plain)
     for row, wire, other, exchange in zip(rows, arrived, in_torch, plain, strict=True):
@@ -108,7 +119,7 @@ def test_servers_get_what_torch_would_give_them(shape, options, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_are_summed_as_torch_sums_them(shape, options, seed):
+def test_gradients_are_summed_as_torch_sums_them(shape: Shape, options: dict[str, int], seed: int) -> None:
     plan, (heads, kv_heads, dim, dtype) = some_plan(seed), shape
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
@@ -128,7 +139,8 @@ def test_gradients_are_summed_as_torch_sums_them(shape, options, seed):
             same(got, want)
 
 
-def merged_both_ways(plan, shape, options, seed, unseen):
+def merged_both_ways(plan: Plan, shape: Shape, options: dict[str, int], seed: int,
+                     unseen: float) -> list[tuple[Pair, Pair]]:
     """(out, lse) of every rank by torch and by one launch; a share of the parts saw no key."""
     heads, _, dim, dtype = shape
     generator = torch.Generator().manual_seed(seed)
@@ -151,12 +163,12 @@ def merged_both_ways(plan, shape, options, seed, unseen):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parts_of_a_query_merge_as_in_torch(shape, options, seed):
+def test_parts_of_a_query_merge_as_in_torch(shape: Shape, options: dict[str, int], seed: int) -> None:
     for got, want in merged_both_ways(some_plan(seed), shape, options, seed, unseen=0.5 * (seed % 2)):
         close_attention(got, want)
 
 
-def close_attention(got, want, parts=5):
+def close_attention(got: Pair, want: Pair, parts: int = 5) -> None:
     """Of at most `parts` parts. Each merge rounds log-sum-exps as large as L, by eps L, and weights by exp of that.
 
     A part's share is then off by 4 eps (L + 2) per merge at most, in torch's chain of merges and in the one at once;
@@ -172,7 +184,7 @@ def close_attention(got, want, parts=5):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_three_parts_merge_and_single_ones_stay_as_they_are(shape):
+def test_three_parts_merge_and_single_ones_stay_as_they_are(shape: Shape) -> None:
     plan = shared_by_three()
     single = combined = 0
     for rank, (got, want) in enumerate(merged_both_ways(plan, shape, SMALL, 0, 0.2)):
@@ -186,27 +198,27 @@ def test_three_parts_merge_and_single_ones_stay_as_they_are(shape):
 class Stepping:
     """Ranks that take turns: whoever waits finds that all others have sent."""
 
-    def __init__(self, rank, posted):
+    def __init__(self, rank: int, posted: Posted) -> None:
         self.rank, self.posted, self.number = rank, posted, 0
 
-    def exchange(self, send, send_splits, recv_splits):
+    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Stepping:
         self.posted[self.number, self.rank] = send.split(send_splits)
         self.awaited, self.number = self.number, self.number + 1
         return self
 
-    def gather(self, value, device):
+    def gather(self, value: int, device: torch.device) -> list[int]:
         return [value]
 
-    def wait(self):
+    def wait(self) -> torch.Tensor:
         ranks = sorted(rank for number, rank in self.posted if number == self.awaited)
         return torch.cat([self.posted[self.awaited, rank][self.rank] for rank in ranks])
 
 
-def strided(x):
+def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, -x], dim=-1)[..., 0]
 
 
-def misaligned(x):
+def misaligned(x: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:]
     return flat.view(x.shape).copy_(x)
 
@@ -219,13 +231,15 @@ def misaligned(x):
     lambda: balance(layout_from_rows([[60], [20, 3, 7]]), MODEL, tolerance=0.0),
     lambda: balance(layout_from_rows([[10], [10]]), MODEL),
 ], ids=["shared", "misplaced", "balanced", "at_home"])
-def test_attention_is_exact(make, form, keep, monkeypatch):
+def test_attention_is_exact(make: Callable[[], Plan], form: Callable[[torch.Tensor], torch.Tensor], keep: bool,
+                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_module, "packed_on", lambda device, exchange: with_triton(exchange, device))
     plan = make()
     q, k, v, dout = (x.to(DEVICE) for x in random_qkv(0, plan.layout.num_tokens))
-    posted, shapes = {}, Shapes(4, 2, 8, torch.float64, DEVICE)
+    posted: Posted = {}
+    shapes = Shapes(4, 2, 8, torch.float64, DEVICE)
     ranks = range(plan.num_servers)
-    plans = [PlanRegistry(Stepping(rank, posted), "dense") for rank in ranks]
+    plans = [PlanRegistry(cast(Any, Stepping(rank, posted)), "dense") for rank in ranks]
     calls = [ForwardCall(one, plan, shapes, keep=keep) for one in plans]
     index = [row_index(plan.layout, rank).to(DEVICE) for rank in ranks]
     rows = [[form(x[here]) for x in (q, k, v)] for here in index]
@@ -233,19 +247,19 @@ def test_attention_is_exact(make, form, keep, monkeypatch):
         call.dispatch(*row)
     kept = [call.serve() for call in calls]
     results = [call.combine() for call in calls]
-    calls = [BackwardCall(one, plan, shapes, keep=keep) for one in plans]
-    for call, row, (out, lse), here in zip(calls, rows, results, index, strict=True):
-        call.dispatch(*row, out, form(dout[here]), lse)
-    for call, held in zip(calls, kept, strict=True):
-        call.serve(*(held if keep else ()))
-    gradients = [call.combine() for call in calls]
+    back = [BackwardCall(one, plan, shapes, keep=keep) for one in plans]
+    for turn, row, (out, lse), here in zip(back, rows, results, index, strict=True):
+        turn.dispatch(*row, out, form(dout[here]), lse)
+    for turn, held in zip(back, kept, strict=True):
+        turn.serve(*(held if keep else ()))
+    gradients = [turn.combine() for turn in back]
     actual = [(out, *grads) for (out, _), grads in zip(results, gradients, strict=True)]
     expected = dense_on_one(q, k, v, dout, plan.layout.lengths)
     for got, want in zip(zip(*actual, strict=True), expected, strict=True):
         torch.testing.assert_close(from_rows(got, plan.layout), want, rtol=1e-10, atol=1e-10)
 
 
-def test_what_is_all_at_home_is_not_copied():
+def test_what_is_all_at_home_is_not_copied() -> None:
     plan = balance(layout_from_rows([[10], [10]]), MODEL)
     exchange = with_triton(Combine.of(build(plan, 0), [("q", 64), ("k", 32)]), DEVICE)
     buffers = torch.ones(10, 4, 8, dtype=torch.bfloat16, device=DEVICE), torch.ones(10, 2, 8, device=DEVICE)

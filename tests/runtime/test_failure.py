@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import misplaced_plan, random_qkv, row_index, run_processes
+from distca.testing import ProcessOutcome, misplaced_plan, qkv_of, random_qkv, row_index, run_processes
 from distca.workload.layout import layout_from_rows
 
 pytestmark = pytest.mark.multiprocess
@@ -21,13 +23,13 @@ NEVER_SECONDS = 120.0                                            # of one in whi
 STEPS = ["before", "start", "serve", "finish", "backward"]       # how far the victim comes
 
 
-def vanish(how):
+def vanish(how: str) -> None:
     if how == "dies":
         os._exit(17)
     time.sleep(3600)
 
 
-def train(transport, plan, how, last_step):
+def train(transport: C10dTransport, plan: Plan, how: str, last_step: str) -> None:
     """One attention call, forward and backward, in which the victim vanishes after its last step."""
     attend = CoreAttention(transport=transport)
     mine = transport.rank == VICTIM
@@ -36,7 +38,7 @@ def train(transport, plan, how, last_step):
         vanish(how)
     leaves = [x[row_index(plan.layout, transport.rank)].requires_grad_()
               for x in random_qkv(0, plan.layout.num_tokens)[:3]]
-    pending = attend.start(*leaves, plan)
+    pending = attend.start(*qkv_of(leaves), plan)
     if mine and last_step == "start":
         vanish(how)
     attend.serve(pending)
@@ -51,13 +53,13 @@ def train(transport, plan, how, last_step):
     attend_once(attend, plan)
 
 
-def attend_once(attend, plan):
+def attend_once(attend: CoreAttention, plan: Plan) -> None:
     row = [x[row_index(plan.layout, attend.transport.rank)].requires_grad_()
            for x in random_qkv(0, plan.layout.num_tokens)[:3]]
-    attend(*row, plan).sum().backward()
+    attend(*qkv_of(row), plan).sum().backward()
 
 
-def vanish_with_megabytes_under_way(transport):
+def vanish_with_megabytes_under_way(transport: C10dTransport) -> None:
     """The victim has promised more than it stays to deliver."""
     size = 16 * 2**20
     handle = transport.exchange(torch.zeros(size * transport.size, dtype=torch.uint8), [size] * transport.size,
@@ -67,7 +69,7 @@ def vanish_with_megabytes_under_way(transport):
     handle.wait()
 
 
-def train_with_a_pool(transport, plan, victim, how):
+def train_with_a_pool(transport: C10dTransport, plan: Plan, victim: int, how: str) -> int | None:
     attend = CoreAttention(transport=transport)
     if transport.rank >= plan.layout.num_ranks:
         if transport.rank == victim:
@@ -78,7 +80,7 @@ def train_with_a_pool(transport, plan, victim, how):
     return None
 
 
-def check(outcomes, victim, how):
+def check(outcomes: list[ProcessOutcome], victim: int, how: str) -> None:
     assert outcomes[victim].exit_code == (17 if how == "dies" else None), "the victim did vanish"
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
@@ -90,19 +92,19 @@ def check(outcomes, victim, how):
 
 
 @pytest.mark.parametrize("last_step", STEPS)
-def test_a_rank_that_dies_ends_the_others_at_once(last_step):
+def test_a_rank_that_dies_ends_the_others_at_once(last_step: str) -> None:
     plan = misplaced_plan(layout_from_rows([[30], [40], [20, 5]]), 3, MODEL)
     outcomes = run_processes(3, train, plan, "dies", last_step, timeout_seconds=NEVER_SECONDS, deadline_seconds=180)
     check(outcomes, VICTIM, "dies")
 
 
-def test_a_rank_that_dies_with_megabytes_under_way():
+def test_a_rank_that_dies_with_megabytes_under_way() -> None:
     outcomes = run_processes(3, vanish_with_megabytes_under_way, timeout_seconds=NEVER_SECONDS, deadline_seconds=180)
     check(outcomes, VICTIM, "dies")
 
 
 @pytest.mark.parametrize("last_step", ["start", "finish"])
-def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step):
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step: str) -> None:
     plan = misplaced_plan(layout_from_rows([[30], [40], [20, 5]]), 3, MODEL)
     outcomes = run_processes(3, train, plan, "hangs", last_step, timeout_seconds=TIMEOUT_SECONDS,
                              deadline_seconds=60, lost=VICTIM)
@@ -111,7 +113,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step):
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["the_first_trainer", "a_trainer", "a_server"])
-def test_a_pool_stops_as_well(victim, how):
+def test_a_pool_stops_as_well(victim: int, how: str) -> None:
     """Trainers notice a server that vanishes; servers notice trainers that do, also while they wait to be told."""
     plan = misplaced_plan(layout_from_rows([[30], [20, 5]]), 4, MODEL, shift=2)
     outcomes = run_processes(4, train_with_a_pool, plan, victim, how, deadline_seconds=180,
@@ -120,14 +122,14 @@ def test_a_pool_stops_as_well(victim, how):
     check(outcomes, victim, how)
 
 
-def note_and_hang(transport, folder):
+def note_and_hang(transport: C10dTransport, folder: str) -> None:
     (Path(folder) / str(os.getpid())).touch()
     transport.gather(0, torch.device("cpu"))
     if transport.rank == VICTIM:
         vanish("hangs")
 
 
-def test_no_process_is_left_behind(tmp_path):
+def test_no_process_is_left_behind(tmp_path: Path) -> None:
     run_processes(2, note_and_hang, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS, deadline_seconds=60, lost=VICTIM)
     processes = [int(path.name) for path in tmp_path.iterdir()]
     assert len(processes) == 2

@@ -2,10 +2,13 @@
 
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.kernels import dense_attention
 from distca.planning.pipeline_schedule import IDLE, same_phase_ticks
-from distca.planning.step import plan_step
+from distca.planning.plan import Plan
+from distca.planning.step import StepPlan, plan_step
 from distca.planning.tick_plans import plan_ticks_by
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
@@ -25,8 +29,8 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import batch_of, document_columns, random_lengths, scattered_plan
-from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
+from distca.testing import batch_of, document_columns, gradient, random_lengths, scattered_plan
+from distca.train.model import Decoder, DecoderShape, Segment, chunked_cross_entropy
 from distca.train.stages import StageWork, stage_of
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
@@ -51,34 +55,35 @@ class Step:
     recompute: bool = False
 
     @property
-    def num_stages(self):
+    def num_stages(self) -> int:
         return len(self.layers)
 
     @property
-    def num_ranks(self):
+    def num_ranks(self) -> int:
         return self.num_stages * self.num_data
 
     @property
-    def model(self):
+    def model(self) -> ModelShape:
         return replace(SHAPE.model, num_layers=sum(self.layers))
 
     @property
-    def num_labels(self):
+    def num_labels(self) -> int:
         return sum(length - 1 for lengths in self.documents for length in lengths)
 
-    def decoder(self):
+    def decoder(self) -> Decoder:
         """The same wherever it is made, with weights large enough for attention to be anything but uniform."""
         whole = Decoder(replace(SHAPE, model=self.model), generator=torch.Generator().manual_seed(3)).double()
         for segment in whole.segments:
+            assert isinstance(segment, Segment)
             segment.recompute = self.recompute
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
         return whole
 
-    def plan(self):
+    def plan(self) -> StepPlan:
         lengths = [np.array(lengths) for lengths in self.documents]
-        options = {"num_data": self.num_data, "layers": self.layers}
+        options: dict[str, Any] = {"num_data": self.num_data, "layers": self.layers}
         if self.planning == "home":
             return at_home_step(lengths, self.model, **options)
         if self.planning == "per_document_cp":
@@ -98,28 +103,31 @@ class Step:
 class Work(StageWork):
     """A stage that is not sharded, and notes what became of each micro-batch."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.losses, self.finals = Counter(), []
+        self.losses: defaultdict[int, float] = defaultdict(float)
+        self.finals: list[bool] = []
 
-    def forward(self, micro_batch, received, plans, backward_plans):
+    def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+                backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
         outputs = super().forward(micro_batch, received, plans, backward_plans)
         if self.last:
             self.losses[micro_batch] += outputs[0].item()
         return outputs
 
-    def accumulate(self, last):
+    def accumulate(self, last: bool) -> nullcontext[None]:
         self.finals.append(last)
         return nullcontext()
 
 
-def on_fake_ranks(step, make=Work, recorders=None):
+def on_fake_ranks(step: Step, make: type[Work] = Work,
+                  recorders: list[Recorder] | None = None) -> list[list[Work]]:
     """Every training rank's work after the step's ticks, [stage][data]."""
     plan = step.plan()
     world = LoopbackWorld(step.num_ranks + step.num_dedicated, TIMEOUT_SECONDS)
     stages = [LoopbackWorld(step.num_data, TIMEOUT_SECONDS) for _ in step.layers]
 
-    def body(transport):
+    def body(transport: LoopbackTransport) -> Any:
         if transport.rank >= step.num_ranks:
             return serve_until_stopped(CoreAttention(transport=transport))
         stage, data = divmod(transport.rank, step.num_data)
@@ -140,20 +148,20 @@ def on_fake_ranks(step, make=Work, recorders=None):
     return [works[first:first + step.num_data] for first in range(0, step.num_ranks, step.num_data)]
 
 
-def in_one_process(step):
+def in_one_process(step: Step) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss of each micro-batch and the gradient of every parameter, by the formula."""
     whole = step.decoder()
     losses = []
     for number, lengths in enumerate(step.documents):
         tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
-        hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
+        hidden = whole.hidden(tokens, positions, partial(dense_attention, lengths=lengths))
         total = chunked_cross_entropy(hidden, whole.head_weight, labels, CHUNK)[0] / step.num_labels
         total.backward()
         losses.append(total.item())
-    return losses, {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return losses, {name: gradient(parameter) for name, parameter in whole.named_parameters()}
 
 
-def check(step, works):
+def check(step: Step, works: list[list[Work]]) -> None:
     losses, gradients = in_one_process(step)
     for number, loss in enumerate(losses):
         assert sum(work.losses[number] for work in works[-1]) == pytest.approx(step.num_steps * loss, abs=1e-10)
@@ -161,14 +169,14 @@ def check(step, works):
     assert sorted(gradients) == sorted(name for stage in works for name, _ in stage[0].decoder.named_parameters())
     for stage in works:
         for name, _ in stage[0].decoder.named_parameters():
-            added = sum(work.decoder.get_parameter(name).grad for work in stage)
+            added = torch.stack([gradient(work.decoder.get_parameter(name)) for work in stage]).sum(0)
             torch.testing.assert_close(added, step.num_steps * gradients[name], rtol=1e-10, atol=1e-10)
         finals = [*[False] * (len(step.documents) - 1), True] * step.num_steps
         assert all(work.finals == finals for work in stage)
 
 
 @st.composite
-def steps(draw):
+def steps(draw: st.DrawFn) -> Step:
     layers = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     num_data = draw(st.integers(1, 4 if len(layers) == 1 else 2))
     num_micro_batches = draw(st.integers(1, 2 * len(layers) + 1))
@@ -198,7 +206,7 @@ ONE_DOCUMENT = Step((2,), 4, ((560,),))                          # pong reads ke
 @example(replace(ONE_DOCUMENT, planning="scattered", num_dedicated=2, recompute=True))
 @example(replace(ONE_DOCUMENT, placement="balanced", layers=(1, 2)))
 @example(Step((1, 2, 1), 2, ((281, 7), (200, 2, 86)), placement="balanced", num_dedicated=1))
-def test_losses_and_gradients_are_those_of_one_process(step):
+def test_losses_and_gradients_are_those_of_one_process(step: Step) -> None:
     assume(step.num_labels)
     plan = step.plan()
     if step.planning != "scattered":                             # whose cuts are nowhere near a tile
@@ -209,7 +217,7 @@ def test_losses_and_gradients_are_those_of_one_process(step):
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_document_may_be_cut_between_ping_and_pong_anywhere(cut):
+def test_a_document_may_be_cut_between_ping_and_pong_anywhere(cut: int) -> None:
     """Two documents whose lengths decide where the longer one is cut; of three ranks some hold none of it."""
     step = Step((1,), 3, ((12 + cut, 12 - cut),))
     pong = step.plan().micro_batches[0].layouts[1]
@@ -220,7 +228,7 @@ def test_a_document_may_be_cut_between_ping_and_pong_anywhere(cut):
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_many_more(step):
+def test_many_more(step: Step) -> None:
     assume(step.num_labels)
     check(step, on_fake_ranks(step))
 
@@ -228,12 +236,15 @@ def test_many_more(step):
 class Watched(Work):
     """Counts the micro-batches of which anything is kept: what backward needs, what came in, what went out."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.saved, self.most_saved, self.passed, self.most_passed = Counter(), 0, {}, 0
+        self.saved: Counter[int] = Counter()
+        self.passed: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self.most_saved, self.most_passed = 0, 0
 
-    def forward(self, micro_batch, received, plans, backward_plans):
-        def keep(tensor):
+    def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+                backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
+        def keep(tensor: torch.Tensor) -> Box:
             box = Box(tensor)
             self.saved[micro_batch] += 1
             weakref.finalize(box, self.saved.subtract, {micro_batch: 1})
@@ -249,22 +260,23 @@ class Watched(Work):
 
 
 class Box:
-    def __init__(self, tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 @pytest.mark.parametrize("planning", ["balanced", "home"])
 @pytest.mark.parametrize("num_micro_batches", [2, 6])
-def test_no_more_micro_batches_are_alive_than_the_ticks_say(planning, num_micro_batches):
+def test_no_more_micro_batches_are_alive_than_the_ticks_say(planning: str, num_micro_batches: int) -> None:
     step = Step((1, 2, 1), 1, ((20, 4, 9, 1),) * num_micro_batches, planning=planning)
     works = on_fake_ranks(step, make=Watched)
     for (work,), most in zip(works, step.plan().ticks.peak_live().tolist(), strict=True):
+        assert isinstance(work, Watched)
         assert work.most_saved == most                           # neither more nor, with so many, fewer
         assert work.most_passed == most
         assert not any(work.saved.values())
 
 
-def test_a_trace_shows_every_tick_and_what_bubbles_served():
+def test_a_trace_shows_every_tick_and_what_bubbles_served() -> None:
     step = Step((1, 2), 2, tuple((length, 4, 8) for length in (300, 8, 60)))
     recorders = [Recorder(CPU) for _ in range(step.num_ranks)]
     on_fake_ranks(step, recorders=recorders)
@@ -285,9 +297,10 @@ def test_a_trace_shows_every_tick_and_what_bubbles_served():
             assert within == [f"attention {way}"] * 2 * len(plans[tick][0])  # rows × depths, wherever they are served
 
 
-def test_a_stage_that_fails_ends_all_of_them():
+def test_a_stage_that_fails_ends_all_of_them() -> None:
     class Failing(Work):
-        def forward(self, micro_batch, received, plans, backward_plans):
+        def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+                    backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
             if self.last and micro_batch == 1:
                 raise ArithmeticError("the head fell off")
             return super().forward(micro_batch, received, plans, backward_plans)
@@ -299,9 +312,10 @@ def test_a_stage_that_fails_ends_all_of_them():
         assert time.monotonic() - begin < TIMEOUT_SECONDS / 2
 
 
-def test_ticks_and_plans_that_do_not_fit_are_refused():
+def test_ticks_and_plans_that_do_not_fit_are_refused() -> None:
     plan = Step((1, 1), 1, ((5, 3),) * 2).plan()
-    pipeline = Pipeline(None, None, LoopbackPointToPoint(LoopbackWorld(2), [0, 1], 0))
+    nothing: Any = None
+    pipeline = Pipeline(nothing, nothing, LoopbackPointToPoint(LoopbackWorld(2), [0, 1], 0))
     with pytest.raises(ValueError, match="the ticks are for 3 stages but the pipeline has 2; make them with as many"):
         pipeline.step(same_phase_ticks(3, 2), plan.by_stage[0])
     with pytest.raises(ValueError, match="there are plans for 5 ticks of 6; plan every tick"):

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from distca.runtime.transport import LoopbackPointToPoint, LoopbackWorld, TransportError
+from distca.runtime.transport.loopback import LoopbackTransport
 
 LIKE = torch.empty(0, dtype=torch.float64)
 
 
-def number(value, size=3):
+def number(value: int, size: int = 3) -> torch.Tensor:
     return torch.full((size,), float(value), dtype=torch.float64)
 
 
-def test_each_way_keeps_its_order_whatever_the_other_does():
+def test_each_way_keeps_its_order_whatever_the_other_does() -> None:
     """Both send all they have before either receives; sent tensors may change afterwards."""
-    def body(transport):
+    def body(transport: LoopbackTransport) -> list[float]:
         ends = LoopbackPointToPoint(world, [0, 1], transport.rank)
         other = 1 - ends.stage
         tensor = number(0)
@@ -35,14 +36,14 @@ def test_each_way_keeps_its_order_whatever_the_other_does():
     (number(1, size=4), r"stage 1: expected \(3,\) from stage 0 and got \(4,\); the stages do not follow the same"),
     (ZeroDivisionError("gone"), r"stage 1 of 2: stage 0 failed: gone"),
 ])
-def test_what_does_not_arrive_is_said(sent, match):
+def test_what_does_not_arrive_is_said(sent: ZeroDivisionError | torch.Tensor | None, match: str) -> None:
     world, errors = LoopbackWorld(2, timeout_seconds=0.2), []
 
-    def body(transport):
+    def body(transport: LoopbackTransport) -> None:
         ends = LoopbackPointToPoint(world, [0, 1], transport.rank)
         if ends.stage == 0 and isinstance(sent, Exception):
             raise sent
-        if ends.stage == 0 and sent is not None:
+        if ends.stage == 0 and isinstance(sent, torch.Tensor):
             ends.send(sent, 1)
         if ends.stage == 1:
             try:

@@ -1,17 +1,24 @@
 """Real ranks: processes that talk over gloo give the dense answer, forward and backward, to 1e-10."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from distca.baselines.at_home import at_home
 from distca.baselines.per_document_cp import per_document_cp
 from distca.planning.balance import balance
+from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import (
+    ProcessOutcome,
     dense_on_one,
+    gradient,
     misplaced_plan,
+    qkv_of,
     random_qkv,
     row_index,
     run_processes,
@@ -25,7 +32,7 @@ MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = [400, 40, 1, 55, 16]
 
 
-def farthest(plan, rank, *row):
+def farthest(plan: Plan, rank: int, *row: torch.Tensor) -> float:
     """The largest difference of this rank's out, dq, dk and dv from the dense ones."""
     expected = dense_on_one(*random_qkv(0, plan.layout.num_tokens), plan.layout.lengths)
     index = row_index(plan.layout, rank)
@@ -33,23 +40,23 @@ def farthest(plan, rank, *row):
                for got, want in zip(row, expected, strict=True))
 
 
-def attend_and_compare(attend, plan):
+def attend_and_compare(attend: CoreAttention, plan: Plan) -> float:
     tensors = random_qkv(0, plan.layout.num_tokens)
     index = row_index(plan.layout, attend.transport.rank)
     leaves = [x[index].requires_grad_() for x in tensors[:3]]
-    out = attend(*leaves, plan)
+    out = attend(*qkv_of(leaves), plan)
     out.backward(tensors[3][index])
-    return farthest(plan, attend.transport.rank, out.detach(), *(leaf.grad for leaf in leaves))
+    return farthest(plan, attend.transport.rank, out.detach(), *map(gradient, leaves))
 
 
-def in_place(transport, plans, state):
+def in_place(transport: C10dTransport, plans: list[Plan], state: str) -> list[float]:
     """Every rank trains and serves, over the default group."""
     attend = CoreAttention(state=state)
     assert (attend.transport.rank, attend.transport.size) == (transport.rank, transport.size)
     return [attend_and_compare(attend, plan) for plan in (*plans, plans[0])]
 
 
-def dedicated(transport, plans):
+def dedicated(transport: C10dTransport, plans: list[Plan]) -> int | list[float]:
     """Ranks beyond the layout serve until they are told to stop."""
     attend = CoreAttention(transport=transport)
     if transport.rank >= plans[0].layout.num_ranks:
@@ -59,28 +66,28 @@ def dedicated(transport, plans):
     return errors
 
 
-def interleaved(transport, plan):
+def interleaved(transport: C10dTransport, plan: Plan) -> list[float]:
     """Two nano-batches, both in flight at once."""
     attend = CoreAttention(transport=transport)
     tensors = random_qkv(0, plan.layout.num_tokens)
     index = row_index(plan.layout, transport.rank)
     rows = [[x[index].requires_grad_() for x in tensors[:3]] for _ in range(2)]
-    pending = [attend.start(*row, plan) for row in rows]
+    pending = [attend.start(*qkv_of(row), plan) for row in rows]
     for one in pending:
         attend.serve(one)
     outs = [attend.finish(one) for one in pending]
     torch.autograd.backward(outs, [tensors[3][index]] * 2)
-    return [farthest(plan, transport.rank, out.detach(), *(leaf.grad for leaf in row))
+    return [farthest(plan, transport.rank, out.detach(), *map(gradient, row))
             for out, row in zip(outs, rows, strict=True)]
 
 
-def values(outcomes):
+def values(outcomes: list[ProcessOutcome]) -> list[Any]:
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
-def all_plans(ranks):
+def all_plans(ranks: int) -> list[Plan]:
     layouts = [pack(LENGTHS, ranks=ranks), pack(LENGTHS, ranks=ranks, placement="balanced")]
     planned = [balance(layout, MODEL, tolerance=0.02) for layout in layouts]
     assert all(plan.summary().bytes_total > 0 for plan in planned)
@@ -93,14 +100,14 @@ def all_plans(ranks):
 
 @pytest.mark.parametrize("state", ["resend", "keep"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_in_place_servers_are_exact(ranks, state):
+def test_in_place_servers_are_exact(ranks: int, state: str) -> None:
     plans = all_plans(ranks)
     for errors in values(run_processes(ranks, in_place, plans, state)):
         assert len(errors) == 1 + len(plans) and max(errors) < 1e-10
 
 
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (1, 2)])
-def test_a_dedicated_pool_is_exact(trainers, servers):
+def test_a_dedicated_pool_is_exact(trainers: int, servers: int) -> None:
     layout = pack(LENGTHS, ranks=trainers)
     plans = [balance(layout, MODEL, tolerance=0.05, speed=[0.5] * trainers + [1.0] * servers),
              balance(layout, MODEL, speed=[0.0] * trainers + [1.0] * servers),
@@ -112,15 +119,15 @@ def test_a_dedicated_pool_is_exact(trainers, servers):
     assert answers[trainers:] == [6] * servers                   # calls served
 
 
-def test_nano_batches_in_flight_are_exact():
+def test_nano_batches_in_flight_are_exact() -> None:
     plan = scattered_plan(5, pack(LENGTHS, ranks=2), 2, MODEL)
     for errors in values(run_processes(2, interleaved, plan)):
         assert len(errors) == 2 and max(errors) < 1e-10
 
 
-def much(transport):
+def much(transport: C10dTransport) -> bytes:
     return bytes(2**20)
 
 
-def test_a_rank_may_say_more_than_a_pipe_holds():
+def test_a_rank_may_say_more_than_a_pipe_holds() -> None:
     assert [outcome.value for outcome in run_processes(2, much, deadline_seconds=60)] == [bytes(2**20)] * 2

@@ -1,11 +1,12 @@
 """A step's spans on a clock that is told."""
 
+import pytest
 import torch
 
 from distca.runtime import recorder
 
 
-def test_linear_layers_are_what_attention_and_waits_leave(monkeypatch):
+def test_linear_layers_are_what_attention_and_waits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 2.0, 4.0, 4.0, 5.0, 9.0, 10.0, 12.0])
     monkeypatch.setattr(recorder, "perf_counter", lambda: next(clock))
     noted = recorder.Recorder(torch.device("cpu"))               # 0

@@ -2,31 +2,33 @@
 
 import gc
 
+import pytest
 import torch
 
+from distca.planning.plan import Plan
 from distca.runtime import registry
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Shapes
 from distca.runtime.registry import PLANS_KEPT, LatestUsed, PlanRegistry
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import misplaced_plan, random_qkv
+from distca.testing import misplaced_plan, qkv_of, random_qkv
 from distca.workload.layout import layout_from_rows
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 SHAPES = Shapes(4, 2, 8, torch.float64, torch.device("cpu"))
 
 
-def alone():
+def alone() -> LoopbackTransport:
     return LoopbackTransport(LoopbackWorld(1), 0)
 
 
-def plans_of(count):
+def plans_of(count: int) -> list[Plan]:
     return [misplaced_plan(layout_from_rows([[4 + n]]), 1, MODEL) for n in range(count)]
 
 
-def test_a_cache_evicts_what_was_not_asked_for_the_longest():
-    cache = LatestUsed(2)
+def test_a_cache_evicts_what_was_not_asked_for_the_longest() -> None:
+    cache: LatestUsed[str, str] = LatestUsed(2)
     for key in "abc":
         cache.put(key, key.upper())
         cache.get("a")
@@ -35,18 +37,23 @@ def test_a_cache_evicts_what_was_not_asked_for_the_longest():
     assert cache.get("a") == "again" and cache.get("c") == "C"
 
 
-def test_a_digest_is_computed_once_for_all_calls_both_ways(monkeypatch):
+def test_a_digest_is_computed_once_for_all_calls_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     computed, digest = [], registry.digest
-    monkeypatch.setattr(registry, "digest", lambda plan: computed.append(plan) or digest(plan))
+
+    def counted(plan: Plan) -> int:
+        computed.append(plan)
+        return digest(plan)
+
+    monkeypatch.setattr(registry, "digest", counted)
     attend, (plan,) = CoreAttention(transport=alone()), plans_of(1)
     attend.expect([plan], SHAPES.device)
     for _ in range(3):
         row = [x.requires_grad_() for x in random_qkv(0, 4)[:3]]
-        attend(*row, plan).sum().backward()
+        attend(*qkv_of(row), plan).sum().backward()
     assert computed == [plan]
 
 
-def test_tables_of_the_latest_plans_stay_and_others_are_made_again():
+def test_tables_of_the_latest_plans_stay_and_others_are_made_again() -> None:
     known, plans = PlanRegistry(alone()), plans_of(PLANS_KEPT + 1)
     made = [known.begin(plan, SHAPES, None) for plan in plans]
     assert known.begin(plans[1], SHAPES, None) is made[1]
@@ -56,7 +63,7 @@ def test_tables_of_the_latest_plans_stay_and_others_are_made_again():
     assert known.begin(same, SHAPES, 3) is not made[-1]
 
 
-def test_facts_of_a_plan_end_with_it():
+def test_facts_of_a_plan_end_with_it() -> None:
     known, plans = PlanRegistry(alone()), plans_of(3)
     assert [known.facts(plan)[1:] for plan in plans] == [(4, 4), (5, 5), (6, 6)]
     del plans[:2]
@@ -64,7 +71,7 @@ def test_facts_of_a_plan_end_with_it():
     assert len(known._facts) == 1
 
 
-def test_nano_batches_that_alternate_come_up_anew_once():
+def test_nano_batches_that_alternate_come_up_anew_once() -> None:
     known, (ping, pong, later) = PlanRegistry(alone()), plans_of(3)
     turns = [known.comes_up_anew(plan) for plan in (ping, pong, ping, pong, later, later, later, later, ping)]
     assert turns == [True, True, False, False, True, False, False, False, True]

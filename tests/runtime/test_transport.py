@@ -1,21 +1,25 @@
 """One suite for every transport. A new transport is a new entry in TRANSPORTS."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from distca.runtime.transport import LoopbackWorld, TransportError
+from distca.runtime.transport.c10d import C10dTransport
+from distca.runtime.transport.loopback import LoopbackTransport
 from distca.testing import run_processes
 
 CPU = torch.device("cpu")
 
 
-def on_loopback(size, check):
+def on_loopback(size: int, check: Callable[..., Any]) -> list[tuple[int, int] | None]:
     return LoopbackWorld(size, timeout_seconds=20).run(check)
 
 
-def on_gloo(size, check):
+def on_gloo(size: int, check: Callable[..., Any]) -> list[tuple[int, int] | None]:
     outcomes = run_processes(size, check)
     assert [outcome.error for outcome in outcomes] == [None] * size
     assert [outcome.exit_code for outcome in outcomes] == [0] * size
@@ -26,12 +30,12 @@ TRANSPORTS = [pytest.param(on_loopback, id="loopback"),
               pytest.param(on_gloo, id="gloo", marks=pytest.mark.multiprocess)]
 
 
-def segment(source, destination, length, salt=0):
+def segment(source: int, destination: int, length: int, salt: int = 0) -> torch.Tensor:
     """Bytes that tell where they come from, where they go and where in the segment they stand."""
     return (torch.arange(length) * 7 + source * 31 + destination * 57 + salt).to(torch.uint8)
 
 
-def begin(transport, lengths, salt=0):
+def begin(transport: C10dTransport | LoopbackTransport, lengths: Callable[..., Any], salt: int = 0) -> Any:
     """Start an exchange in which `lengths(source, destination)` bytes travel."""
     me, everyone = transport.rank, range(transport.size)
     send = torch.cat([segment(me, other, lengths(me, other), salt) for other in everyone])
@@ -39,41 +43,41 @@ def begin(transport, lengths, salt=0):
                               [lengths(other, me) for other in everyone])
 
 
-def expected(transport, lengths, salt=0):
+def expected(transport: C10dTransport | LoopbackTransport, lengths: Callable[..., Any], salt: int = 0) -> torch.Tensor:
     me = transport.rank
     return torch.cat([segment(other, me, lengths(other, me), salt) for other in range(transport.size)])
 
 
-def exchanges(transport, lengths):
+def exchanges(transport: C10dTransport | LoopbackTransport, lengths: Callable[..., Any]) -> None:
     arrived = begin(transport, lengths).wait()
     assert arrived.dtype == torch.uint8 and torch.equal(arrived, expected(transport, lengths))
 
 
-def knows_its_place(transport):
+def knows_its_place(transport: C10dTransport | LoopbackTransport) -> tuple[int, int]:
     return transport.rank, transport.size
 
 
-def carries_unequal_splits(transport):
+def carries_unequal_splits(transport: C10dTransport | LoopbackTransport) -> None:
     exchanges(transport, lambda source, destination: 1 + 3 * source + 11 * destination)
 
 
-def carries_zero_splits(transport):
+def carries_zero_splits(transport: C10dTransport | LoopbackTransport) -> None:
     exchanges(transport, lambda source, destination: 0 if (source + destination) % 2 else 5 + source)
 
 
-def carries_from_one_rank_alone(transport):
+def carries_from_one_rank_alone(transport: C10dTransport | LoopbackTransport) -> None:
     exchanges(transport, lambda source, destination: 9 if (source, destination) == (1, 0) else 0)
 
 
-def carries_nothing_at_all(transport):
+def carries_nothing_at_all(transport: C10dTransport | LoopbackTransport) -> None:
     exchanges(transport, lambda source, destination: 0)
 
 
-def carries_megabytes(transport):
+def carries_megabytes(transport: C10dTransport | LoopbackTransport) -> None:
     exchanges(transport, lambda source, destination: 3_000_001 + source if source != destination else 0)
 
 
-def carries_the_bytes_of_any_dtype(transport):
+def carries_the_bytes_of_any_dtype(transport: C10dTransport | LoopbackTransport) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
         values = torch.arange(4 * transport.size).view(transport.size, 4).to(dtype) + transport.rank
         raw = values.flatten().view(torch.uint8)
@@ -84,31 +88,31 @@ def carries_the_bytes_of_any_dtype(transport):
         assert torch.equal(arrived, wanted)
 
 
-def keeps_several_exchanges_in_flight(transport):
+def keeps_several_exchanges_in_flight(transport: C10dTransport | LoopbackTransport) -> None:
     shapes = [lambda s, d: 3 + s, lambda s, d: 0, lambda s, d: 1000 * d, lambda s, d: 2]
     handles = [begin(transport, lengths, salt) for salt, lengths in enumerate(shapes)]
     for salt, (handle, lengths) in enumerate(zip(handles, shapes, strict=True)):
         assert torch.equal(handle.wait(), expected(transport, lengths, salt))
 
 
-def waits_in_any_order(transport):
+def waits_in_any_order(transport: C10dTransport | LoopbackTransport) -> None:
     handles = [begin(transport, lambda s, d: 40 + s + d, salt) for salt in range(3)]
     for salt in (2, 0, 1):
         assert torch.equal(handles[salt].wait(), expected(transport, lambda s, d: 40 + s + d, salt))
 
 
-def gathers(transport):
+def gathers(transport: C10dTransport | LoopbackTransport) -> None:
     values = [-2**63, 2**63 - 1, 17, 0]
     assert transport.gather(values[transport.rank], CPU) == values[:transport.size]
 
 
-def gathers_while_an_exchange_travels(transport):
+def gathers_while_an_exchange_travels(transport: C10dTransport | LoopbackTransport) -> None:
     handle = begin(transport, lambda s, d: 12 + d)
     assert transport.gather(transport.rank * 10, CPU) == [10 * rank for rank in range(transport.size)]
     assert torch.equal(handle.wait(), expected(transport, lambda s, d: 12 + d))
 
 
-def hands_over_memory_of_its_own(transport):
+def hands_over_memory_of_its_own(transport: C10dTransport | LoopbackTransport) -> None:
     """Writing into what arrived changes nobody else's bytes, nor what this rank sends next."""
     for _ in range(2):
         arrived = begin(transport, lambda s, d: 64).wait()
@@ -116,7 +120,7 @@ def hands_over_memory_of_its_own(transport):
         arrived.zero_()
 
 
-def tells_bytes_in_order(transport):
+def tells_bytes_in_order(transport: C10dTransport | LoopbackTransport) -> None:
     messages = [b"start", b"x" * 100_000, b"", bytes(range(256))]
     if transport.rank == 0:
         for message in messages:
@@ -127,7 +131,7 @@ def tells_bytes_in_order(transport):
         message + b"r" * transport.rank if message else message for message in messages]
 
 
-def tells_between_exchanges(transport):
+def tells_between_exchanges(transport: C10dTransport | LoopbackTransport) -> None:
     for turn in range(3):
         if transport.rank == 0:
             for rank in range(1, transport.size):
@@ -145,31 +149,32 @@ CHECKS = [carries_unequal_splits, carries_zero_splits, carries_from_one_rank_alo
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("on", TRANSPORTS)
-def test_every_transport(on, check):
+def test_every_transport(on: Callable[..., Any], check: Callable[..., Any]) -> None:
     on(3, check)
 
 
 @pytest.mark.parametrize("on", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_groups_of_any_size(on, size):
+def test_groups_of_any_size(on: Callable[..., Any], size: int) -> None:
     assert on(size, knows_its_place) == [(rank, size) for rank in range(size)]
     on(size, carries_unequal_splits)
 
 
-def test_the_suite_can_fail():
+def test_the_suite_can_fail() -> None:
     """A transport that delivers one rank's bytes to another does not pass."""
 
-    def wrong(transport):
+    def wrong(transport: LoopbackTransport) -> None:
         inner = transport.exchange
-        transport.exchange = lambda send, send_splits, recv_splits: inner(send.flip(0), send_splits, recv_splits)
+        transport.exchange = (  # type: ignore[method-assign]
+            lambda send, send_splits, recv_splits: inner(send.flip(0), send_splits, recv_splits))
         carries_zero_splits(transport)
 
     with pytest.raises(AssertionError):
         on_loopback(3, wrong)
 
 
-def test_loopback_names_ranks_that_do_not_come():
-    def body(transport):
+def test_loopback_names_ranks_that_do_not_come() -> None:
+    def body(transport: LoopbackTransport) -> None:
         if transport.rank != 1:
             begin(transport, lambda s, d: 1).wait()
 
@@ -177,8 +182,8 @@ def test_loopback_names_ranks_that_do_not_come():
         LoopbackWorld(3, timeout_seconds=0.3).run(body)
 
 
-def test_loopback_names_splits_that_do_not_match():
-    def body(transport):
+def test_loopback_names_splits_that_do_not_match() -> None:
+    def body(transport: LoopbackTransport) -> None:
         splits = [2, 2] if transport.rank else [1, 1]
         transport.exchange(torch.zeros(sum(splits), dtype=torch.uint8), splits, [2, 2]).wait()
 
@@ -187,11 +192,11 @@ def test_loopback_names_splits_that_do_not_match():
 
 
 @pytest.mark.parametrize("wait", ["exchange", "gather", "hear"])
-def test_a_rank_that_fails_ends_the_others_at_once(wait):
+def test_a_rank_that_fails_ends_the_others_at_once(wait: str) -> None:
     """The first failure is what the caller sees; nobody waits out the clock for a rank that is gone."""
     ends = []
 
-    def body(transport):
+    def body(transport: LoopbackTransport) -> None:
         if transport.rank == 0:
             raise ZeroDivisionError("the first failure")
         try:
@@ -213,7 +218,7 @@ def test_a_rank_that_fails_ends_the_others_at_once(wait):
     assert len(ends) == 2 and all("the first failure" in end for end in ends)
 
 
-def test_loopback_leaves_nothing_posted():
+def test_loopback_leaves_nothing_posted() -> None:
     world = LoopbackWorld(3, timeout_seconds=5)
     world.run(keeps_several_exchanges_in_flight)
     assert not world.posted and not world.readers

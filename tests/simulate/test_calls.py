@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +17,7 @@ from distca.cost.work import causal_pairs, pairs_of_shard
 from distca.models import model_named
 from distca.planning.step import plan_step
 from distca.simulate import calls
-from distca.simulate.calls import Calls, ChunkTasks, PlanCosts, token_bytes
+from distca.simulate.calls import Calls, ChunkTasks, PlanCosts, RingCall, token_bytes
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import cluster_named
@@ -27,7 +30,8 @@ COSTS = Costs.of(MODEL, cluster_named("dgx-h200"), 8, analytic_table(MODEL, 550e
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9000), min_size=1, max_size=5), min_size=1, max_size=3),
        st.sampled_from((2, 3, 4, 8, 12)), st.sampled_from((head_tail_layout, per_sequence_layout)))
-def test_chunks_hold_every_pair_of_a_rank_once_and_its_own_keys_first(rows, cp, cut):
+def test_chunks_hold_every_pair_of_a_rank_once_and_its_own_keys_first(rows: list[list[int]], cp: int,
+                                                                      cut: Callable[..., Any]) -> None:
     layout = cut(layout_from_rows(rows), cp)
     found = ChunkTasks.of(layout, cp)
     pairs = np.where(found.is_aligned, pairs_of_shard(found.q_len, found.kv_len), found.q_len * found.kv_len)
@@ -37,7 +41,7 @@ def test_chunks_hold_every_pair_of_a_rank_once_and_its_own_keys_first(rows, cp, 
     assert found.num_chunks == min(cp, calls.MOST_CHUNKS) and found.chunk.max() < found.num_chunks
 
 
-def test_short_documents_wait_for_the_last_chunk_and_whole_ones_for_none():
+def test_short_documents_wait_for_the_last_chunk_and_whole_ones_for_none() -> None:
     found = ChunkTasks.of(head_tail_layout(layout_from_rows([[64, 40_000]]), 4), 4)
     assert found.chunk[found.q_len < 16].tolist() == [3] * len(found.chunk[found.q_len < 16])
     found = ChunkTasks.of(per_sequence_layout(layout_from_rows([[1000] * 8]), 4), 4)
@@ -45,7 +49,7 @@ def test_short_documents_wait_for_the_last_chunk_and_whole_ones_for_none():
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backward):
+def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backward: bool) -> None:
     long, short = (per_document_cp_step([np.array(lengths)], MODEL, num_data=4, layers=(1,), tp=8)
                    for lengths in ([131_072], [512] * 256))
     for step, hides in ((long, True), (short, False)):
@@ -53,6 +57,7 @@ def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backw
         known = PlanCosts(step, COSTS.attention)
         call = Calls(known, COSTS, 4).of(((0, plan, backward),))
         waits = Calls(PlanCosts(step, COSTS.attention, hides=False), COSTS, 4).of(((0, plan, backward),))
+        assert isinstance(call, RingCall) and isinstance(waits, RingCall)
         travel = COSTS.ring_seconds(131_072 * MODEL.kv_token_bytes(8), 4)
         np.testing.assert_allclose(waits.ring.travel, travel)
         np.testing.assert_allclose(waits.ring.lead, travel + known.seconds(plan, backward))
@@ -67,15 +72,15 @@ def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backw
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=8), st.sampled_from((2, 4)), st.booleans())
-def test_hiding_never_makes_a_step_longer(lengths, cp, by_document):
-    lengths = np.array([*lengths, 8 - sum(lengths) % 8])
+def test_hiding_never_makes_a_step_longer(drawn: list[int], cp: int, by_document: bool) -> None:
+    lengths = np.array([*drawn, 8 - sum(drawn) % 8])
     step = (per_document_cp_step if by_document else fixed_packing_step)(
         [lengths], MODEL, num_data=cp, layers=(2, 2), tp=8, cp=cp)
     waits = execute(step, COSTS, plan_costs=PlanCosts(step, COSTS.attention, hides=False))
     assert execute(step, COSTS).seconds <= waits.seconds * (1 + 1e-9)
 
 
-def test_bytes_are_those_of_the_wire():
+def test_bytes_are_those_of_the_wire() -> None:
     q, kv, out, lse = (size(8) for size in (MODEL.q_token_bytes, MODEL.kv_token_bytes, MODEL.out_token_bytes,
                                             MODEL.lse_token_bytes))
     assert token_bytes(MODEL, 8, False) == ((q, kv), (out + lse, 0))

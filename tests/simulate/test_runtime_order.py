@@ -8,8 +8,9 @@ no time; the simulator has to come to the same spans on every rank.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -21,8 +22,8 @@ import torch
 
 from distca.baselines.at_home import at_home_step
 from distca.cost.latency_table import analytic_table
-from distca.planning.plan import server_work
-from distca.planning.step import plan_step
+from distca.planning.plan import Plan, server_work
+from distca.planning.step import StepPlan, plan_step
 from distca.runtime import ping_pong
 from distca.runtime.attention import Pending, _Finish, _Serve, _Start
 from distca.runtime.call import Phase
@@ -38,7 +39,7 @@ COSTS = Costs.of(MODEL, SLOW, 1, analytic_table(MODEL, 1e9)).without_network()
 
 
 class Note(NamedTuple):
-    what: str
+    what: str | tuple[Phase, bool]
     about: Any = None
 
 
@@ -47,20 +48,20 @@ class Call:
 
     keep = False
 
-    def __init__(self, notes, plan, backward):
+    def __init__(self, notes: list[Note], plan: Plan, backward: bool) -> None:
         self.notes, self.plan, self.backward = notes, plan, backward
 
-    def run_without_tokens(self, phase):
+    def run_without_tokens(self, phase: Phase) -> None:
         self.notes.append(Note((phase, self.backward), self.plan))
 
-    def dispatch(self, *row):
+    def dispatch(self, *row: torch.Tensor) -> None:
         self.run_without_tokens(Phase.DISPATCH)
 
-    def serve(self):
+    def serve(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.run_without_tokens(Phase.SERVE)
         return (torch.zeros(1),) * 3
 
-    def combine(self):
+    def combine(self) -> tuple[torch.Tensor, ...]:
         self.run_without_tokens(Phase.COMBINE)
         return (torch.zeros(1),) * (3 if self.backward else 2)
 
@@ -68,21 +69,22 @@ class Call:
 class Attention:
     recorder = None
 
-    def __init__(self, notes):
+    def __init__(self, notes: list[Note]) -> None:
         self.notes = notes
 
-    def call(self, plan, shapes, backward):
+    def call(self, plan: Plan, shapes: None, backward: bool) -> Call:
         return Call(self.notes, plan, backward)
 
-    def start(self, q, k, v, plan, *, backward):
-        pending = Pending(Call(self.notes, plan, False), Call(self.notes, backward, True), (q, k, v))
+    def start(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, backward: Plan) -> Pending:
+        forth, back = Call(self.notes, plan, False), Call(self.notes, backward, True)
+        pending = Pending(cast(Any, forth), cast(Any, back), (q, k, v))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
-    def serve(self, pending):
+    def serve(self, pending: Pending) -> None:
         pending.token = _Serve.apply(pending, pending.token)
 
-    def finish(self, pending):
+    def finish(self, pending: Pending) -> torch.Tensor:
         return _Finish.apply(pending, pending.token, *pending.inputs)
 
 
@@ -90,14 +92,15 @@ class Computed(torch.autograd.Function):
     """Something linear: `about` is (kind, row)."""
 
     @staticmethod
-    def forward(ctx, notes, about, num_outputs, *inputs):
+    def forward(ctx: Any, notes: list[Note], about: tuple[str, int, int], num_outputs: int,
+                *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         ctx.notes, ctx.about, ctx.num_inputs = notes, about, len(inputs)
         notes.append(Note("linear", (*about, False)))
         outputs = tuple(torch.zeros(1) for _ in range(num_outputs))
         return outputs if num_outputs > 1 else outputs[0]
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.notes.append(Note("linear", (*ctx.about, True)))
         return None, None, None, *(torch.zeros(1) for _ in range(ctx.num_inputs))
 
@@ -105,40 +108,41 @@ class Computed(torch.autograd.Function):
 class Stage:
     shapes = None
 
-    def __init__(self, notes, attention, step, stage):
+    def __init__(self, notes: list[Note], attention: Attention, step: StepPlan, stage: int) -> None:
         self.notes, self.attention, self.step = notes, attention, step
         self.first, self.last = stage == 0, stage == step.num_stages - 1
         self.num_layers = step.layers[stage]
 
-    def activations(self, micro_batch):
+    def activations(self, micro_batch: int) -> list[torch.Size]:
         return [torch.Size((1,))] * self.step.num_nano_batches
 
-    def empty(self):
+    def empty(self) -> torch.Tensor:
         return torch.zeros(1)
 
-    def accumulate(self, last):
+    def accumulate(self, last: bool) -> nullcontext[None]:
         return nullcontext()
 
-    def forward(self, micro_batch, received, plans, backward_plans):
+    def forward(self, micro_batch: int, received: list[torch.Tensor], plans: tuple[tuple[Plan, ...], ...],
+                backward_plans: tuple[tuple[Plan, ...], ...]) -> list[torch.Tensor]:
         rows = range(self.step.num_nano_batches)
         inputs = [(row, torch.zeros(1, requires_grad=True) if self.first else received[row]) for row in rows]
 
-        def segment(kind, num_outputs):
+        def segment(kind: str, num_outputs: int) -> Callable[..., Any]:
             return lambda x, *rest: Computed.apply(self.notes, (kind, micro_batch, self.row()), num_outputs, x,
                                                    *(one for one in rest if isinstance(one, torch.Tensor)))
 
         segments = [segment("first", 4), *[segment("middle", 4)] * (self.num_layers - 1), segment("last", 1)]
-        self.turn = Counter()
+        self.turn: Counter[int] = Counter()
         states = ping_pong.forward([self.numbered(at, one) for at, one in enumerate(segments)],
-                                   [(x,) for _, x in inputs], [None for _ in rows], plans, self.attention,
+                                   [(x,) for _, x in inputs], [None for _ in rows], plans, cast(Any, self.attention),
                                    backward_plans)
         if not self.last:
             return states
         losses = [Computed.apply(self.notes, ("head", micro_batch, row), 1, x) for row, x in enumerate(states)]
         return [torch.stack(losses).sum()]
 
-    def numbered(self, at, segment):
-        def run(*arguments):
+    def numbered(self, at: int, segment: Callable[..., Any]) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        def run(*arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
             self.row = lambda: self.turn[at]
             result = segment(*arguments)
             self.turn[at] += 1
@@ -147,41 +151,42 @@ class Stage:
 
 
 class Handle:
-    def __init__(self, notes, what, about):
+    def __init__(self, notes: list[Note], what: str, about: tuple[int, int, int]) -> None:
         self.notes, self.note = notes, Note(what, about)
 
-    def wait(self):
+    def wait(self) -> torch.Tensor:
         self.notes.append(self.note)
         return torch.zeros(1)
 
 
 class Neighbours:
-    def __init__(self, notes, stage, num_stages):
+    def __init__(self, notes: list[Note], stage: int, num_stages: int) -> None:
         self.notes, self.stage, self.num_stages = notes, stage, num_stages
-        self.counts = Counter()
+        self.counts: Counter[tuple[int, int]] = Counter()
 
-    def send(self, tensor, stage):
+    def send(self, tensor: torch.Tensor, stage: int) -> Handle:
         return self._passed("send", "sent", (self.stage, stage))
 
-    def receive(self, shape, like, stage):
+    def receive(self, shape: torch.Size, like: torch.Tensor, stage: int) -> Handle:
         return self._passed("post", "received", (stage, self.stage))
 
-    def _passed(self, now, later, way):
+    def _passed(self, now: str, later: str, way: tuple[int, int]) -> Handle:
         message = (*way, self.counts[way])
         self.counts[way] += 1
         self.notes.append(Note(now, message))
         return Handle(self.notes, later, message)
 
 
-def noted(step):
+def noted(step: StepPlan) -> list[list[Note]]:
     """[ranks] what the runtime does, in order."""
     found = []
     for rank in range(step.num_stages * step.num_data):
         notes: list[Note] = []
         stage = rank // step.num_data
         attention = Attention(notes)
-        Pipeline(Stage(notes, attention, step, stage), attention, Neighbours(notes, stage, step.num_stages)).step(
-            step.ticks, step.by_stage[stage])
+        parts: tuple[Any, ...] = (Stage(notes, attention, step, stage), attention,
+                                  Neighbours(notes, stage, step.num_stages))
+        Pipeline(*parts).step(step.ticks, step.by_stage[stage])
         found.append(notes)
     return found
 
@@ -192,7 +197,7 @@ WAITS = {Phase.SERVE: Phase.DISPATCH, Phase.COMBINE: Phase.SERVE}
 class Timed:
     """The notes of all ranks on clocks of their own."""
 
-    def __init__(self, step, costs, notes):
+    def __init__(self, step: StepPlan, costs: Costs, notes: list[list[Note]]) -> None:
         self.step, self.costs, self.notes = step, costs, notes
         self.linear = {}
         for number, micro_batch in enumerate(step.micro_batches):
@@ -203,12 +208,12 @@ class Timed:
                     for kind, seconds in (("first", before), ("middle", before + behind), ("last", behind),
                                           ("head", costs.head_seconds(tokens, backward))):
                         self.linear[kind, number, row, backward] = seconds
-        self.ends = [[] for _ in notes]                          # [ranks][notes]
-        self.spans = [[] for _ in notes]                         # [ranks] (start, stop) of what computes
-        self.done = {}                                           # (what, about, nth or message) -> end
+        self.ends: list[list[float]] = [[] for _ in notes]       # [ranks][notes]
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in notes]  # [ranks] (start, stop) of what computes
+        self.done: dict[tuple[Any, Any, int], float] = {}        # (what, about, nth or message) -> end
 
-    def run(self):
-        counts = [Counter() for _ in self.notes]
+    def run(self) -> Timed:
+        counts: list[Counter[Any]] = [Counter() for _ in self.notes]
         moved = True
         while moved:
             moved = False
@@ -218,11 +223,13 @@ class Timed:
         assert all(len(ends) == len(notes) for ends, notes in zip(self.ends, self.notes, strict=True)), "stuck"
         return self
 
-    def _take(self, rank, note, counts):
+    def _take(self, rank: int, note: Note, counts: Counter[Any]) -> bool:
         now = self.ends[rank][-1] if self.ends[rank] else 0.0
         data, first = rank % self.step.num_data, 0 if self.step.is_shared else rank - rank % self.step.num_data
         what, about = note
-        seconds, needs, key = 0.0, [], None
+        needs: list[tuple[Any, Any, int]] = []
+        key: tuple[Any, Any, int] | None = None
+        seconds = 0.0
         if what == "linear":
             seconds = float(self.linear[about][data])
         elif what in ("send", "post"):
@@ -230,6 +237,7 @@ class Timed:
         elif what in ("sent", "received"):
             needs = [("send", about, data), ("post", about, data)]
         else:
+            assert isinstance(what, tuple)
             nth, (phase, backward) = counts[what], what
             key = what, nth, rank
             if phase is Phase.SERVE:
@@ -249,7 +257,7 @@ class Timed:
             self.done[key] = start + seconds
         return True
 
-    def _senders(self, plan, rank, phase, backward):
+    def _senders(self, plan: Plan, rank: int, phase: Phase, backward: bool) -> set[int]:
         moved = plan.traffic()
         ways = [(moved.q_home, moved.q_server), (moved.kv_home, moved.kv_server)]
         if phase is Phase.SERVE:
@@ -261,7 +269,7 @@ class Timed:
 
 
 @st.composite
-def steps(draw):
+def steps(draw: st.DrawFn) -> StepPlan:
     layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     num_data, tokens = draw(st.integers(1, 3)), draw(st.sampled_from([128, 600]))
     documents = [random_lengths(draw(st.integers(0, 2**32)), num_data * tokens) for _ in range(draw(st.integers(1, 4)))]
@@ -281,9 +289,10 @@ SENDS_BEFORE_SERVING = plan_step(  # a stage of one layer sends its activations 
 @settings(max_examples=40, deadline=None)
 @given(steps())
 @example(SENDS_BEFORE_SERVING)
-def test_spans_are_those_of_the_runtimes_own_order(step):
+def test_spans_are_those_of_the_runtimes_own_order(step: StepPlan) -> None:
     timed = Timed(step, COSTS, noted(step)).run()
     found = execute(step, COSTS, record=True)
+    assert found.traces is not None
     for trace, spans in zip(found.traces, timed.spans, strict=True):
         computed = [(span.start_seconds, span.stop_seconds) for span in trace.spans
                     if span.lane in ("linear", "attention")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
-from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
+from distca.simulate.strategies import STRATEGIES, Pool, PoolChoice, StepDocuments
 from distca.spec import cluster_named
 from distca.train.data import attention_time, step_plan
 from distca.train.settings import load_settings
 from distca.workload.sequences import Source, batch_sequences
 
 
-def differing(one: object, other: object, path: str = "step") -> list[str]:
+def differing(one: Any, other: Any, path: str = "step") -> list[str]:
     """Where two values differ: dataclasses field by field, arrays with their types, tuples entry by entry."""
     if type(one) is not type(other):
         return [f"{path}: {type(one).__name__} and {type(other).__name__}"]
@@ -42,12 +43,14 @@ def differing(one: object, other: object, path: str = "step") -> list[str]:
 @given(seed=st.integers(0, 100), num_data=st.sampled_from((1, 2, 4)), tp=st.sampled_from((1, 2, 8)),
        pp=st.sampled_from((1, 1, 2, 3)), context=st.sampled_from((8192, 32_768)), ping_pong=st.booleans(),
        tolerance=st.sampled_from((0.0, 0.05, 0.3)), name=st.sampled_from(("disaggregated", "distca")))
-def test_a_run_and_its_simulation_have_equal_step_plans(seed, num_data, tp, pp, context, ping_pong, tolerance, name):
+def test_a_run_and_its_simulation_have_equal_step_plans(seed: int, num_data: int, tp: int, pp: int, context: int,
+                                                        ping_pong: bool, tolerance: float, name: str) -> None:
     model, cluster = MODELS["llama3-8b"], cluster_named("dgx-h200")
     where = setting(model, cluster, gpus=num_data * tp * pp, context=context, tp=tp, pp=pp, sequences=4 * pp,
                     micro_batches=2 * pp)
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
     strategy = STRATEGIES[name]
+    assert isinstance(strategy, Pool)
     simulated = strategy.step_plan(PoolChoice(strategy.placement, ping_pong=ping_pong), where,
                                    Costs.of(model, cluster, tp, shipped_table("h200")), batch, tolerance)
     run = load_settings(None, {
@@ -59,7 +62,7 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed, num_data, tp, pp, 
     trained.validate()
 
 
-def test_differences_are_found():
+def test_differences_are_found() -> None:
     a, b = (np.arange(3), (1, np.ones(2))), (np.arange(3), (1, np.ones(2)))
     assert differing(a, b) == []
     b[1][1][1] = 2.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,8 +14,8 @@ from distca.models import model_named
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.strategies import NAMES, STRATEGIES, Grouped, StepDocuments
-from distca.simulate.sweep import Question, batch_figures, compare, replay
+from distca.simulate.strategies import NAMES, STRATEGIES, GroupChoice, Grouped, StepDocuments
+from distca.simulate.sweep import Comparison, Question, batch_figures, compare, replay
 from distca.spec import cluster_named
 from distca.workload.sequences import Source, batch_sequences
 
@@ -21,30 +24,32 @@ CLUSTER = cluster_named("dgx-h200")
 TABLE = analytic_table(MODEL, 550e12)
 
 
-def _question(pp=1, gpus=32, context=65536, batches=2, data="pretrain", strategies=NAMES, **options):
+def _question(pp: int = 1, gpus: int = 32, context: int = 65536, batches: int = 2, data: str = "pretrain",
+              strategies: tuple[str, ...] = NAMES, **options: Any) -> Question:
     return Question((setting(MODEL, CLUSTER, gpus=gpus, context=context, pp=pp, **options),), strategies, Source(data),
                     TABLE, 0.05, batches)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def compared(request):
+def compared(request: pytest.FixtureRequest) -> Comparison:
     return compare(_question(pp=request.param, gpus=24 if request.param == 3 else 32))  # 3: stages of 10, 11, 11 layers
 
 
-def test_nothing_beats_the_bound_and_every_step_has_the_same_tokens(compared):
+def test_nothing_beats_the_bound_and_every_step_has_the_same_tokens(compared: Comparison) -> None:
+    assert compared.bound is not None
     bound = compared.bound.column("seconds")
     for outcome in compared.outcomes:
         assert (outcome.column("seconds") >= bound * (1 - 1e-9)).all(), outcome.name
         assert outcome.tokens_per_second * outcome.step_seconds == pytest.approx(compared.setting.num_tokens)
 
 
-def test_the_ideal_is_no_slower_than_what_it_chooses_from(compared):
+def test_the_ideal_is_no_slower_than_what_it_chooses_from(compared: Comparison) -> None:
     ideal = compared.outcome("wlb_ideal")
     for name in ("variable_length", "per_document_cp", "fixed_packing"):
         assert ideal.step_seconds <= compared.outcome(name).step_seconds * 1.0001
 
 
-def test_ours_is_balanced_equal_in_memory_and_thrifty_with_buffers(compared):
+def test_ours_is_balanced_equal_in_memory_and_thrifty_with_buffers(compared: Comparison) -> None:
     for name in ("disaggregated", "distca"):
         row = compared.outcome(name).as_json(compared.outcomes)
         assert row["memory_gb"]["buffers"] <= 0.1 * row["memory_gb"]["activations"]
@@ -54,7 +59,7 @@ def test_ours_is_balanced_equal_in_memory_and_thrifty_with_buffers(compared):
     assert fixed["work_max_over_mean"] > compared.outcome("disaggregated").as_json([])["work_max_over_mean"]
 
 
-def test_speedups_are_ratios_of_the_steps(compared):
+def test_speedups_are_ratios_of_the_steps(compared: Comparison) -> None:
     rows = compared.as_json()["strategies"]
     assert tuple(rows) == NAMES
     for name, row in rows.items():
@@ -66,31 +71,33 @@ def test_speedups_are_ratios_of_the_steps(compared):
         assert 0 <= row["idle_share"] < 1 and -1e-9 <= row["exposed_communication_share"] < 1
 
 
-def test_two_processes_give_the_same_figures():
+def test_two_processes_give_the_same_figures() -> None:
     question = _question(batches=2, strategies=("fixed_packing", "distca"))
     assert compare(question, workers=2).as_json() == compare(question).as_json()
 
 
-def test_a_replayed_batch_is_the_one_that_was_compared():
+def test_a_replayed_batch_is_the_one_that_was_compared() -> None:
     question = _question(pp=2, gpus=32, batches=1, strategies=("distca", "wlb_ideal", "bound"))
     compared = compare(question)
     for name in ("distca", "wlb_ideal"):
         outcome = compared.outcome(name)
         done = replay(question, outcome)
+        assert done.traces is not None
         assert done.seconds == outcome.step_seconds and len(done.traces) == outcome.setting.num_pool
         assert max(span.stop_seconds for trace in done.traces for span in trace.spans) == pytest.approx(done.seconds)
+    assert compared.bound is not None
     with pytest.raises(ValueError, match="'bound' has no timeline; choose a strategy"):
         replay(question, compared.bound)
 
 
-def test_stages_may_be_as_many_as_layers_and_no_more():
+def test_stages_may_be_as_many_as_layers_and_no_more() -> None:
     where = setting(MODEL, CLUSTER, gpus=40, context=65536, pp=5)
     assert where.layers == (6, 6, 7, 7, 6) and sum(where.layers) == MODEL.num_layers
     with pytest.raises(ValueError, match="pp is 33 but model 'llama3-8b' has 32 layers; give each stage"):
         setting(MODEL, CLUSTER, gpus=33 * 8, context=65536, pp=33)
 
 
-def test_contexts_are_whole_and_follow_their_rules():
+def test_contexts_are_whole_and_follow_their_rules() -> None:
     for name in ("prolong", "pretrain", "lognormal"):
         sequences = batch_sequences(Source(name), 262144, 6, (1, 2))
         assert [int(lengths.sum()) for lengths in sequences] == [262144] * 6
@@ -101,7 +108,7 @@ def test_contexts_are_whole_and_follow_their_rules():
     assert own.sum() == 5000 and own.max() == 100
 
 
-def test_clusters_come_from_files(tmp_path):
+def test_clusters_come_from_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('base = "dgx-h100"\ninter_node_bandwidth = 25e9\n')
     assert read_cluster(path).inter_node_bandwidth == 25e9 and read_cluster(path).memory_bytes == 80e9
@@ -114,24 +121,26 @@ def test_clusters_come_from_files(tmp_path):
             read_cluster(path)
 
 
-def test_a_faster_network_helps_those_who_wait_for_it():
+def test_a_faster_network_helps_those_who_wait_for_it() -> None:
     where = setting(MODEL, CLUSTER, gpus=64, context=131072)
     batch = StepDocuments(tuple(batch_sequences(Source("pretrain"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     strategy = STRATEGIES["per_document_cp"]
     for choice in strategy.choices(where):
         plan = strategy.step_plan(choice, where, costs, batch, 0.05)
+        assert isinstance(choice, GroupChoice)
         if plan is not None and choice.cp > 1:
             assert execute(plan, costs.without_network()).seconds < execute(plan, costs).seconds
 
 
-def test_every_strategy_makes_steps_of_the_same_documents():
+def test_every_strategy_makes_steps_of_the_same_documents() -> None:
     where = setting(MODEL, CLUSTER, gpus=48, context=61_440, pp=3, micro_batches=4)
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     for strategy in STRATEGIES.values():
         for choice in strategy.choices(where):
             plan = strategy.step_plan(choice, where, costs, batch, 0.05)
+            assert plan is not None
             plan.validate()
             lengths = np.concatenate([micro_batch.lengths for micro_batch in plan.micro_batches])
             assert sorted(lengths.tolist()) == sorted(batch.lengths().tolist()), (strategy.name, choice)
@@ -139,7 +148,7 @@ def test_every_strategy_makes_steps_of_the_same_documents():
             assert "pp 3, 4 micro-batches" in choice.describe(where)
 
 
-def test_leaving_choices_out_changes_no_best(monkeypatch):
+def test_leaving_choices_out_changes_no_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """A floor is below the step, and a strategy's best is the same as if all its choices had run."""
     question = _question(gpus=64, context=131072, data="prolong", strategies=("per_document_cp", "wlb_ideal"))
     where = question.settings[0]
@@ -147,7 +156,7 @@ def test_leaving_choices_out_changes_no_best(monkeypatch):
     for name in question.strategies:
         for choice in STRATEGIES[name].choices(where):
             plan = STRATEGIES[name].step_plan(choice, where, costs, batch, 0.05)
-            assert STRATEGIES[name].floor(choice, where, costs) <= execute(plan, costs).seconds
+            assert plan is not None and STRATEGIES[name].floor(choice, where, costs) <= execute(plan, costs).seconds
     pruned = compare(question)
     assert any(isinstance(figures, float) for figures in batch_figures(question, 0).values())
     monkeypatch.setattr(Grouped, "floor", lambda *_: 0.0)

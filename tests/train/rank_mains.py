@@ -10,18 +10,20 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from distca.train import launch
+from distca.train.settings import Settings
 
 
-def _say(settings, **facts):
+def _say(settings: Settings, **facts: Any) -> None:
     rank = launch.here().rank
     path = Path(settings.log.folder) / f"rank{rank}.json"
     path.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **facts}))
     os.replace(path.with_suffix(".part"), path)
 
 
-def _listening(pid):
+def _listening(pid: int) -> list[str]:
     """Addresses, in the kernel's hex, on which a process listens."""
     held = {os.readlink(entry).removeprefix("socket:[").removesuffix("]") for entry in Path(f"/proc/{pid}/fd").iterdir()
             if entry.is_symlink() and os.readlink(entry).startswith("socket:")}
@@ -30,7 +32,7 @@ def _listening(pid):
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in held]
 
 
-def meet(settings):
+def meet(settings: Settings) -> int:
     import torch
     import torch.distributed as dist
 
@@ -45,7 +47,7 @@ def meet(settings):
     return 0
 
 
-def second_fails(settings):
+def second_fails(settings: Settings) -> int:
     if launch.here().rank == 1:
         raise RuntimeError("rank one gave up")
     _say(settings)
@@ -53,20 +55,20 @@ def second_fails(settings):
     return 0
 
 
-def all_refuse(settings):
+def all_refuse(settings: Settings) -> int:
     settings.with_values({"optimizer.lr": -1.0}).check()
     return 0
 
 
-def foreign_value_error(settings):
+def foreign_value_error(settings: Settings) -> int:
     return int("not a number that the package asked for")
 
 
-def second_returns_five(settings):
+def second_returns_five(settings: Settings) -> int:
     return 5 if launch.here().rank == 1 else 0
 
 
-def second_is_killed(settings):
+def second_is_killed(settings: Settings) -> None:
     """Rank 0 learns of it by an exchange that fails, and says so at once."""
     import torch
     import torch.distributed as dist
@@ -79,7 +81,7 @@ def second_is_killed(settings):
         dist.all_reduce(torch.ones(1))
 
 
-def group_timeouts(settings):
+def group_timeouts(settings: Settings) -> int:
     """Every process group of a training rank, with the seconds that it waits."""
     import torch
     from torch.distributed import distributed_c10d
@@ -91,39 +93,40 @@ def group_timeouts(settings):
     groups = list(distributed_c10d._world.pg_map)
     seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     _say(settings, seconds=seconds)
+    assert trainer.checkpoints is not None
     trainer.checkpoints.close()
     return 0
 
 
-def train_with_a_full_disk(settings):
+def train_with_a_full_disk(settings: Settings) -> int:
     """The first save finds no space."""
-    from distca.train import checkpoint, trainer
+    from distca.train import checkpoint, checkpoint_files, trainer
 
-    write, failed = checkpoint.write_file, []
+    failed = []
 
-    def full(path, tensors):
+    def full(path: Path, tensors: Any) -> Any:
         if "step_00000001" in str(path):
             failed.append(path)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, tensors)
+        return checkpoint_files.write_file(path, tensors)
 
-    checkpoint.write_file = full
+    vars(checkpoint)["write_file"] = full
     return trainer.run(settings)
 
 
-def train_and_stop_in_the_last_save(settings):
+def train_and_stop_in_the_last_save(settings: Settings) -> int:
     """As a debugger, a hung disk or a scheduler would leave a rank."""
     from distca.train import checkpoint, trainer
 
-    def stopped(path, tensors):
+    def stopped(path: Path, tensors: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if launch.here().rank == 1:
-        checkpoint.write_file = stopped
+        vars(checkpoint)["write_file"] = stopped
     return trainer.run(settings)
 
 
-def stop_when_asked(settings):
+def stop_when_asked(settings: Settings) -> int:
     asked = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     _say(settings, ready=True)
@@ -133,14 +136,14 @@ def stop_when_asked(settings):
     return 0
 
 
-def never_stop(settings):
+def never_stop(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _say(settings, ready=True)
     time.sleep(100)
     return 0
 
 
-def wait_without_listening(settings):
+def wait_without_listening(settings: Settings) -> int:
     _say(settings, ready=True)
     time.sleep(100)
     return 0

@@ -5,7 +5,9 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ SHAPE = DecoderShape(ModelShape("small", num_layers=2, hidden=16, num_heads=2, n
                                 vocab=20))
 
 
-def build(seed=0):
+def build(seed: int = 0) -> tuple[Decoder, torch.optim.AdamW]:
     decoder = Decoder(SHAPE)
     decoder.reset_parameters(torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
@@ -36,7 +38,7 @@ def build(seed=0):
     return decoder, optimizer
 
 
-def save(folder, steps=(1, 2)):
+def save(folder: Path, steps: tuple[int, int] = (1, 2)) -> tuple[Decoder, torch.optim.AdamW]:
     run = build()
     saver = Checkpointer(folder, *run, config=config_of(SHAPE, torch.float32))
     for step in steps:
@@ -45,10 +47,10 @@ def save(folder, steps=(1, 2)):
     return run
 
 
-def save_old(folder, step=3):
+def save_old(folder: Path, step: int = 3) -> tuple[Decoder, torch.optim.AdamW]:
     """A checkpoint as version 1 wrote it: DCP's files and a manifest without checksums."""
     decoder, optimizer = build()
-    model, states = get_state_dict(decoder, optimizer)
+    model, states = cast(Any, get_state_dict(decoder, optimizer))
     path = folder / f"step_{step:08d}"
     dcp.save({"model": model, "optimizer": states["state"], "rng": {"0": {"cpu": torch.get_rng_state()}}},
              storage_writer=dcp.FileSystemWriter(path), no_dist=True)
@@ -60,7 +62,7 @@ def save_old(folder, step=3):
     return decoder, optimizer
 
 
-def test_verify_tells_good_from_damaged(run, tmp_path):
+def test_verify_tells_good_from_damaged(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     save(tmp_path / "saved")
     code, out, err = run("checkpoint", "verify", "saved")
     lines = out.splitlines()
@@ -84,20 +86,20 @@ def test_verify_tells_good_from_damaged(run, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["verify", "convert"])
-def test_a_folder_without_checkpoints_is_one_line(run, command):
+def test_a_folder_without_checkpoints_is_one_line(run: Callable[..., tuple[int, str, str]], command: str) -> None:
     code, out, err = run("checkpoint", command, "nowhere")
     assert (code, out) == (2, "") and err.startswith("distca: error: nowhere: holds no step_") and err.count("\n") == 1
 
 
 class Payload:
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
         return Path.touch, (self.path,)
 
 
-def test_nothing_but_a_trusted_conversion_unpickles(run, tmp_path):
+def test_nothing_but_a_trusted_conversion_unpickles(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """A planted pickle runs in no command and no resume until its folder is trusted."""
     folder, ran = tmp_path / "saved", tmp_path / "ran"
     save_old(folder)
@@ -118,7 +120,7 @@ def test_nothing_but_a_trusted_conversion_unpickles(run, tmp_path):
     assert ran.exists()                                          # not vacuous: the payload does run there
 
 
-def test_resuming_looks_up_no_class_by_name(tmp_path):
+def test_resuming_looks_up_no_class_by_name(tmp_path: Path) -> None:
     """Python tells its audit hooks of every class or function that an unpickler looks up."""
     save(tmp_path)
     code = ("import os, pickle, runpy, sys\n"
@@ -132,7 +134,7 @@ def test_resuming_looks_up_no_class_by_name(tmp_path):
     assert (done.returncode, done.stdout) == (17, "whole\n"), done.stderr  # only the last line's own pickle is told
 
 
-def test_a_trusted_conversion_keeps_every_bit(run, tmp_path):
+def test_a_trusted_conversion_keeps_every_bit(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     decoder, optimizer = save_old(tmp_path / "saved")
     code, out, err = run("checkpoint", "convert", "saved", "--trust")
     assert code == 0, err
@@ -142,6 +144,7 @@ def test_a_trusted_conversion_keeps_every_bit(run, tmp_path):
     saver = Checkpointer(tmp_path / "saved", other, fresh)
     state = saver.resume()
     saver.close()
+    assert state is not None
     assert (state.step, state.loader) == (3, {"at": 3})
     for (name, ours), theirs in zip(other.named_parameters(), decoder.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -150,7 +153,7 @@ def test_a_trusted_conversion_keeps_every_bit(run, tmp_path):
     assert run("checkpoint", "convert", "saved", "--trust")[1].endswith("nothing to convert\n")
 
 
-def test_the_guides_commands_run(run, tmp_path):
+def test_the_guides_commands_run(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     save(tmp_path / "saved")
     guide = (Path(distca.__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
     commands = re.findall(r"^distca (checkpoint .*?) *#", guide, re.MULTILINE)
@@ -160,7 +163,7 @@ def test_the_guides_commands_run(run, tmp_path):
         assert (code, err) == (0, ""), command
 
 
-def test_export_is_a_model_that_transformers_loads(run, tmp_path):
+def test_export_is_a_model_that_transformers_loads(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     decoder, _ = save(tmp_path / "saved")
     (tmp_path / "saved/step_00000002/model-00000.safetensors").write_bytes(b"")

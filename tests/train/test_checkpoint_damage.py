@@ -21,19 +21,19 @@ NUM_CASES = 180  # of each file
 FILES = (MANIFEST, "model-00000.safetensors", "state-00000.safetensors")
 
 
-def build(seed):
+def build(seed: int) -> tuple[torch.nn.Sequential, torch.optim.AdamW]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model, optimizer):
+def train(model: torch.nn.Sequential, optimizer: torch.optim.AdamW) -> None:
     model(torch.randn(4, 5)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def everything(model, optimizer):
+def everything(model: torch.nn.Sequential, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
     found = {name: value.clone() for name, value in model.state_dict().items()}
     for number, values in optimizer.state_dict()["state"].items():
         found |= {f"{number}.{key}": value.clone() for key, value in values.items()}
@@ -41,7 +41,7 @@ def everything(model, optimizer):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
     """A folder with checkpoints of steps 1 and 2, and what they hold."""
     folder = tmp_path_factory.mktemp("saved")
     run, held = build(0), {}
@@ -55,39 +55,39 @@ def saved(tmp_path_factory):
     return folder, held
 
 
-def flip(content, chance):
+def flip(content: bytearray, chance: random.Random) -> None:
     at = chance.randrange(len(content))
     content[at] ^= 1 << chance.randrange(8)
 
 
-def truncate(content, chance):
+def truncate(content: bytearray, chance: random.Random) -> None:
     del content[chance.randrange(len(content)):]
 
 
-def zero(content, chance):
+def zero(content: bytearray, chance: random.Random) -> None:
     begin = chance.randrange(len(content))
     end = min(len(content), begin + chance.choice((1, 4, 8, 64, 512, 4096)))
     content[begin:end] = bytes(end - begin)
 
 
-def noise(content, chance):
+def noise(content: bytearray, chance: random.Random) -> None:
     begin = chance.randrange(len(content))
     end = min(len(content), begin + chance.choice((1, 8, 512)))
     content[begin:end] = chance.randbytes(end - begin)
 
 
-def shift(content, chance):
+def shift(content: bytearray, chance: random.Random) -> None:
     """A sector in another's place, the size kept."""
     begin, other, length = chance.randrange(len(content)), chance.randrange(len(content)), chance.choice((8, 64))
     part = content[other:other + length]
     content[begin:begin + len(part)] = part[:len(content) - begin]
 
 
-def append(content, chance):
+def append(content: bytearray, chance: random.Random) -> None:
     content += chance.randbytes(chance.randrange(1, 64))
 
 
-def edit_a_number(content, chance):
+def edit_a_number(content: bytearray, chance: random.Random) -> None:
     """Another digit somewhere, as an editor would write it: the position in the data is such a number."""
     digits = [at for at, byte in enumerate(content) if 48 <= byte <= 57]
     at = chance.choice(digits)
@@ -95,7 +95,8 @@ def edit_a_number(content, chance):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_random_damage_never_goes_unnoticed(saved, name, caplog):
+def test_random_damage_never_goes_unnoticed(saved: tuple[Path, dict[int, dict[str, torch.Tensor]]], name: str,
+                                            caplog: pytest.LogCaptureFixture) -> None:
     folder, held = saved
     newest = folder / "step_00000002"
     file, run = newest / name, build(1)
@@ -112,6 +113,7 @@ def test_random_damage_never_goes_unnoticed(saved, name, caplog):
             state = saver.resume()
         saver.close()
         same = bytes(content) == original
+        assert state is not None
         assert state.step == (2 if same else 1), (case, damages[case % len(damages)].__name__)
         assert state.loader == {"epoch": 0, "index": 7 * state.step, "offset": 12 * state.step}
         found = everything(*run)
@@ -129,7 +131,8 @@ def test_random_damage_never_goes_unnoticed(saved, name, caplog):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["missing", "a folder", "a dangling link", "empty", "a pipe nobody writes"])
-def test_what_is_no_file_at_all_is_named(saved, tmp_path, caplog, name, how):
+def test_what_is_no_file_at_all_is_named(saved: tuple[Path, dict[int, dict[str, torch.Tensor]]], tmp_path: Path,
+                                         caplog: pytest.LogCaptureFixture, name: str, how: str) -> None:
     folder, held = Path(shutil.copytree(saved[0], tmp_path / "copy")), saved[1]
     file = folder / "step_00000002" / name
     file.unlink()
@@ -144,7 +147,7 @@ def test_what_is_no_file_at_all_is_named(saved, tmp_path, caplog, name, how):
     run = build(1)
     saver = Checkpointer(folder, *run, run={"run.dtype": "float32"})
     with caplog.at_level(logging.WARNING, "distca"):
-        assert saver.resume().step == 1
+        assert (state := saver.resume()) is not None and state.step == 1
     saver.close()
     found = everything(*run)
     assert all(torch.equal(found[key], value) for key, value in held[1].items())
@@ -152,11 +155,12 @@ def test_what_is_no_file_at_all_is_named(saved, tmp_path, caplog, name, how):
     assert name in line and "step_00000002" in line and "\n" not in line
 
 
-def test_a_file_for_a_folder_is_passed_over(saved, tmp_path, caplog):
+def test_a_file_for_a_folder_is_passed_over(saved: tuple[Path, dict[int, dict[str, torch.Tensor]]], tmp_path: Path,
+                                            caplog: pytest.LogCaptureFixture) -> None:
     folder = Path(shutil.copytree(saved[0], tmp_path / "copy"))
     (folder / "step_00000012").write_text("no folder")
     saver = Checkpointer(folder, *build(1), run={"run.dtype": "float32"})
     with caplog.at_level(logging.WARNING, "distca"):
-        assert saver.resume().step == 2
+        assert (state := saver.resume()) is not None and state.step == 2
     saver.close()
     assert "step_00000012" in caplog.text

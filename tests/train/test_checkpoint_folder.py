@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Never
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -37,7 +38,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2), max_leaves=4)
 
 
-def tensors():
+def tensors() -> dict[str, StoredTensor]:
     """A norm and the upper half of a matrix in the first file, its lower half in the second."""
     first, second = SIZES
     return {"model.norm.weight": StoredTensor("float32", [8], [Block(first, 16, 32, [0], [8], checksum(b"x" * 32))]),
@@ -46,7 +47,7 @@ def tensors():
                 Block(second, 24, 512, [16, 0], [16, 8], checksum(b"x" * 512))])}
 
 
-def complete(folder, number, /, **changes):
+def complete(folder: Path, number: int, /, **changes: Any) -> Path:
     path = folder / step_name(number)
     path.mkdir()
     for name, num_bytes in SIZES.items():
@@ -58,11 +59,11 @@ def complete(folder, number, /, **changes):
     return path
 
 
-def other_tensors(**changes):
+def other_tensors(**changes: StoredTensor) -> dict[str, StoredTensor]:
     return tensors() | {f"model.{name.replace('_', '.')}": value for name, value in changes.items()}
 
 
-def without_manifest(folder, step, also=""):
+def without_manifest(folder: Path, step: int, also: str = "") -> Path:
     path = complete(folder, step)
     (path / MANIFEST).unlink()
     if also:
@@ -70,19 +71,19 @@ def without_manifest(folder, step, also=""):
     return path
 
 
-def with_text(folder, step, text):
+def with_text(folder: Path, step: int, text: str) -> Path:
     path = complete(folder, step)
     (path / MANIFEST).write_text(text)
     return path
 
 
-def cut(folder, step, name, num_bytes):
+def cut(folder: Path, step: int, name: str, num_bytes: int) -> Path:
     path = complete(folder, step)
     os.truncate(path / name, num_bytes)
     return path
 
 
-def short_of(folder, step, name):
+def short_of(folder: Path, step: int, name: str) -> Path:
     path = complete(folder, step)
     (path / name).unlink()
     return path
@@ -119,18 +120,18 @@ SPOILT = {
 }
 
 
-def names(folder):
+def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_is_not_a_good_checkpoint_of_this_run_is_told_apart(tmp_path, how):
+def test_what_is_not_a_good_checkpoint_of_this_run_is_told_apart(tmp_path: Path, how: str) -> None:
     make, verdict, reason = SPOILT[how]
     found, why = judge(make(tmp_path), MODEL, RUN)
     assert found == verdict and reason in why and "\n" not in why
 
 
-def test_a_complete_folder_is_good_and_its_manifest_reads_back(tmp_path):
+def test_a_complete_folder_is_good_and_its_manifest_reads_back(tmp_path: Path) -> None:
     path = complete(tmp_path, 123_456_789, loader={"epoch": 2, "index": [1, 2]})
     assert judge(path, MODEL, RUN) == ("good", "") and verify(path) == read_manifest(path)
     assert read_manifest(path).loader == {"epoch": 2, "index": [1, 2]} and read_manifest(path).tensors == tensors()
@@ -138,14 +139,14 @@ def test_a_complete_folder_is_good_and_its_manifest_reads_back(tmp_path):
     assert judge(path, MODEL, {})[0] == judge(path, MODEL, RUN | {"another": 1})[0] == "good"
 
 
-def test_steps_are_ordered_as_numbers(tmp_path):
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000, 2):
         complete(tmp_path, step)
     (tmp_path / "step_7").mkdir()
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000002", "step_99999999", "step_100000000"]
 
 
-def test_the_manifest_leaves_no_byte_without_a_checksum(tmp_path):
+def test_the_manifest_leaves_no_byte_without_a_checksum(tmp_path: Path) -> None:
     """What an edited manifest with a checksum of its own does not cover is found by reading everything."""
     fewer = tensors()
     del fewer["model.norm.weight"]
@@ -159,7 +160,7 @@ def test_the_manifest_leaves_no_byte_without_a_checksum(tmp_path):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data())
-def test_any_change_of_a_manifest_is_seen(tmp_path, data):
+def test_any_change_of_a_manifest_is_seen(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / step_name(1)
     if not path.exists():
         complete(tmp_path, 1)
@@ -185,7 +186,7 @@ def test_any_change_of_a_manifest_is_seen(tmp_path, data):
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [6, 7]), (2, [5, 6, 7]), (3, [3, 5, 6, 7]), (9, [1, 2, 3, 5, 6, 7])])
-def test_pruning_drops_good_ones_beyond_keep_and_older_torn_ones(tmp_path, keep, left):
+def test_pruning_drops_good_ones_beyond_keep_and_older_torn_ones(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (1, 3, 5, 6):
         complete(tmp_path, step)
     without_manifest(tmp_path, 2)
@@ -196,11 +197,11 @@ def test_pruning_drops_good_ones_beyond_keep_and_older_torn_ones(tmp_path, keep,
     assert names(tmp_path) == [step_name(step) for step in sorted([0, 4, *left])]
 
 
-def test_half_a_removal_is_torn(tmp_path, monkeypatch):
+def test_half_a_removal_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         complete(tmp_path, step)
 
-    def killed(_):
+    def killed(_: Path) -> Never:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("distca.train.checkpoint_folder.shutil.rmtree", killed)
@@ -209,7 +210,7 @@ def test_half_a_removal_is_torn(tmp_path, monkeypatch):
     assert [judge(path, MODEL, RUN)[0] for path in step_folders(tmp_path)] == ["torn", "good"]
 
 
-def test_room_is_made_without_loss_of_what_is_not_ours(tmp_path, caplog):
+def test_room_is_made_without_loss_of_what_is_not_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_room(tmp_path / step_name(1), MODEL, RUN)
     for make in (without_manifest, complete):
         make_room(make(tmp_path, 1), MODEL, RUN)
@@ -222,7 +223,7 @@ def test_room_is_made_without_loss_of_what_is_not_ours(tmp_path, caplog):
     assert not step_folders(tmp_path)
 
 
-def test_an_unwritable_folder_is_one_line(tmp_path):
+def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         with pytest.raises(ValueError) as caught:
@@ -232,13 +233,13 @@ def test_an_unwritable_folder_is_one_line(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_refused(tmp_path):
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with pytest.raises(ValueError, match="Permission denied"):
         check_folder(tmp_path, resume=True)
 
 
-def test_a_fresh_run_does_not_mix_with_another(tmp_path):
+def test_a_fresh_run_does_not_mix_with_another(tmp_path: Path) -> None:
     check_folder(tmp_path / "deep" / "new", resume=False)
     assert not names(tmp_path / "deep" / "new")
     without_manifest(tmp_path, 1)

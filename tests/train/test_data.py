@@ -5,7 +5,9 @@ import sys
 import textwrap
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ from hypothesis import strategies as st
 from distca.models import model_named
 from distca.runtime.registry import digest
 from distca.testing import random_lengths
-from distca.train.corpora import MemoryCorpus, corpus_from
-from distca.train.data import Loader, Stream, TextPiece
+from distca.train.corpora import Corpus, MemoryCorpus, corpus_from
+from distca.train.data import Batch, Loader, Stream, TextPiece
 from distca.train.settings import MODES, Settings
 
 MODEL = replace(model_named("tiny"), vocab=1_000_000)
@@ -27,35 +29,38 @@ seeds = st.integers(0, 2**32)
 class NumberedCorpus(MemoryCorpus):
     """Token number n of the corpus is n, so that a token tells its document and its place there."""
 
-    def __init__(self, lengths):
+    def __init__(self, lengths: list[int]) -> None:
         super().__init__(np.arange(sum(lengths)), np.cumsum(lengths), int(sum(lengths)))
 
 
-def some_settings(**values):
+Triple = tuple[int, int, int]  # position, token, label
+
+
+def some_settings(**values: Any) -> Settings:
     named = {"batch.ping_pong": False, "batch.tokens_per_rank": 32} | {
         name.replace("__", "."): value for name, value in values.items()}
     return Settings().with_values(named)
 
 
-def loaders(corpus, chosen, world):
+def loaders(corpus: Corpus, chosen: Settings, world: int) -> list[Loader]:
     return [Loader(corpus, chosen, rank=rank, world=world, model=MODEL) for rank in range(world)]
 
 
-def triples(batches):
+def triples(batches: list[Batch]) -> Counter[Triple]:
     """(position, token, label) of all tokens of one step, over all ranks and rows."""
     return Counter(triple for batch in batches for row in batch.rows
                    for triple in zip(row.positions.tolist(), row.tokens.tolist(), row.labels.tolist(), strict=True))
 
 
-def expected_triples(corpus, pieces):
-    found = Counter()
+def expected_triples(corpus: NumberedCorpus, pieces: list[TextPiece]) -> Counter[Triple]:
+    found: Counter[Triple] = Counter()
     for piece in pieces:
         tokens = corpus.tokens(piece.document)[piece.start:piece.stop].tolist()
         found.update(zip(range(len(tokens)), tokens, [*tokens[1:], -100], strict=True))
     return found
 
 
-def refusal(call, *args, **kwargs):
+def refusal(call: Callable[..., Any] | type[Loader] | type[Stream], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(ValueError) as caught:
         call(*args, **kwargs)
     assert "\n" not in str(caught.value)
@@ -66,10 +71,11 @@ def refusal(call, *args, **kwargs):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), seeds, st.integers(1, 60), st.integers(0, 9))
-def test_an_epoch_is_every_token_once_and_pieces_stay_whole(lengths, seed, num_tokens, max_document):
+def test_an_epoch_is_every_token_once_and_pieces_stay_whole(lengths: list[int], seed: int, num_tokens: int,
+                                                            max_document: int) -> None:
     stream = Stream(np.array(lengths), seed=seed, max_document=max_document)
     total = sum(lengths)
-    taken = []
+    taken: list[tuple[int, int]] = []
     while len(taken) < 2 * total:
         pieces = stream.take(num_tokens)
         assert sum(piece.stop - piece.start for piece in pieces) == num_tokens
@@ -85,14 +91,14 @@ def test_an_epoch_is_every_token_once_and_pieces_stay_whole(lengths, seed, num_t
                          for place in range(begin, min(begin + longest, lengths[document]))]
 
 
-def test_a_document_that_does_not_fit_opens_the_next_batch():
+def test_a_document_that_does_not_fit_opens_the_next_batch() -> None:
     stream = Stream(np.array([10]), seed=0)
     assert stream.take(4) == [TextPiece(0, 0, 4)]
     assert stream.take(4) == [TextPiece(0, 4, 8)]
     assert stream.take(4) == [TextPiece(0, 8, 10), TextPiece(0, 0, 2)]   # the corpus begins anew within a batch
 
 
-def test_the_order_follows_seed_and_epoch():
+def test_the_order_follows_seed_and_epoch() -> None:
     lengths = np.ones(50, dtype=int)
     orders = [[piece.document for piece in stream.take(50)] for stream in
               (Stream(lengths, seed=1), Stream(lengths, seed=1), Stream(lengths, seed=2))]
@@ -103,10 +109,11 @@ def test_the_order_follows_seed_and_epoch():
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(1, 50), st.integers(0, 12), st.integers(1, 50))
-def test_a_stream_continues_at_the_same_token_whatever_the_batch(seed, before, num_batches, after):
+def test_a_stream_continues_at_the_same_token_whatever_the_batch(seed: int, before: int, num_batches: int,
+                                                                 after: int) -> None:
     lengths = random_lengths(seed, 60)
 
-    def places(pieces):
+    def places(pieces: list[TextPiece]) -> list[tuple[int, int]]:
         return [(piece.document, place) for piece in pieces for place in range(piece.start, piece.stop)]
 
     whole = places(Stream(lengths, seed=seed).take(before * num_batches + 3 * after))
@@ -122,7 +129,7 @@ def test_a_stream_continues_at_the_same_token_whatever_the_batch(seed, before, n
     assert rest == whole[before * num_batches:]
 
 
-def test_a_position_in_other_data_is_refused():
+def test_a_position_in_other_data_is_refused() -> None:
     state = Stream(np.array([5, 6]), seed=3).state()
     assert "data.seed is 4 but the checkpoint's is 3" in refusal(Stream(np.array([5, 6]), seed=4).load, state)
     for lengths in ([5, 7], [6, 5], [5, 6, 1]):
@@ -136,7 +143,7 @@ def test_a_position_in_other_data_is_refused():
     assert stream.state() == state
 
 
-def test_nothing_to_stream_is_refused():
+def test_nothing_to_stream_is_refused() -> None:
     assert "no token" in refusal(Stream, np.array([], dtype=int), seed=0)
     assert "2 documents and no token" in refusal(Stream, np.array([0, 0]), seed=0)
     assert "data.seed is -1" in refusal(Stream, np.array([1]), seed=-1)
@@ -147,7 +154,9 @@ def test_nothing_to_stream_is_refused():
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 4), st.sampled_from(MODES), st.sampled_from(["balanced", "given"]),
        st.sampled_from([16, 64, 300]), st.sampled_from([0, 2, 50]))
-def test_tokens_labels_and_positions_by_brute_force(seed, world, mode, placement, tokens_per_rank, max_document):
+def test_tokens_labels_and_positions_by_brute_force(seed: int, world: int, mode: str, placement: str,
+                                                    tokens_per_rank: int,
+                                                    max_document: int) -> None:
     corpus = NumberedCorpus([*random_lengths(seed, 500).tolist(), 2])
     chosen = some_settings(batch__tokens_per_rank=tokens_per_rank, attention__mode=mode,
                            attention__placement=placement, data__max_document=max_document, data__seed=seed)
@@ -163,7 +172,8 @@ def test_tokens_labels_and_positions_by_brute_force(seed, world, mode, placement
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 4), st.sampled_from(MODES), st.booleans(), st.sampled_from([16, 150, 600]))
-def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed, world, mode, ping_pong, tokens_per_rank):
+def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed: int, world: int, mode: str,
+                                                                         ping_pong: bool, tokens_per_rank: int) -> None:
     corpus = NumberedCorpus([*random_lengths(seed, 4 * tokens_per_rank * world).tolist(), 2])
     chosen = some_settings(batch__tokens_per_rank=tokens_per_rank, batch__ping_pong=ping_pong, attention__mode=mode)
     ranks = loaders(corpus, chosen, world)
@@ -177,7 +187,7 @@ def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed, w
             plan.validate()
             assert plan.layout.num_ranks == plan.num_servers == world
             assert len({digest(other) for other in plans}) == 1
-            first_token = {}                                     # of each document of the layout
+            first_token: dict[int, Any] = {}                     # of each document of the layout
             for rank, row in enumerate(rows):
                 assert row.tokens.dtype == row.labels.dtype == row.positions.dtype == torch.int64
                 assert len(row.tokens) == tokens_per_rank // (2 if ping_pong and mode == "disaggregated" else 1)
@@ -197,7 +207,7 @@ def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed, w
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, st.integers(1, 4), st.sampled_from([16, 100, 400]))
-def test_ping_and_pong_hold_the_batch_as_it_is(seed, world, tokens_per_rank):
+def test_ping_and_pong_hold_the_batch_as_it_is(seed: int, world: int, tokens_per_rank: int) -> None:
     """Every token once, with its position and its label, also where a document lies in both halves."""
     corpus = NumberedCorpus([*random_lengths(seed, 5 * tokens_per_rank * world).tolist(), 2])
     chosen = some_settings(batch__tokens_per_rank=tokens_per_rank, batch__ping_pong=True)
@@ -213,7 +223,7 @@ def test_ping_and_pong_hold_the_batch_as_it_is(seed, world, tokens_per_rank):
     assert not any(row.reads for batch in batches for row in batch.rows[::2])
 
 
-def test_a_step_without_labels_is_refused():
+def test_a_step_without_labels_is_refused() -> None:
     corpus = NumberedCorpus([1, 1, 1, 1, 1, 2])
     loader = Loader(corpus, some_settings(batch__tokens_per_rank=1), rank=0, world=1, model=MODEL)
     with pytest.raises(ValueError, match=r"a step of 1 tokens holds documents of one token only and nothing to "
@@ -222,7 +232,7 @@ def test_a_step_without_labels_is_refused():
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_modes_and_ranks_train_on_the_same(ping_pong):
+def test_modes_and_ranks_train_on_the_same(ping_pong: bool) -> None:
     corpus = NumberedCorpus([700, 3, 90, 1, 260, 40, 512, 33])
     steps = {}
     for mode in MODES:
@@ -237,7 +247,7 @@ def test_modes_and_ranks_train_on_the_same(ping_pong):
     assert first[0] != first[1]
 
 
-def test_what_balancing_gains_is_measured():
+def test_what_balancing_gains_is_measured() -> None:
     corpus = NumberedCorpus([2000, *[40] * 400])
     after = {}
     for mode, placement in (("disaggregated", "given"), ("disaggregated", "balanced"), ("home", "given")):
@@ -257,7 +267,7 @@ def test_what_balancing_gains_is_measured():
     assert after["home", "given"] > 2.0
 
 
-def test_the_default_run_is_balanced_on_real_documents():
+def test_the_default_run_is_balanced_on_real_documents() -> None:
     chosen = Settings()
     ranks = loaders(corpus_from(chosen), chosen, 2)
     for _ in range(3):
@@ -267,7 +277,7 @@ def test_the_default_run_is_balanced_on_real_documents():
         assert batches[0].summary.work_after <= 1.05 or any(plan.limit is not None for plan in plans)
 
 
-def test_a_corpus_smaller_than_a_batch_begins_anew():
+def test_a_corpus_smaller_than_a_batch_begins_anew() -> None:
     corpus = NumberedCorpus([5, 9])
     batches = [loader.next() for loader in loaders(corpus, some_settings(), 2)]
     found = Counter(token for _, token, _ in triples(batches).elements())
@@ -279,10 +289,12 @@ def test_a_corpus_smaller_than_a_batch_begins_anew():
 
 @settings(max_examples=25, deadline=None)
 @given(seeds, st.integers(0, 6), st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_any_batch_resumes_on_any_number_of_ranks(seed, stop, ping_pong, before, after):
+def test_any_batch_resumes_on_any_number_of_ranks(seed: int, stop: int, ping_pong: bool, before: int,
+                                                  after: int) -> None:
     corpus = NumberedCorpus([*random_lengths(seed, 300).tolist(), 2])
 
-    def steps(world, state, num_steps):
+    def steps(world: int, state: dict[str, int | str] | None,
+              num_steps: int) -> tuple[list[Counter[Triple]], dict[str, int | str]]:
         ranks = loaders(corpus, some_settings(batch__tokens_per_rank=64 // world, batch__ping_pong=ping_pong), world)
         for loader in ranks:
             if state is not None:
@@ -299,7 +311,7 @@ def test_any_batch_resumes_on_any_number_of_ranks(seed, stop, ping_pong, before,
     assert tail == whole[stop:]
 
 
-def test_another_batch_size_skips_nothing_and_repeats_nothing():
+def test_another_batch_size_skips_nothing_and_repeats_nothing() -> None:
     corpus = NumberedCorpus([200, 30, 170])
     first = Loader(corpus, some_settings(batch__tokens_per_rank=50), rank=0, world=1, model=MODEL)
     tokens = [token for _ in range(3) for token in first.next().rows[0].tokens.tolist()]
@@ -312,14 +324,18 @@ def test_another_batch_size_skips_nothing_and_repeats_nothing():
 class GatedCorpus(NumberedCorpus):
     """Reads wait at a gate, so that a test knows where the background thread is; `fault` is raised behind it."""
 
-    def __init__(self, lengths):
+    gate: threading.Event
+    reached: threading.Event
+    fault: list[Exception]
+
+    def __init__(self, lengths: list[int]) -> None:
         super().__init__(lengths)
         for name in ("gate", "reached"):
             object.__setattr__(self, name, threading.Event())
         object.__setattr__(self, "fault", [])
         self.gate.set()
 
-    def tokens(self, document):
+    def tokens(self, document: int) -> np.ndarray:
         self.reached.set()
         assert self.gate.wait(10)
         if self.fault:
@@ -327,7 +343,7 @@ class GatedCorpus(NumberedCorpus):
         return super().tokens(document)
 
 
-def test_state_is_the_next_batch_while_the_one_behind_it_is_made():
+def test_state_is_the_next_batch_while_the_one_behind_it_is_made() -> None:
     corpus = GatedCorpus([100, 60, 90])
     loader = Loader(corpus, some_settings(), rank=0, world=1, model=MODEL)
     loader.next()
@@ -351,10 +367,11 @@ def test_state_is_the_next_batch_while_the_one_behind_it_is_made():
     assert loader.state() == third_state
 
 
-def test_a_batch_is_made_while_the_one_before_it_is_used():
+def test_a_batch_is_made_while_the_one_before_it_is_used() -> None:
     corpus = GatedCorpus([100, 60, 90])
     loader = Loader(corpus, some_settings(), rank=0, world=1, model=MODEL)
     loader.next()
+    assert loader._ahead is not None
     loader._ahead.result(10)
     corpus.gate.clear()                                          # no read is needed any more
     assert loader.next().wait_seconds < 5.0
@@ -362,7 +379,7 @@ def test_a_batch_is_made_while_the_one_before_it_is_used():
     loader.close()
 
 
-def test_what_goes_wrong_ahead_is_raised_by_next_and_can_be_tried_again():
+def test_what_goes_wrong_ahead_is_raised_by_next_and_can_be_tried_again() -> None:
     corpus = GatedCorpus([100, 60, 90])
     loader = Loader(corpus, some_settings(), rank=0, world=1, model=MODEL)
     loader.next()
@@ -379,7 +396,7 @@ def test_what_goes_wrong_ahead_is_raised_by_next_and_can_be_tried_again():
     assert loader.next().rows[0].tokens.tolist() == other.next().rows[0].tokens.tolist()
 
 
-def test_a_batch_in_the_making_does_not_keep_the_process_alive():
+def test_a_batch_in_the_making_does_not_keep_the_process_alive() -> None:
     script = """
         import threading
         import time
@@ -411,7 +428,7 @@ def test_a_batch_in_the_making_does_not_keep_the_process_alive():
 
 # ---- refusals
 
-def test_what_cannot_be_trained_on_is_refused():
+def test_what_cannot_be_trained_on_is_refused() -> None:
     corpus = NumberedCorpus([5, 9])
     small = replace(MODEL, vocab=13)
     assert "14 different tokens but model 'tiny' knows 13" in refusal(
@@ -427,7 +444,7 @@ def test_what_cannot_be_trained_on_is_refused():
 
 
 @pytest.mark.parametrize("token", [-1, 14])
-def test_a_token_outside_the_vocabulary_is_named_when_it_comes(token):
+def test_a_token_outside_the_vocabulary_is_named_when_it_comes(token: int) -> None:
     corpus = MemoryCorpus(np.array([1, 2, token, 3]), np.array([4]), 14)
     object.__setattr__(corpus, "vocab", None)
     loader = Loader(corpus, some_settings(), rank=0, world=1, model=replace(MODEL, vocab=14))

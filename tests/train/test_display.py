@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from distca.train.display import BARS, Observer, clock, curve, size
-from distca.train.metrics import StepRecord, Tally
+from distca.train.metrics import RunSummary, StepRecord, Tally
 from distca.train.settings import Settings, load_settings
 
 RECORD = StepRecord(
@@ -24,35 +24,36 @@ RECORD = StepRecord(
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path: Path) -> Settings:
     return Settings().with_values({"log.folder": str(tmp_path / "runs" / "one"), "run.steps": 4})
 
 
-def _console(terminal=False):
+def _console(terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), width=100, force_terminal=terminal, color_system=None, highlight=False)
 
 
-def _text(console):
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def _steps(settings):
+def _steps(settings: Settings) -> list[dict[str, float | None]]:
     lines = (_folder(settings) / "steps.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def _folder(settings):
+def _folder(settings: Settings) -> Path:
     return Path(settings.log.folder)
 
 
-def _four():
+def _four() -> list[StepRecord]:
     """Four steps whose means are easy to say."""
     return [replace(RECORD, step=step, loss=6.0 - step, seconds=float(step), tokens_per_second=8192 / step,
                     exposed_seconds=0.1 * step, host_seconds=0.0, work_before=1.0 + step, work_after=1.0,
                     bytes_per_layer=1e6 * step, memory_bytes=step * 10**9) for step in (1, 2, 3, 4)]
 
 
-def _observed(settings, records, console, **close):
+def _observed(settings: Settings, records: list[StepRecord], console: Console, **close: bool) -> RunSummary | None:
     observer = Observer(settings, 0, 2, console)
     for record in records:
         observer.step(record)
@@ -60,7 +61,8 @@ def _observed(settings, records, console, **close):
 
 
 @pytest.mark.parametrize(("every", "shown"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3, 4]), (100, [4])])
-def test_without_a_terminal_there_is_a_line_every_so_many_steps(settings, every, shown):
+def test_without_a_terminal_there_is_a_line_every_so_many_steps(settings: Settings, every: int,
+                                                                shown: list[int]) -> None:
     console = _console()
     _observed(settings.with_values({"log.every": every}), _four(), console)
     lines = [line for line in _text(console).splitlines() if line.startswith("step")]
@@ -72,7 +74,7 @@ def test_without_a_terminal_there_is_a_line_every_so_many_steps(settings, every,
     assert "\x1b" not in _text(console)
 
 
-def test_in_a_terminal_the_panel_shows_the_same_figures_and_is_closed(settings):
+def test_in_a_terminal_the_panel_shows_the_same_figures_and_is_closed(settings: Settings) -> None:
     console = _console(terminal=True)
     observer = Observer(settings, 0, 2, console)
     observer.step(replace(RECORD, step=3))
@@ -85,9 +87,10 @@ def test_in_a_terminal_the_panel_shows_the_same_figures_and_is_closed(settings):
     assert "step 3/4  loss" not in text
 
 
-def test_the_summary_states_what_the_run_came_to(settings):
+def test_the_summary_states_what_the_run_came_to(settings: Settings) -> None:
     console = _console()
     summary = _observed(settings, _four(), console)
+    assert summary is not None
     assert (summary.steps, summary.last_step, summary.tokens) == (4, 4, 4 * 8192)
     assert summary.seconds == pytest.approx(10) and summary.tokens_per_second == pytest.approx(4 * 8192 / 10)
     assert (summary.first_loss, summary.final_loss) == (5.0, 2.0)
@@ -107,32 +110,32 @@ def test_the_summary_states_what_the_run_came_to(settings):
     (4, True, "Finished"), (2, True, "Stopped after step 2 of 4"), (2, False, "Ended early after step 2 of 4"),
     (0, True, "Stopped before the first step"), (0, False, "No step was left"),
 ])
-def test_the_summary_says_how_the_run_ended(settings, records, stopped, words):
+def test_the_summary_says_how_the_run_ended(settings: Settings, records: int, stopped: bool, words: str) -> None:
     console = _console()
     summary = _observed(settings, _four()[:records], console, stopped=stopped)
     assert words in _text(console) and (summary is None) is (records == 0)
 
 
-def test_balance_that_gained_nothing_is_not_praised(settings):
+def test_balance_that_gained_nothing_is_not_praised(settings: Settings) -> None:
     console = _console()
     _observed(settings, [replace(RECORD, work_before=1.5, work_after=1.5)], console)
     assert "nothing to gain" in _text(console) and "times less" not in _text(console)
 
 
-def test_attention_at_home_is_told_what_balancing_would_gain(settings):
+def test_attention_at_home_is_told_what_balancing_would_gain(settings: Settings) -> None:
     console = _console()
     at_home = settings.with_values({"attention.mode": "home"})
     _observed(at_home, [replace(RECORD, work_before=1.5, work_after=1.5)], console)
     assert "attention.mode disaggregated would make it up to 1.50 times less" in _text(console)
 
 
-def test_the_log_holds_every_step_and_the_settings(settings):
+def test_the_log_holds_every_step_and_the_settings(settings: Settings) -> None:
     _observed(settings.with_values({"log.every": 50}), _four(), _console())
     assert _steps(settings) == [asdict(record) for record in _four()]
     assert load_settings(_folder(settings) / "settings.toml", {}) == settings.with_values({"log.every": 50})
 
 
-def test_a_resumed_run_continues_the_curve_and_nothing_logged_is_erased(settings):
+def test_a_resumed_run_continues_the_curve_and_nothing_logged_is_erased(settings: Settings) -> None:
     log = _folder(settings) / "steps.jsonl"
     _observed(settings, _four()[:3], _console())
     first = log.read_bytes()
@@ -151,7 +154,7 @@ def test_a_resumed_run_continues_the_curve_and_nothing_logged_is_erased(settings
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b'{"step": 1e999}\n', b"[1]\n", b'{"step": 0}'])
-def test_a_log_that_is_none_is_kept_aside(settings, content):
+def test_a_log_that_is_none_is_kept_aside(settings: Settings, content: bytes) -> None:
     log = _folder(settings) / "steps.jsonl"
     log.parent.mkdir(parents=True)
     log.write_bytes(content)
@@ -160,7 +163,7 @@ def test_a_log_that_is_none_is_kept_aside(settings, content):
     assert log.with_name("steps.1.jsonl").read_bytes() == content
 
 
-def test_a_loss_that_is_no_number_is_still_json(settings):
+def test_a_loss_that_is_no_number_is_still_json(settings: Settings) -> None:
     console = _console()
     _observed(settings, [replace(RECORD, loss=math.nan), replace(RECORD, step=2, grad_norm=math.inf)], console)
     text = (_folder(settings) / "steps.jsonl").read_text()
@@ -171,24 +174,24 @@ def test_a_loss_that_is_no_number_is_still_json(settings):
     assert json.loads(saved)["first_loss"] is None and "NaN" not in saved
 
 
-def test_other_ranks_are_silent(settings, capsys):
+def test_other_ranks_are_silent(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     observer = Observer(settings, 1, 2)
     observer.step(RECORD)
     assert observer.close() is None
     assert capsys.readouterr().out == "" and not _folder(settings).exists()
 
 
-def test_tensorboard_gets_the_figures(settings, monkeypatch):
+def test_tensorboard_gets_the_figures(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     written, closed = [], []
 
     class SummaryWriter:
-        def __init__(self, folder):
+        def __init__(self, folder: str) -> None:
             assert folder == settings.log.folder
 
-        def add_scalar(self, name, value, step):
+        def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
 
-        def close(self):
+        def close(self) -> None:
             closed.append(True)
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
@@ -197,7 +200,7 @@ def test_tensorboard_gets_the_figures(settings, monkeypatch):
     assert {step for _, _, step in written} == {1, 2, 3, 4}
 
 
-def test_missing_tensorboard_is_one_line(settings, monkeypatch):
+def test_missing_tensorboard_is_one_line(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard") as refused:
         Observer(settings.with_values({"log.tensorboard": True}), 0, 1, _console())
@@ -205,18 +208,19 @@ def test_missing_tensorboard_is_one_line(settings, monkeypatch):
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))
-def test_tally_is_the_mean_over_records(values):
+def test_tally_is_the_mean_over_records(values: list[float]) -> None:
     tally = Tally()
     for step, value in enumerate(values, start=1):
         tally.add(replace(RECORD, step=step, seconds=value, exposed_seconds=value / 4, work_before=value))
     summary = tally.summary()
+    assert summary is not None
     assert summary.work_before == pytest.approx(sum(values) / len(values))
     assert summary.exposed_share == pytest.approx(0.25)
     assert summary.tokens_per_second == pytest.approx(8192 * len(values) / sum(values))
 
 
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf)), max_size=50))
-def test_curve_is_as_long_as_its_values_and_keeps_their_order(values):
+def test_curve_is_as_long_as_its_values_and_keeps_their_order(values: list[float]) -> None:
     drawn = curve(values)
     assert len(drawn) == len(values)
     finite = [(value, bar) for value, bar in zip(values, drawn, strict=True) if math.isfinite(value)]
@@ -229,10 +233,10 @@ def test_curve_is_as_long_as_its_values_and_keeps_their_order(values):
     (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (12.5e6, "12.5 MB"), (123_456_789, "123 MB"), (4.2e9, "4.2 GB"),
     (5e12, "5 TB"), (7.3e15, "7300 TB"),
 ])
-def test_sizes_are_readable(number, text):
+def test_sizes_are_readable(number: float, text: str) -> None:
     assert size(number) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3599.6, "1:00:00"), (7322, "2:02:02")])
-def test_times_are_readable(seconds, text):
+def test_times_are_readable(seconds: float, text: str) -> None:
     assert clock(seconds) == text

@@ -1,7 +1,11 @@
 """Logits equal transformers' Llama, and its weights come and go through the folders it writes and reads."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,13 +17,16 @@ from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
 from distca.train.settings import Model
 from distca.train.stages import stage_of
 
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 32}
 LENGTHS = [70, 1, 33, 16]
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no groups": {"num_key_value_heads": 4},
     "one key head": {"num_key_value_heads": 1},
@@ -30,7 +37,7 @@ KINDS = {
 }
 
 
-def random_llama(seed=0, **changes):
+def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     config = transformers.LlamaConfig(**{
         "vocab_size": 97, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 512, "attn_implementation": "eager",
@@ -44,30 +51,30 @@ def random_llama(seed=0, **changes):
     return model
 
 
-def random_tokens(vocab=97):
+def random_tokens(vocab: int = 97) -> torch.Tensor:
     return torch.randint(0, vocab, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def our_logits(decoder, tokens):
+def our_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     hidden = decoder.hidden(tokens, positions, lambda q, k, v: dense_attention(q, k, v, LENGTHS))
     return hidden @ decoder.head_weight.T
 
 
 @torch.no_grad()
-def their_logits(model, tokens):
+def their_logits(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(document[None]).logits[0] for document in tokens.split(LENGTHS)])
 
 
-def loaded(folder):
+def loaded(folder: Path) -> Decoder:
     decoder = Decoder(shape_from_hf(folder), device="meta").to_empty(device="cpu")
     load_hf(folder, decoder)
     return decoder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers_document_by_document(kind, tmp_path):
+def test_logits_equal_transformers_document_by_document(kind: str, tmp_path: Path) -> None:
     model = random_llama(**KINDS[kind])
     model.save_pretrained(tmp_path)
     tokens = random_tokens()
@@ -77,7 +84,7 @@ def test_logits_equal_transformers_document_by_document(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_what_we_save(kind, tmp_path):
+def test_transformers_loads_what_we_save(kind: str, tmp_path: Path) -> None:
     random_llama(**KINDS[kind]).save_pretrained(tmp_path / "theirs")
     decoder = loaded(tmp_path / "theirs")
     decoder.reset_parameters(torch.Generator().manual_seed(5))
@@ -90,7 +97,7 @@ def test_transformers_loads_what_we_save(kind, tmp_path):
     assert replace(shape_from_hf(tmp_path / "ours"), model=decoder.shape.model) == decoder.shape
 
 
-def test_a_stage_loads_its_own_part(tmp_path):
+def test_a_stage_loads_its_own_part(tmp_path: Path) -> None:
     random_llama().save_pretrained(tmp_path)
     whole = dict(loaded(tmp_path).named_parameters())
     seen = set()
@@ -103,7 +110,7 @@ def test_a_stage_loads_its_own_part(tmp_path):
     assert seen == whole.keys()
 
 
-def test_old_config_files_are_read(tmp_path):
+def test_old_config_files_are_read(tmp_path: Path) -> None:
     """As Llama 3.1's own: rope_theta beside rope_scaling, no head_dim."""
     random_llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -118,7 +125,7 @@ def test_old_config_files_are_read(tmp_path):
     torch.testing.assert_close(our_logits(loaded(tmp_path), tokens), their_logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_several_files_and_an_index(tmp_path):
+def test_several_files_and_an_index(tmp_path: Path) -> None:
     decoder = Decoder(DecoderShape(ModelShape("small", 2, 32, 4, 2, 8, 56, 97)))
     save_hf(tmp_path, decoder)
     save_hf(tmp_path, decoder, shard_bytes=20_000, dtype=torch.bfloat16)
@@ -134,7 +141,7 @@ def test_several_files_and_an_index(tmp_path):
     assert torch.equal(loaded(tmp_path).head_weight, decoder.head_weight)
 
 
-def test_a_sources_other_files_come_along(tmp_path):
+def test_a_sources_other_files_come_along(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     random_llama(eos_token_id=7).save_pretrained(source)
     (source / "tokenizer.json").write_text("{}")
@@ -149,7 +156,7 @@ def test_a_sources_other_files_come_along(tmp_path):
     assert torch.equal(loaded(target).head_weight, decoder.head_weight)
 
 
-def test_names_are_those_of_transformers():
+def test_names_are_those_of_transformers() -> None:
     for tied in (False, True):
         model = random_llama(tie_word_embeddings=tied)
         shape = DecoderShape(ModelShape("small", 3, 32, 4, 2, 8, 56, 97), tied=tied)
@@ -157,7 +164,7 @@ def test_names_are_those_of_transformers():
         assert ours == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def test_settings_take_the_loaded_models_shape(tmp_path):
+def test_settings_take_the_loaded_models_shape(tmp_path: Path) -> None:
     random_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     shape = decoder_shape(Model(load=str(tmp_path)), 97)
     assert shape.tied and shape.model.vocab == 97
@@ -169,7 +176,8 @@ def test_settings_take_the_loaded_models_shape(tmp_path):
     ("model_type", "qwen2"), ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True),
     ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
 ])
-def test_what_we_do_not_compute_is_refused(field, value, tmp_path):
+def test_what_we_do_not_compute_is_refused(field: str, value: bool | dict[str, float | str] | str,
+                                           tmp_path: Path) -> None:
     random_llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
@@ -177,7 +185,7 @@ def test_what_we_do_not_compute_is_refused(field, value, tmp_path):
         shape_from_hf(tmp_path)
 
 
-def test_broken_folders_are_refused(tmp_path):
+def test_broken_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         shape_from_hf(tmp_path)
     random_llama().save_pretrained(tmp_path)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,45 +30,47 @@ WHERE = {  # what a killed process was doing -> (module, function of it)
     "loading": ("distca.train.checkpoint_files", "read_at"),
 }
 
+Curve = tuple[list[float], float]  # losses, and the seconds that a run takes
 
-def command(folder, *more):
+
+def command(folder: Path, *more: str) -> list[str]:
     return [*BASE, "train", "--model.name", "tiny", "--run.ranks", "2", "--run.threads", "1", "--run.steps", str(STEPS),
             "--run.timeout_seconds", "60", "--optimizer.warmup_steps", "3", "--data.max_document", "200",
             "--batch.tokens_per_rank", "256", "--checkpoint.folder", str(folder / "saved"), "--checkpoint.every", "2",
             "--log.folder", str(folder / "log"), *more]
 
 
-def losses(folder):
+def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "log/steps.jsonl").read_text().splitlines()]
 
 
-def finish(folder, **options):
+def finish(folder: Path, **options: Any) -> None:
     done = subprocess.run(command(folder), capture_output=True, text=True, timeout=200, **options)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
 
 
-def kill(process):
+def kill(process: subprocess.Popen[bytes]) -> None:
     """All of a run, as a machine that loses power does."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     folder = tmp_path_factory.mktemp("whole")
     begin = time.monotonic()
     finish(folder)
     return losses(folder), time.monotonic() - begin
 
 
-def nothing_was_lost(folder, logged):
+def nothing_was_lost(folder: Path, logged: bytes) -> bool:
     """Every line that was ever in a log is still in one."""
     kept = b"".join(path.read_bytes() for path in (folder / "log").glob("steps*.jsonl"))
     return all(line in kept for line in logged.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
-def log_of(folder):
+def log_of(folder: Path) -> bytes:
     path = folder / "log/steps.jsonl"
     return path.read_bytes() if path.exists() else b""
 
@@ -75,7 +78,7 @@ def log_of(folder):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("trial", range(TRIALS))
-def test_killed_at_a_random_moment(whole, tmp_path, trial):
+def test_killed_at_a_random_moment(whole: Curve, tmp_path: Path, trial: int) -> None:
     chance = random.Random(trial)
     curve, seconds = whole
     for _ in range(chance.randrange(1, 3)):
@@ -108,7 +111,7 @@ for loaded in list(sys.modules.values()):
 """
 
 
-def killed_in(folder, where, rank, at):
+def killed_in(folder: Path, where: str, rank: int, at: int) -> int:
     """Run until rank `rank` calls that function for the time `at`, then kill everything."""
     module, name = WHERE[where]
     main = folder / "killer.py"
@@ -131,7 +134,7 @@ def killed_in(folder, where, rank, at):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("rank", "at"), [(0, 1), (1, 3)])
 @pytest.mark.parametrize("where", WHERE)
-def test_killed_while(whole, tmp_path, where, rank, at):
+def test_killed_while(whole: Curve, tmp_path: Path, where: str, rank: int, at: int) -> None:
     curve, _ = whole
     only_first = where not in ("copying tensors", "writing a file", "loading")
     if where in ("loading", "rewriting the log"):
@@ -150,7 +153,7 @@ def test_killed_while(whole, tmp_path, where, rank, at):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_verifying_and_exporting_beside_a_run_disturbs_nobody(whole, tmp_path):
+def test_verifying_and_exporting_beside_a_run_disturbs_nobody(whole: Curve, tmp_path: Path) -> None:
     """Exports are killed at random moments too: a folder of that name is then whole or not there."""
     curve, _ = whole
     chance = random.Random(0)

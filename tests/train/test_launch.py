@@ -1,5 +1,6 @@
 """Ranks start together, find each other and end together, whoever launched them."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,7 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -30,31 +35,29 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
 
 
 @pytest.fixture(autouse=True)
-def not_launched(monkeypatch):
+def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *SRUN, "SLURM_CPUS_PER_TASK"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def mains(monkeypatch):
+def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    import rank_mains
-
-    return rank_mains
+    return importlib.import_module("rank_mains")
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path: Path) -> Settings:
     return Settings().with_values({"log.folder": str(tmp_path), "run.threads": 1, "run.device": "cpu"})
 
 
-def _said(tmp_path):
+def _said(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
 
 
-def _once_ready(tmp_path, num_ranks, act):
+def _once_ready(tmp_path: Path, num_ranks: int, act: Callable[..., Any]) -> threading.Thread:
     """Run `act` in a thread as soon as all ranks have said something."""
-    def watch():
+    def watch() -> None:
         deadline = time.monotonic() + 60
         while len(_said(tmp_path)) < num_ranks:
             if time.monotonic() > deadline:
@@ -67,7 +70,7 @@ def _once_ready(tmp_path, num_ranks, act):
     return thread
 
 
-def _is_running(pid):
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -75,8 +78,8 @@ def _is_running(pid):
 
 
 @pytest.mark.multiprocess
-def test_local_ranks_meet(mains, settings, tmp_path):
-    threads = min(2, os.cpu_count())  # torch starts no more than there are cores
+def test_local_ranks_meet(mains: ModuleType, settings: Settings, tmp_path: Path) -> None:
+    threads = min(2, os.cpu_count() or 1)  # torch starts no more than there are cores
     assert launch(settings.with_values({"run.threads": threads}), mains.meet) == 0
     said = _said(tmp_path)
     places = [[one[name] for name in ("rank", "local_rank", "world", "ranks")] for one in said]
@@ -90,7 +93,8 @@ def test_local_ranks_meet(mains, settings, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_the_first_failure_ends_all_and_is_the_one_reported(mains, settings, tmp_path, capfd):
+def test_the_first_failure_ends_all_and_is_the_one_reported(mains: ModuleType, settings: Settings, tmp_path: Path,
+                                                            capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     assert launch(settings, mains.second_fails) == 1
     assert time.monotonic() - begin < 50
@@ -100,7 +104,8 @@ def test_the_first_failure_ends_all_and_is_the_one_reported(mains, settings, tmp
 
 
 @pytest.mark.multiprocess
-def test_what_ranks_refuse_is_said_once_in_one_line(mains, settings, capfd):
+def test_what_ranks_refuse_is_said_once_in_one_line(mains: ModuleType, settings: Settings,
+                                                    capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(settings, mains.all_refuse) == 2
     assert capfd.readouterr().err == "distca: error: optimizer.lr is -1.0; give a number above 0\n"
 
@@ -111,7 +116,8 @@ def test_what_ranks_refuse_is_said_once_in_one_line(mains, settings, capfd):
     ("second_returns_five", 5, ["rank 1", "exit code 5"]),
     ("second_is_killed", 128 + signal.SIGKILL, ["rank 1", "SIGKILL"]),
 ])
-def test_every_way_to_fail_is_told(mains, settings, capfd, main, code, words):
+def test_every_way_to_fail_is_told(mains: ModuleType, settings: Settings, capfd: pytest.CaptureFixture[str], main: str,
+                                   code: int, words: list[str]) -> None:
     ranks = 1 if main == "foreign_value_error" else 2
     assert launch(settings.with_values({"run.ranks": ranks}), getattr(mains, main)) == code
     error = capfd.readouterr().err
@@ -125,8 +131,10 @@ def test_every_way_to_fail_is_told(mains, settings, capfd, main, code, words):
     ("never_stop", [signal.SIGINT, signal.SIGINT], 130, False),
     ("wait_without_listening", [signal.SIGTERM], 128 + signal.SIGTERM, False),
 ])
-def test_signals_reach_the_ranks(mains, settings, tmp_path, capfd, main, sent, code, saved):
-    def send():
+def test_signals_reach_the_ranks(mains: ModuleType, settings: Settings, tmp_path: Path,
+                                 capfd: pytest.CaptureFixture[str], main: str, sent: list[signal.Signals], code: int,
+                                 saved: bool) -> None:
+    def send() -> None:
         for number in sent:
             os.kill(os.getpid(), number)
             time.sleep(0.5)
@@ -145,7 +153,7 @@ def test_signals_reach_the_ranks(mains, settings, tmp_path, capfd, main, sent, c
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_do_not_stop_in_time_are_ended(mains, settings, tmp_path):
+def test_ranks_that_do_not_stop_in_time_are_ended(mains: ModuleType, settings: Settings, tmp_path: Path) -> None:
     sender = _once_ready(tmp_path, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     hasty = settings.with_values({"run.ranks": 1, "run.timeout_seconds": 1})
     assert launch(hasty, mains.never_stop) == 128 + signal.SIGTERM
@@ -153,16 +161,19 @@ def test_ranks_that_do_not_stop_in_time_are_ended(mains, settings, tmp_path):
     assert not _is_running(_said(tmp_path)[0]["pid"])
 
 
-def test_a_signal_comes_before_what_others_saw_of_it(settings, mains, monkeypatch, capsys):
+def test_a_signal_comes_before_what_others_saw_of_it(settings: Settings, mains: ModuleType,
+                                                     monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher may see the death after another rank has reported the exchange that it cut."""
     ranks = launching._LocalRanks(settings, mains.meet)
-    ranks.processes = [type("Ended", (), {"exitcode": code}) for code in (1, -signal.SIGKILL, -signal.SIGABRT)]
+    ended: list[Any] = [type("Ended", (), {"exitcode": code}) for code in (1, -signal.SIGKILL, -signal.SIGABRT)]
+    ranks.processes = ended
     ranks.ended = {0: 10.0, 1: 10.4, 2: 10.2}
     told = launching.Failure(10.0, 0, 1, "distca: rank 0 failed: an exchange did not complete")
-    silent = type("Silent", (), {"poll": staticmethod(lambda: False)})
+    silent: Any = type("Silent", (), {"poll": staticmethod(lambda: False)})
     ranks.reports = [type("Told", (), {"poll": lambda _: True, "recv": lambda _: told})(), silent, silent]
-    for kills, words in ((0, "SIGKILL\n"), (1, "SIGKILL: memory ran out, by the kernel's count")):
-        monkeypatch.setattr(launching.MemoryKills, "risen", lambda _, kills=kills: bool(kills))
+    for kills, words in ((False, "SIGKILL\n"), (True, "SIGKILL: memory ran out, by the kernel's count")):
+        monkeypatch.setattr(MemoryKills, "risen", partialmethod(lambda _, risen: risen, kills))
         assert ranks._code([ranks._failure(rank) for rank in range(3)], []) == 128 + signal.SIGKILL
         assert f"distca: rank 1 was ended by {words}" in capsys.readouterr().err
 
@@ -173,7 +184,7 @@ def test_a_signal_comes_before_what_others_saw_of_it(settings, mains, monkeypatc
     ("5:devices:/x\n4:memory:/user/run\n0::/\n", "memory/user/run/memory.oom_control",
      "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"),
 ])
-def test_the_kernels_count_of_memory_kills_is_found(tmp_path, cgroup, file, text):
+def test_the_kernels_count_of_memory_kills_is_found(tmp_path: Path, cgroup: str, file: str, text: str) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(cgroup)
     counts = tmp_path / "sys/fs/cgroup" / file
@@ -190,7 +201,7 @@ def test_the_kernels_count_of_memory_kills_is_found(tmp_path, cgroup, file, text
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stopped", [False, True])
-def test_ranks_do_not_outlive_their_launcher(tmp_path, stopped):
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, stopped: bool) -> None:
     code = f"""if __name__ == "__main__":
     import rank_mains
     from distca.train.settings import Settings
@@ -201,7 +212,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, stopped):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
     launcher = subprocess.Popen([sys.executable, str(tmp_path / "launcher.py")], env=environment, cwd=tmp_path)
 
-    def end():
+    def end() -> None:
         if stopped:
             os.kill(_said(tmp_path)[0]["pid"], signal.SIGSTOP)
         launcher.kill()
@@ -215,20 +226,26 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, stopped):
     assert not _is_running(pid)
 
 
-def test_torchrun_places_a_process():
+def _placed(environ: dict[str, str]) -> Place:
+    place = place_in(environ)
+    assert place is not None
+    return place
+
+
+def test_torchrun_places_a_process() -> None:
     assert place_in(TORCHRUN) == Place(5, 8, 1, 4, "node3", 29500)
     assert place_in(TORCHRUN | SRUN) == place_in(TORCHRUN)
-    assert place_in(TORCHRUN).environment() == TORCHRUN
+    assert _placed(TORCHRUN).environment() == TORCHRUN
 
 
-def test_srun_places_a_process():
-    place = place_in(SRUN)
+def test_srun_places_a_process() -> None:
+    place = _placed(SRUN)
     assert (place.rank, place.world, place.local_rank, place.local_world, place.address) == (9, 12, 1, 4, "gpu-007")
-    others = [place_in(SRUN | {"SLURM_PROCID": str(rank)}) for rank in range(12)]
+    others = [_placed(SRUN | {"SLURM_PROCID": str(rank)}) for rank in range(12)]
     assert len({(one.address, one.port) for one in others}) == 1 and 1024 < place.port < 65536
-    other_step = place_in(SRUN | {"SLURM_STEP_ID": "1"})
+    other_step = _placed(SRUN | {"SLURM_STEP_ID": "1"})
     assert other_step.port != place.port
-    given = place_in(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    given = _placed(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (given.address, given.port) == ("10.0.0.1", 4000)
 
 
@@ -238,7 +255,7 @@ def test_srun_places_a_process():
     {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"},  # a batch script, before any srun
     {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a shell or a single task
 ])
-def test_alone_means_local_ranks(environ):
+def test_alone_means_local_ranks(environ: dict[str, str]) -> None:
     assert place_in(environ) is None
 
 
@@ -247,7 +264,7 @@ def test_alone_means_local_ranks(environ):
     (TORCHRUN | {"WORLD_SIZE": "two"}, ["WORLD_SIZE", "'two'"]),
     ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, ["SLURM_LOCALID", "None"]),
 ])
-def test_half_a_place_is_refused(environ, words):
+def test_half_a_place_is_refused(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
         place_in(environ)
     assert all(word in str(refused.value) for word in words)
@@ -257,11 +274,12 @@ def test_half_a_place_is_refused(environ, words):
     ("n1", "n1"), ("n1,n2", "n1"), ("a[07-09,12],b", "a07"), ("rack[1-2]n[03-04]", "rack1n03"), ("x[5]y,z", "x5y"),
     ("gpu-[001,004-010]", "gpu-001"),
 ])
-def test_first_host_of_a_list(nodes, host):
+def test_first_host_of_a_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
-def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings, monkeypatch):
+def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings: Settings,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     for name in TORCHRUN:
@@ -270,7 +288,7 @@ def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings, 
     monkeypatch.setattr(launching, "_prepare", lambda settings, place: None)
     seen = []
 
-    def main(settings):
+    def main(settings: Settings) -> int:
         seen.append((settings.run.ranks, os.environ["RANK"], os.environ["WORLD_SIZE"], launching.here().local_world))
         return 7
 
@@ -280,12 +298,12 @@ def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings, 
         launch(settings.with_values({"run.ranks": 8, "parallel.tensor": 8}), main)
 
 
-def test_outside_of_a_launch_there_is_no_place():
+def test_outside_of_a_launch_there_is_no_place() -> None:
     with pytest.raises(ValueError, match="torchrun"):
         launching.here()
 
 
-def test_threads_share_the_cores(settings):
+def test_threads_share_the_cores(settings: Settings) -> None:
     cores = len(os.sched_getaffinity(0))
     automatic = settings.with_values({"run.threads": 0})
     assert threads_for(settings, 4, {}) == 1
@@ -293,7 +311,7 @@ def test_threads_share_the_cores(settings):
     assert threads_for(automatic, 8, {"SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": "6"}) == 6
 
 
-def test_auto_is_what_fits_the_device(settings):
+def test_auto_is_what_fits_the_device(settings: Settings) -> None:
     import torch
 
     cpu = device_for(settings, 3)
@@ -302,7 +320,7 @@ def test_auto_is_what_fits_the_device(settings):
     assert dtype_for(settings.with_values({"run.dtype": "float64"}), cpu) == torch.float64
 
 
-def _llama_folder(tmp_path, **changes):
+def _llama_folder(tmp_path: Path, **changes: Any) -> str:
     content = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 192,
                "num_hidden_layers": 2, "vocab_size": 257}
     (tmp_path / "config.json").write_text(json.dumps({**content, **changes}))
@@ -320,7 +338,8 @@ def _llama_folder(tmp_path, **changes):
     ({"log.tensorboard": True}, ["log.tensorboard", "pip install tensorboard"]),
     ({"model.load": "no/model"}, ["model.load", "no/model", "config.json"]),
 ])
-def test_what_this_machine_cannot_do_is_refused(settings, tmp_path, monkeypatch, values, words):
+def test_what_this_machine_cannot_do_is_refused(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                values: dict[str, bool | str], words: list[str]) -> None:
     import torch
 
     from distca.train import preflight
@@ -334,7 +353,8 @@ def test_what_this_machine_cannot_do_is_refused(settings, tmp_path, monkeypatch,
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
 
 
-def test_a_loaded_models_own_heads_are_checked(settings, tmp_path, monkeypatch):
+def test_a_loaded_models_own_heads_are_checked(settings: Settings, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     from distca.train import preflight
 
     monkeypatch.setattr(preflight, "find_spec", lambda name: "there")
@@ -352,7 +372,8 @@ def test_a_loaded_models_own_heads_are_checked(settings, tmp_path, monkeypatch):
         check_machine(loaded)
 
 
-def test_bad_settings_start_nothing(settings, monkeypatch, capsys):
+def test_bad_settings_start_nothing(settings: Settings, monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launching, "_LocalRanks", None)
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--batch.tokens_per_rank", "33", "--log.folder", settings.log.folder])
@@ -362,7 +383,7 @@ def test_bad_settings_start_nothing(settings, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_commands_exit_code_is_the_runs(monkeypatch, code):
+def test_the_commands_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(launching, "launch", lambda settings, main: code)
     with pytest.raises(SystemExit) as stop:
         cli.main(["train"])
@@ -371,7 +392,7 @@ def test_the_commands_exit_code_is_the_runs(monkeypatch, code):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_torchrun_starts_the_same_mains(tmp_path):
+def test_torchrun_starts_the_same_mains(tmp_path: Path) -> None:
     code = ("import sys, rank_mains\nfrom distca.train.launch import launch\n"
             "from distca.train.settings import Settings\n"
             f"sys.exit(launch(Settings().with_values({{'log.folder': {str(tmp_path)!r}}}), rank_mains.meet))\n")

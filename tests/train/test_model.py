@@ -1,6 +1,7 @@
 """The decoder alone, in one process: documents keep apart, weights are drawn alike, checkpointing changes nothing."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,29 +11,30 @@ from hypothesis import strategies as st
 from distca.baselines.at_home import at_home
 from distca.kernels import dense_attention
 from distca.models import MODELS
+from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
-from distca.testing import on_fake_ranks
-from distca.train.model import Decoder, DecoderShape, RopeScaling, decoder_shape
+from distca.testing import gradient, on_fake_ranks
+from distca.train.model import Decoder, DecoderShape, RopeScaling, Segment, decoder_shape
 from distca.train.settings import Model
 from distca.workload.packing import pack
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
 
 
-def positions_of(lengths):
+def positions_of(lengths: list[int]) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def logits_of(decoder, tokens, lengths):
+def logits_of(decoder: Decoder, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     hidden = decoder.hidden(tokens, positions_of(lengths), lambda q, k, v: dense_attention(q, k, v, lengths))
     return hidden @ decoder.head_weight.T
 
 
-def random_tokens(num_tokens, seed=0, vocab=61):
+def random_tokens(num_tokens: int, seed: int = 0, vocab: int = 61) -> torch.Tensor:
     return torch.randint(0, vocab, (num_tokens,), generator=torch.Generator().manual_seed(seed))
 
 
-def test_segments_have_the_shapes_that_attention_needs():
+def test_segments_have_the_shapes_that_attention_needs() -> None:
     decoder = Decoder(SHAPE)
     assert len(decoder.segments) == 4
     rotary = decoder.rotary(positions_of([5, 2]))
@@ -45,7 +47,7 @@ def test_segments_have_the_shapes_that_attention_needs():
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.data())
-def test_a_token_changes_only_its_own_document_from_there_on(lengths, data):
+def test_a_token_changes_only_its_own_document_from_there_on(lengths: list[int], data: st.DataObject) -> None:
     decoder = Decoder(SHAPE).double()
     tokens = random_tokens(sum(lengths))
     changed = data.draw(st.integers(0, sum(lengths) - 1))
@@ -61,7 +63,7 @@ def test_a_token_changes_only_its_own_document_from_there_on(lengths, data):
         begin += length
 
 
-def test_rotation_depends_on_distance_alone():
+def test_rotation_depends_on_distance_alone() -> None:
     decoder = Decoder(replace(SHAPE, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)))
     lengths = [12]
     tokens = random_tokens(12)
@@ -73,14 +75,14 @@ def test_rotation_depends_on_distance_alone():
     assert (unrotated - shifted).abs().max() > 1e-4
 
 
-def test_runs_with_a_plan_on_fake_ranks():
+def test_runs_with_a_plan_on_fake_ranks() -> None:
     decoder = Decoder(SHAPE).double()
     layout = pack([200, 30, 26], ranks=2, tokens_per_rank=128)
     plan = at_home(layout, SHAPE.model)
     tokens, lengths = random_tokens(256), layout.lengths.tolist()
 
     @torch.no_grad()
-    def body(attend):
+    def body(attend: CoreAttention) -> float:
         row = layout.tokens(attend.transport.rank)
         begin = torch.tensor([0, *lengths]).cumsum(0)[torch.from_numpy(row.document)]
         index = begin + torch.from_numpy(row.position)
@@ -91,31 +93,38 @@ def test_runs_with_a_plan_on_fake_ranks():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_activation_checkpointing_changes_nothing(tied):
+def test_activation_checkpointing_changes_nothing(tied: bool) -> None:
     grads = []
     for recompute in (False, True):
         decoder = Decoder(replace(SHAPE, tied=tied))
         for segment in decoder.segments:
+            assert isinstance(segment, Segment)
             segment.recompute = recompute
         logits_of(decoder, random_tokens(20), [13, 7]).square().sum().backward()
-        grads.append([parameter.grad for parameter in decoder.parameters()])
+        grads.append([gradient(parameter) for parameter in decoder.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
     assert len(grads[0]) == 2 + 9 * 3 + (not tied)
 
 
-def test_activation_checkpointing_keeps_only_what_enters():
+def _noted(saved: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    saved.append(x)
+    return x
+
+
+def test_activation_checkpointing_keeps_only_what_enters() -> None:
     kept = {}
     for recompute in (False, True):
         segment = Decoder(SHAPE).segments[1]
+        assert isinstance(segment, Segment)
         segment.recompute = recompute
-        rotary, sizes = Decoder(SHAPE).rotary(positions_of([64])), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+        rotary, saved = Decoder(SHAPE).rotary(positions_of([64])), list[torch.Tensor]()
+        with torch.autograd.graph.saved_tensors_hooks(partial(_noted, saved), lambda x: x):
             segment(torch.randn(64, 24, requires_grad=True), torch.randn(64, 4, 8), rotary)
-        kept[recompute] = sum(sizes)
+        kept[recompute] = sum(x.numel() for x in saved)
     assert kept[True] <= 64 * (24 + 32 + 2 * 8) < kept[False]
 
 
-def test_weights_depend_on_the_generator_alone():
+def test_weights_depend_on_the_generator_alone() -> None:
     one, same, other = (Decoder(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     pairs = list(zip(one.parameters(), same.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b, _ in pairs)
@@ -123,7 +132,7 @@ def test_weights_depend_on_the_generator_alone():
     assert torch.equal(Decoder(SHAPE).head_weight, Decoder(SHAPE).head_weight)
 
 
-def test_meta_construction_then_reset_gives_the_same_weights():
+def test_meta_construction_then_reset_gives_the_same_weights() -> None:
     decoder = Decoder(SHAPE, device="meta")
     assert all(parameter.is_meta for parameter in decoder.parameters())
     decoder.to_empty(device="cpu").reset_parameters(torch.Generator().manual_seed(3))
@@ -132,7 +141,7 @@ def test_meta_construction_then_reset_gives_the_same_weights():
         assert torch.equal(parameter, decoder.get_parameter(name)), name
 
 
-def test_initial_spread():
+def test_initial_spread() -> None:
     decoder = Decoder(DecoderShape(ModelShape("wide", 8, 256, 4, 2, 64, 512, 1000)))
     expected = {"qkv.q": 0.02, "mlp.gate": 0.02, "embed": 0.02, "head": 0.02, "output": 0.005, "mlp.down": 0.005}
     for name, parameter in decoder.named_parameters():
@@ -142,22 +151,22 @@ def test_initial_spread():
     assert all((p == 1).all() for p in decoder.parameters() if p.ndim == 1)
 
 
-def test_named_shapes_count_as_published():
-    def count(name):
+def test_named_shapes_count_as_published() -> None:
+    def count(name: str) -> int:
         return sum(p.numel() for p in Decoder(DecoderShape(MODELS[name]), device="meta").parameters())
 
     assert count("llama3-8b") == 8_030_261_248                   # Meta's Llama 3 8B
     assert 33.7e9 < count("llama-34b") < 33.8e9                # Code Llama 34B has 33.7 billion
 
 
-def test_shape_from_settings():
+def test_shape_from_settings() -> None:
     assert decoder_shape(Model(name="tiny", tied=True, rope_theta=1e4), 257) == DecoderShape(
         MODELS["tiny"], rope_theta=1e4, tied=True)
     assert decoder_shape(Model(name="tiny"), 5000).model.vocab == 5000
     assert decoder_shape(Model(name="llama3-8b"), 257).model.vocab == 128256
 
 
-def test_key_tells_weights_apart():
+def test_key_tells_weights_apart() -> None:
     assert SHAPE.key() == replace(SHAPE, rope_theta=1.0).key()
     assert SHAPE.key() != replace(SHAPE, tied=True).key()
     assert SHAPE.key() != replace(SHAPE, model=replace(SHAPE.model, ffn=41)).key()

@@ -1,21 +1,25 @@
 """Real ranks over gloo: whatever the mesh, loss, gradients and clipping are those of one process with all documents."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from distca.kernels import dense_attention
 from distca.runtime.attention import CoreAttention
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import misplaced_plan, row_index, run_processes
+from distca.testing import ProcessOutcome, gradient, misplaced_plan, row_index, run_processes
 from distca.train.export import load_hf, save_hf
-from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, write_parameter
+from distca.train.model import Decoder, DecoderShape, Middle, chunked_cross_entropy, write_parameter
 from distca.train.parallel import check_tensor, clip_grad_norm, parallelize
+from distca.workload.layout import Layout
 from distca.workload.packing import pack
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))  # 61: no mesh divides the vocabulary
@@ -24,7 +28,7 @@ ROWS = {                                                         # lengths of th
     "odd": [[[9, 4], [2, 11]], [[13], [1, 1, 11]]],              # 13 tokens: no number of tensor ranks divides them
 }
 CLIP = 0.05
-PATIENT = {"timeout_seconds": 120.0, "deadline_seconds": 240.0}  # for machines that others use too
+PATIENT: dict[str, Any] = {"timeout_seconds": 120.0, "deadline_seconds": 240.0}  # for machines that others use too
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,20 @@ CASES = {
 }
 
 
-def generator(seed=3):
+def generator(seed: int = 3) -> Any:
     return torch.Generator().manual_seed(seed)
 
 
-def row(data_rank, number, lengths):
+def row(data_rank: int, number: int, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, labels and positions of one row; the same wherever it is asked for."""
     tokens = torch.randint(0, 61, (sum(lengths),), generator=generator(10 * data_rank + number))
     labels = torch.cat([torch.cat((document[1:], torch.tensor([-100]))) for document in tokens.split(lengths)])
     return tokens, labels, torch.cat([torch.arange(length) for length in lengths])
 
 
-def summed_loss(decoder, rows, lengths):
+def summed_loss(decoder: Decoder,
+                rows: Sequence[Sequence[torch.Tensor]],
+                lengths: list[list[int]]) -> torch.Tensor:
     """All rows step by step together, as ping-pong drives them: every segment runs once per row before backward."""
     rotaries = [decoder.rotary(positions) for _, _, positions in rows]
     states = [decoder.segments[0](tokens, rotary) for (tokens, _, _), rotary in zip(rows, rotaries, strict=True)]
@@ -72,15 +78,15 @@ def summed_loss(decoder, rows, lengths):
         last = segment is decoder.segments[-1]
         states = [segment(state[0], out, *([] if last else [rotary]))
                   for state, out, rotary in zip(states, outs, rotaries, strict=True)]
-    return sum(chunked_cross_entropy(hidden, decoder.head_weight, labels, 5)[0]
-               for hidden, (_, labels, _) in zip(states, rows, strict=True))
+    return torch.stack([chunked_cross_entropy(hidden, decoder.head_weight, labels, 5)[0]
+                        for hidden, (_, labels, _) in zip(states, rows, strict=True)]).sum()
 
 
-def gradients(decoder):
-    return {name: p.grad for name, p in decoder.named_parameters()}
+def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
+    return {name: gradient(p) for name, p in decoder.named_parameters()}
 
 
-def in_one_process(case):
+def in_one_process(case: Case) -> tuple[float, dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     """Loss, gradients, norm and clipped gradients of a plain decoder that holds all data ranks' rows."""
     decoder = Decoder(replace(SHAPE, tied=case.tied), generator=generator()).to(own_dtype(case))
     lengths = [of_row for rank in ROWS[case.rows][:case.data] for of_row in rank]
@@ -93,15 +99,15 @@ def in_one_process(case):
     return float(loss.detach()), grads, float(norm), gradients(decoder)
 
 
-def own_dtype(case):
+def own_dtype(case: Case) -> torch.dtype:
     return torch.float32 if case.dtype == torch.bfloat16 else case.dtype
 
 
-def num_labels(case):
+def num_labels(case: Case) -> int:
     return sum(length - 1 for rank in ROWS[case.rows][:case.data] for of_row in rank for length in of_row)
 
 
-def spread(case):
+def spread(case: Case) -> tuple[Decoder, DeviceMesh]:
     mesh = init_device_mesh("cpu", (case.data, case.tensor), mesh_dim_names=("data", "tensor"))
     decoder = Decoder(replace(SHAPE, tied=case.tied), generator=generator(), device="meta" if case.meta else None)
     if not case.meta:
@@ -114,7 +120,7 @@ def spread(case):
     return decoder, mesh["data"]
 
 
-def differences(case):
+def differences(case: Case) -> dict[str, float]:
     """How far this rank is from one process: loss, then the farthest gradient, norm and clipped gradient."""
     decoder, data = spread(case)
     lengths = ROWS[case.rows][data.get_local_rank()]
@@ -131,22 +137,23 @@ def differences(case):
                        "clipped": farthest_from(want_clipped, gradients(decoder))}
 
 
-def farthest_from(want, got):
+def farthest_from(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
     assert want.keys() == got.keys()
     assert all(grad.abs().max() > 0 for grad in want.values())
     farthest = 0.0
     for name, grad in got.items():
         write_parameter(expected := torch.empty_like(grad), want[name])
+        assert isinstance(grad, DTensor) and isinstance(expected, DTensor)
         apart = (grad.to_local() - expected.to_local()).abs()
         farthest = max(farthest, float(apart.max()) if apart.numel() else 0.0)
     return farthest
 
 
-def compare_all(transport, which):
+def compare_all(transport: C10dTransport, which: str) -> list[dict[str, float]]:
     return [differences(case) for case in CASES[which]]
 
 
-def other_ways(transport, folder):
+def other_ways(transport: C10dTransport, folder: str) -> dict[str, Any]:
     """What else a step and a run need of four ranks, each as a list of things that must be true."""
     case = Case(2, 2, dtype=torch.float32, tied=True)
     return {"weights": same_weights(case, Path(folder)), "kept": what_a_rank_keeps(), "refused": refused(),
@@ -154,12 +161,12 @@ def other_ways(transport, folder):
             "exchanged": [exchanged(recompute) for recompute in (False, True)]}
 
 
-def same_weights(case, folder):
+def same_weights(case: Case, folder: Path) -> list[bool]:
     """Weights are a single process's, whatever the mesh; they survive a folder that all ranks write and read."""
     decoder, _ = spread(case)
     alone = Decoder(decoder.shape, generator=generator())
 
-    def equal(one):
+    def equal(one: Decoder) -> bool:
         return all(torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, alone.get_parameter(name))
                    for name, p in one.named_parameters())
 
@@ -174,16 +181,18 @@ def same_weights(case, folder):
     return [*checks, equal(again)]
 
 
-def what_a_rank_keeps():
+def what_a_rank_keeps() -> tuple[dict[bool, int], list[str], bool]:
     """Parameters between steps, for each way to shard; and in which dtypes a bfloat16 step computes."""
-    held = {fsdp: sum(p.to_local().numel() for p in spread(Case(2, 2, fsdp=fsdp))[0].parameters())
-            for fsdp in (True, False)}
+    shards = {fsdp: list(spread(Case(2, 2, fsdp=fsdp))[0].parameters()) for fsdp in (True, False)}
+    held = {fsdp: sum(cast(DTensor, p).to_local().numel() for p in parts) for fsdp, parts in shards.items()}
     decoder, _ = spread(Case(2, 2, dtype=torch.bfloat16))
     tokens, _, positions = row(0, 0, [4])
     rotary, inside = decoder.rotary(positions), []
-    decoder.segments[1].pre.register_forward_pre_hook(lambda module, args: inside.append(args[1]))
+    middle = decoder.segments[1]
+    assert isinstance(middle, Middle)
+    middle.pre.register_forward_pre_hook(lambda module, args: inside.append(args[1]))
 
-    def run(decoder):
+    def run(decoder: Decoder) -> tuple[torch.Tensor, ...]:
         x, q, _, _ = decoder.segments[0](tokens, rotary)
         return decoder.segments[1](x, q, rotary)
 
@@ -194,18 +203,18 @@ def what_a_rank_keeps():
     return held, dtypes, unchanged
 
 
-def refused():
+def refused() -> list[str]:
     messages = []
     for shape, changes in (((2, 2), {"tensor": 1}), ((1, 4), {"tensor": 4})):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-        options = {"fsdp": True, "dtype": torch.float32, "activation_checkpointing": False} | changes
+        options: dict[str, Any] = {"fsdp": True, "dtype": torch.float32, "activation_checkpointing": False} | changes
         with pytest.raises(ValueError) as caught:
             parallelize(Decoder(SHAPE), mesh, **options)
         messages.append(str(caught.value))
     return messages
 
 
-def train(case):
+def train(case: Case | None) -> list[float]:
     """Losses of three steps, with a look without gradients before each; on all ranks, or with None all alone."""
     if case is None:
         decoder, ranks, group = Decoder(SHAPE, generator=generator()).double(), [0, 1], None
@@ -232,7 +241,7 @@ def train(case):
     return losses
 
 
-def exchanged(recompute):
+def exchanged(recompute: bool) -> float:
     """Attention on other ranks, two rows in flight at once: farthest gradient from dense attention in one process."""
     decoder, data = spread(Case(2, 2, recompute=recompute))
     plans = [misplaced_plan(pack(lengths, ranks=2, tokens_per_rank=64), 2, SHAPE.model)
@@ -242,7 +251,7 @@ def exchanged(recompute):
     rank = data.get_local_rank()
     rows = [documents(plan.layout, row_index(plan.layout, rank)) for plan in plans]
 
-    def run(decoder):
+    def run(decoder: Decoder) -> torch.Tensor:
         rotaries = [decoder.rotary(positions) for _, _, positions in rows]
         states = [decoder.segments[0](tokens, rotary) for (tokens, _, _), rotary in zip(rows, rotaries, strict=True)]
         for segment in list(decoder.segments)[1:]:
@@ -253,8 +262,8 @@ def exchanged(recompute):
                 extra = [] if segment is decoder.segments[-1] else [rotaries[number]]
                 after.append(segment(states[number][0], attend.finish(one), *extra))
             states = after
-        return sum(chunked_cross_entropy(hidden, decoder.head_weight, labels, 50)[0]
-                   for hidden, (_, labels, _) in zip(states, rows, strict=True))
+        return torch.stack([chunked_cross_entropy(hidden, decoder.head_weight, labels, 50)[0]
+                            for hidden, (_, labels, _) in zip(states, rows, strict=True)]).sum()
 
     decoder(run).backward()
     alone = Decoder(SHAPE, generator=generator()).double()
@@ -263,12 +272,12 @@ def exchanged(recompute):
     return farthest_from(gradients(alone), gradients(decoder))
 
 
-def documents(layout, index):
+def documents(layout: Layout, index: torch.Tensor) -> list[torch.Tensor]:
     """Tokens, labels and positions of a layout's documents laid end to end, at these places."""
     return [column[index] for column in row(7, 0, layout.lengths.tolist())]
 
 
-def values(outcomes):
+def values(outcomes: list[ProcessOutcome]) -> list[Any]:
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
     return [outcome.value for outcome in outcomes]
@@ -279,7 +288,7 @@ LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("which", CASES)
-def test_loss_and_gradients_equal_a_single_process(which):
+def test_loss_and_gradients_equal_a_single_process(which: str) -> None:
     cases = CASES[which]
     for rank in values(run_processes(cases[0].data * cases[0].tensor, compare_all, which, **PATIENT)):
         for case, farthest in zip(cases, rank, strict=True):
@@ -287,7 +296,7 @@ def test_loss_and_gradients_equal_a_single_process(which):
 
 
 @pytest.mark.multiprocess
-def test_weights_memory_precision_training_and_attention_elsewhere(tmp_path):
+def test_weights_memory_precision_training_and_attention_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     ranks = values(run_processes(4, other_ways, str(tmp_path), **PATIENT))
     norms = (2 * SHAPE.model.num_layers + 1) * SHAPE.model.hidden
@@ -308,12 +317,12 @@ def test_weights_memory_precision_training_and_attention_elsewhere(tmp_path):
     ({"num_heads": 3, "num_kv_heads": 3}, "num_heads 3"), ({"num_kv_heads": 1}, "num_kv_heads 1"),
     ({"ffn": 41}, "ffn 41"), ({"vocab": 1}, "vocabulary of 1"),
 ])
-def test_what_tensor_ranks_cannot_share_is_refused(changes, message):
+def test_what_tensor_ranks_cannot_share_is_refused(changes: dict[str, Any], message: str) -> None:
     check_tensor(SHAPE.model, 2)
     with pytest.raises(ValueError, match=f"tensor is 2 .*{message}"):
         check_tensor(replace(SHAPE.model, **changes), 2)
 
 
-def test_clipping_without_gradients_is_refused():
+def test_clipping_without_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter has a gradient"):
         clip_grad_norm(Decoder(SHAPE).parameters(), 1.0)

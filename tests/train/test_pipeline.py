@@ -2,7 +2,11 @@
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 
 from distca.kernels import dense_attention
 from distca.models import MODELS
-from distca.planning.plan import max_over_mean
+from distca.planning.plan import Plan, max_over_mean
+from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import batch_of, document_columns, random_lengths, run_processes
+from distca.testing import batch_of, document_columns, gradient, random_lengths, run_processes
 from distca.train.data import step_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.parallel import parallelize
@@ -29,23 +36,23 @@ from distca.train.trainer import connect
 
 SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers
 TOKENS = 288                                                     # of a data rank in a micro-batch
-PATIENT = {"timeout_seconds": 120.0, "deadline_seconds": 280.0}  # for machines that others use too
+PATIENT: dict[str, Any] = {"timeout_seconds": 120.0, "deadline_seconds": 280.0}  # for machines that others use too
 MESHES = [(2, 1), (2, 2), (4, 1), (3, 1)]                        # stages × data ranks
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 
 
-def settings_for(num_stages, mode, ping_pong):
+def settings_for(num_stages: int, mode: str, ping_pong: bool) -> Settings:
     return Settings().with_values({"parallel.pipeline": num_stages, "attention.mode": mode,
                                    "batch.ping_pong": ping_pong})
 
 
-def planned(num_stages, num_data, num_micro_batches, mode, ping_pong):
+def planned(num_stages: int, num_data: int, num_micro_batches: int, mode: str, ping_pong: bool) -> StepPlan:
     lengths = [random_lengths(10 * num_micro_batches + number, num_data * TOKENS)
                for number in range(num_micro_batches)]
     return step_plan(lengths, settings_for(num_stages, mode, ping_pong), SHAPE.model, num_data)
 
 
-def decoder(dtype):
+def decoder(dtype: torch.dtype) -> Decoder:
     """Weights large enough for attention to be anything but uniform."""
     whole = Decoder(SHAPE, generator=torch.Generator().manual_seed(3)).to(dtype)
     with torch.no_grad():
@@ -54,22 +61,28 @@ def decoder(dtype):
     return whole
 
 
-def in_one_process(plan):
+def in_one_process(plan: StepPlan) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradient of every parameter by the formula, in float64."""
-    whole, loss = decoder(torch.float64), 0.0
+    whole, losses = decoder(torch.float64), []
     for number, micro_batch in enumerate(plan.micro_batches):
         lengths = micro_batch.lengths.tolist()
         tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
-        hidden = whole.hidden(tokens, positions, lambda q, k, v, of=lengths: dense_attention(q, k, v, of))
-        loss = loss + chunked_cross_entropy(hidden, whole.head_weight, labels, 50)[0] / plan.num_labels
+        hidden = whole.hidden(tokens, positions, partial(dense_attention, lengths=lengths))
+        losses.append(chunked_cross_entropy(hidden, whole.head_weight, labels, 50)[0] / plan.num_labels)
+    loss = torch.stack(losses).sum()
     loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return loss.item(), {name: gradient(parameter) for name, parameter in whole.named_parameters()}
+
+
+def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    shard = gradient(parameter)
+    return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
 class Rank:
     """What a training rank makes of its place among stages and data ranks."""
 
-    def __init__(self, num_stages, num_data, timeout_seconds=PATIENT["timeout_seconds"]):
+    def __init__(self, num_stages: int, num_data: int, timeout_seconds: float = PATIENT["timeout_seconds"]) -> None:
         timeout = timedelta(seconds=timeout_seconds)
         self.mesh = init_device_mesh("cpu", (num_stages, num_data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
         self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
@@ -79,19 +92,21 @@ class Rank:
         self.num_stages, self.num_data = num_stages, num_data
         self.stage, self.data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].get_local_rank()
 
-    def work(self, mode, dtype, *, fsdp=True, recompute=False, make=StageWork):
+    def work(self, mode: str, dtype: torch.dtype, *, fsdp: bool = True, recompute: bool = False,
+             make: type[StageWork] = StageWork) -> StageWork:
         part = stage_of(decoder(dtype), self.stage, self.num_stages,
                         layers_of_stages(SHAPE.model.num_layers, self.num_stages))
         parallelize(part, self.mesh, tensor=1, fsdp=fsdp, dtype=dtype, activation_checkpointing=recompute)
         attention = CoreAttention(self.pool if mode == "disaggregated" else self.mesh["data"].get_group())
         return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50)
 
-    def step(self, work, plan):
+    def step(self, work: StageWork, plan: StepPlan) -> None:
         work.begin(batch_of(plan, self.data, SHAPE.model.vocab))
         Pipeline(work, work.attention, self.neighbours).step(plan.ticks, plan.by_stage[self.stage])
 
 
-def on_ranks(transport, num_stages, num_data, cases, folder):
+def on_ranks(transport: C10dTransport, num_stages: int, num_data: int, cases: list[tuple[Any, ...]],
+             folder: str) -> list[tuple[float, dict[str, float]]]:
     """For every case how far this rank is from one process: the loss of all ranks, its stage's gradients by name."""
     rank, works, apart = Rank(num_stages, num_data), {}, []
     for number, (num_micro_batches, mode, ping_pong, dtype, *options) in enumerate(cases):
@@ -103,32 +118,32 @@ def on_ranks(transport, num_stages, num_data, cases, folder):
         loss = work.total.clone()
         dist.all_reduce(loss)
         want_loss, want = torch.load(f"{folder}/{number}")
-        gradients = {name: float((parameter.grad.full_tensor() - want[name]).abs().max())
+        gradients = {name: float((whole_gradient(parameter) - want[name]).abs().max())
                      for name, parameter in work.decoder.named_parameters()}
         apart.append((abs(loss.item() / plan.num_labels - want_loss), gradients))
         work.decoder.zero_grad()
     return apart
 
 
-def check(num_stages, num_data, cases, folder):
-    names = set()
+def check(num_stages: int, num_data: int, cases: list[tuple[Any, ...]], folder: Path) -> None:
+    names: set[str] = set()
     for number, (num_micro_batches, mode, ping_pong, *_) in enumerate(cases):
         loss, gradients = in_one_process(planned(num_stages, num_data, num_micro_batches, mode, ping_pong))
-        assert all(gradient.abs().max() > 1e-3 for gradient in gradients.values())
+        assert all(grad.abs().max() > 1e-3 for grad in gradients.values())
         torch.save((loss, gradients), folder / str(number))
         names |= gradients.keys()
     outcomes = run_processes(num_stages * num_data, on_ranks, num_stages, num_data, cases, str(folder), **PATIENT)
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     for number, case in enumerate(cases):
-        losses, gradients = zip(*(outcome.value[number] for outcome in outcomes), strict=True)
+        losses, apart = zip(*(outcome.value[number] for outcome in outcomes), strict=True)
         assert max(losses) < TOLERANCES[case[3]], case
-        assert max(max(of_stage.values()) for of_stage in gradients) < TOLERANCES[case[3]], (case, gradients)
-        assert {name for of_stage in gradients for name in of_stage} == names
+        assert max(max(of_stage.values()) for of_stage in apart) < TOLERANCES[case[3]], (case, apart)
+        assert {name for of_stage in apart for name in of_stage} == names
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_stages", "num_data"), MESHES)
-def test_losses_and_gradients_are_those_of_one_process(num_stages, num_data, tmp_path):
+def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_data: int, tmp_path: Path) -> None:
     most = 2 * num_stages + 1
     check(num_stages, num_data, [
         (1, "disaggregated", True, "float64"),
@@ -142,7 +157,7 @@ def test_losses_and_gradients_are_those_of_one_process(num_stages, num_data, tmp
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_stages", "num_data"), MESHES)
-def test_every_number_of_micro_batches(num_stages, num_data, tmp_path):
+def test_every_number_of_micro_batches(num_stages: int, num_data: int, tmp_path: Path) -> None:
     ways = (("disaggregated", True), ("disaggregated", False), ("home", True), ("per_document_cp", False))
     check(num_stages, num_data, [(number, *way, dtype) for dtype in TOLERANCES for way in ways
                                  for number in range(1, 2 * num_stages + 2)], tmp_path)
@@ -150,7 +165,7 @@ def test_every_number_of_micro_batches(num_stages, num_data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_whole_parameters_and_replay_make_no_difference(tmp_path):
+def test_whole_parameters_and_replay_make_no_difference(tmp_path: Path) -> None:
     check(2, 2, [(number, mode, True, "float64", ("fsdp", fsdp), ("recompute", recompute)) for number in (1, 4)
                  for mode in ("disaggregated", "home") for fsdp in (True, False) for recompute in (True, False)],
           tmp_path)
@@ -161,26 +176,29 @@ class Vanishing(StageWork):
 
     how: tuple[str, str]                                         # dies or hangs, in forward or backward
 
-    def forward(self, micro_batch, received, plans, backward_plans):
+    def forward(self, micro_batch: int, received: Sequence[torch.Tensor], plans: Sequence[Sequence[Plan]],
+                backward_plans: Sequence[Sequence[Plan]]) -> list[torch.Tensor]:
         how, where = self.how
         if micro_batch == 1 and where == "forward":
-            self.attention.serve = lambda pending: vanish(how)
+            self.attention.serve = lambda pending: vanish(how)  # type: ignore[method-assign]
         outputs = super().forward(micro_batch, received, plans, backward_plans)
         if micro_batch == 1:
             outputs[0].register_hook(lambda gradient: vanish(how))
         return outputs
 
 
-def vanish(how):
+def vanish(how: str) -> None:
     if how == "dies":
         os._exit(17)
     time.sleep(3600)
 
 
-def lose_a_stage(transport, num_stages, mode, victim, how, timeout_seconds):
+def lose_a_stage(transport: C10dTransport, num_stages: int, mode: str, victim: int, how: tuple[str, str],
+                 timeout_seconds: float) -> None:
     rank = Rank(num_stages, 1, timeout_seconds)
     work = rank.work(mode, torch.float32, make=Vanishing if rank.stage == victim else StageWork)
-    work.how = how
+    if isinstance(work, Vanishing):
+        work.how = how
     plan = planned(num_stages, 1, 3, mode, True)
     rank.step(work, plan)
 
@@ -194,7 +212,7 @@ def lose_a_stage(transport, num_stages, mode, victim, how, timeout_seconds):
     pytest.param("disaggregated", 2, ("dies", "forward"), marks=pytest.mark.slow),
     pytest.param("home", 0, ("dies", "forward"), marks=pytest.mark.slow),
 ])
-def test_a_stage_that_vanishes_ends_the_others(mode, victim, how):
+def test_a_stage_that_vanishes_ends_the_others(mode: str, victim: int, how: tuple[str, str]) -> None:
     timeout_seconds = 4.0 if how[0] == "hangs" else 60.0
     outcomes = run_processes(3, lose_a_stage, 3, mode, victim, how, timeout_seconds, timeout_seconds=60.0,
                              deadline_seconds=50.0, lost=victim if how[0] == "hangs" else None)
@@ -210,7 +228,8 @@ def test_a_stage_that_vanishes_ends_the_others(mode, victim, how):
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(),
        st.sampled_from([0.02, 0.1]))
-def test_every_tick_of_a_step_is_level(seed, num_stages, num_data, num_micro_batches, ping_pong, tolerance):
+def test_every_tick_of_a_step_is_level(seed: int, num_stages: int, num_data: int, num_micro_batches: int,
+                                       ping_pong: bool, tolerance: float) -> None:
     lengths = [random_lengths(seed + number, num_data * 16_384) for number in range(num_micro_batches)]
     chosen = settings_for(num_stages, "disaggregated", ping_pong).with_values({"attention.tolerance": tolerance})
     plan = step_plan(lengths, chosen, MODELS["llama3-8b"], num_data)

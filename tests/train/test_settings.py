@@ -7,6 +7,7 @@ import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from distca.kernels import choose, kernel_named
 from distca.runtime.attention import STATES
 from distca.runtime.transport import TRANSPORTS
 from distca.train import launch as launching
+from distca.train.setting_fields import Known
 from distca.train.settings import KERNELS, Settings, known_settings, load_settings, settings_table
 
 ROOT = Path(distca.__file__).parents[1]
@@ -25,31 +27,43 @@ KNOWN = known_settings()
 PLACEMENTS = ("balanced", "given")
 
 
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run `distca train …` in an empty folder: (exit code, stdout, stderr); launching is noted instead of done."""
-    monkeypatch.chdir(tmp_path)
-    launched = []
-    monkeypatch.setattr(launching, "launch", lambda settings, main: settings.check() or launched.append(settings) or 0)
+class Train:
+    """`distca train …` as a function, and the settings that it would have launched."""
 
-    def call(*arguments):
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+        self.launched: list[Settings] = []
+
+    def launch(self, settings: Settings, main: object) -> int:
+        settings.check()
+        self.launched.append(settings)
+        return 0
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stop:
             cli.main(["train", *(str(argument) for argument in arguments)])
-        captured = capsys.readouterr()
+        captured = self.capsys.readouterr()
+        assert isinstance(stop.value.code, int)
         return stop.value.code, captured.out, captured.err
 
-    call.launched = launched
-    return call
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Run `distca train …` in an empty folder: (exit code, stdout, stderr); launching is noted instead of done."""
+    monkeypatch.chdir(tmp_path)
+    train = Train(capsys)
+    monkeypatch.setattr(launching, "launch", train.launch)
+    return train
 
 
-def _refusal(result):
+def _refusal(result: tuple[int, str, str]) -> str:
     code, out, err = result
     assert (code, out) == (2, "")
     assert err.startswith("distca: error: ") and err.count("\n") == 1
     return err
 
 
-def _some_value(known):
+def _some_value(known: Known) -> st.SearchStrategy[Any]:
     if known.choices:
         return st.sampled_from(known.choices)
     return {
@@ -62,7 +76,7 @@ VALUES = st.fixed_dictionaries({}, optional={name: _some_value(known) for name, 
 
 
 @given(VALUES)
-def test_toml_is_read_back_as_it_was(tmp_path_factory, values):
+def test_toml_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, values: dict[str, float | str]) -> None:
     settings = Settings().with_values(values)
     path = tmp_path_factory.getbasetemp() / "settings.toml"
     path.write_text(settings.to_toml(), encoding="utf-8")
@@ -71,12 +85,12 @@ def test_toml_is_read_back_as_it_was(tmp_path_factory, values):
 
 
 @given(VALUES)
-def test_text_on_the_command_line_is_read_by_the_fields_type(values):
+def test_text_on_the_command_line_is_read_by_the_fields_type(values: dict[str, float | str]) -> None:
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
     assert load_settings(None, texts) == Settings().with_values(values)
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[run]\nsteps = 7\nranks = 4\n[optimizer]\nlr = 1\n")
     settings = load_settings(path, {"run.steps": "9", "batch.tokens-per-rank": "64"})
@@ -85,7 +99,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     assert settings.data == Settings().data
 
 
-def test_defaults_can_run_and_are_all_documented():
+def test_defaults_can_run_and_are_all_documented() -> None:
     Settings().check()
     assert {name.partition(".")[0] for name in KNOWN} == {section.name for section in fields(Settings)}
     for known in KNOWN.values():
@@ -94,7 +108,7 @@ def test_defaults_can_run_and_are_all_documented():
     assert all(f"# {known.meaning}\n{known.name.partition('.')[2]} = " in text for known in KNOWN.values())
 
 
-def test_choices_are_those_of_the_code_behind_them():
+def test_choices_are_those_of_the_code_behind_them() -> None:
     for name in KERNELS[1:]:
         assert kernel_named(name).name == name
     with pytest.raises(ValueError) as refused:
@@ -150,7 +164,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), IMPOSSIBLE, ids=lambda value: " ".join(value))
-def test_what_cannot_run_is_refused_in_one_line(overrides, fragments):
+def test_what_cannot_run_is_refused_in_one_line(overrides: dict[str, str], fragments: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
         load_settings(None, overrides).check()
     assert "\n" not in str(refused.value)
@@ -167,7 +181,7 @@ def test_what_cannot_run_is_refused_in_one_line(overrides, fragments):
     {"model.load": "folder", "parallel.tensor": "3", "run.ranks": "3"},
     {"optimizer.beta1": "0", "attention.tolerance": "1"},
 ])
-def test_what_can_run_is_not_refused(overrides):
+def test_what_can_run_is_not_refused(overrides: dict[str, str]) -> None:
     load_settings(None, overrides).check()
 
 
@@ -182,7 +196,8 @@ def test_what_can_run_is_not_refused(overrides):
     ("[optimizer]\nlr = [1]", ["optimizer.lr", "[1]", "a number"]),
     ("[run\nsteps = 5", ["broken TOML", "line 1"]),
 ])
-def test_bad_files_get_one_line(run, tmp_path, text, fragments):
+def test_bad_files_get_one_line(run: Train, tmp_path: Path, text: str,
+                                fragments: list[str]) -> None:
     (tmp_path / "run.toml").write_text(text)
     error = _refusal(run("run.toml"))
     for fragment in ("run.toml", *fragments):
@@ -203,20 +218,21 @@ def test_bad_files_get_one_line(run, tmp_path, text, fragments):
     (["--run.seed", "-3"], ["run.seed", "-3"]),
     (["--show-settings", "--run.steps", "0"], ["run.steps", "0"]),
 ])
-def test_bad_arguments_get_one_line(run, arguments, fragments):
+def test_bad_arguments_get_one_line(run: Train, arguments: list[str],
+                                    fragments: list[str]) -> None:
     error = _refusal(run(*arguments))
     assert all(fragment in error for fragment in fragments)
     assert not run.launched
 
 
-def test_options_stand_anywhere_in_any_form(run, tmp_path):
+def test_options_stand_anywhere_in_any_form(run: Train, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[run]\nsteps = 5\n")
     assert run("--run.seed=3", "--ranks", 4, "run.toml", "--batch.tokens-per-rank", 64, "--data.seed", 8)[0] == 0
     assert run.launched == [load_settings(None, {"run.seed": "3", "run.ranks": "4", "run.steps": "5", "data.seed": "8",
                                                  "batch.tokens_per_rank": "64"})]
 
 
-def test_show_settings_prints_a_file_to_start_from(run, tmp_path):
+def test_show_settings_prints_a_file_to_start_from(run: Train, tmp_path: Path) -> None:
     code, out, err = run("--show-settings", "--ranks", 4)
     assert (code, err, run.launched) == (0, "", [])
     (tmp_path / "shown.toml").write_text(out)
@@ -225,14 +241,14 @@ def test_show_settings_prints_a_file_to_start_from(run, tmp_path):
     assert tomllib.loads(out)["run"]["ranks"] == 4
 
 
-def test_help_lists_the_common_settings(run):
+def test_help_lists_the_common_settings(run: Train) -> None:
     code, out, _ = run("--help")
     assert code == 0 and "--show-settings" in out and "CONFIG.toml" in out
     for name in ("run.steps", "model.name", "data.path", "batch.tokens_per_rank", "attention.mode"):
         assert f"--{name}" in out
 
 
-def test_settings_are_shown_and_refused_without_torch():
+def test_settings_are_shown_and_refused_without_torch() -> None:
     code = ("import sys\nsys.modules['torch'] = None\nfrom distca.cli import main\n"
             "main(['train', *sys.argv[1:]])\n")
     shown, refused = (subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -241,19 +257,20 @@ def test_settings_are_shown_and_refused_without_torch():
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
-def test_the_guide_lists_every_setting():
+def test_the_guide_lists_every_setting() -> None:
     guide = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     _, _, rest = guide.partition("<!-- settings -->\n")
     table, _, _ = rest.partition("<!-- /settings -->")
     assert table == settings_table(), "write distca.train.settings.settings_table() between the guide's two marks"
 
 
-def _commands(text):
+def _commands(text: str) -> list[list[str]]:
     """Shell lines, with those that end in a backslash joined."""
     return [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def test_commands_of_the_guide_and_the_examples_are_ones_that_start(run, tmp_path):
+def test_commands_of_the_guide_and_the_examples_are_ones_that_start(run: Train,
+                                                                    tmp_path: Path) -> None:
     guide = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
     script = (ROOT / "examples/train.slurm").read_text(encoding="utf-8")

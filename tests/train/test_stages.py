@@ -2,37 +2,40 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distca.kernels import dense_attention
+from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import run_processes
+from distca.testing import ProcessOutcome, gradient, run_processes
 from distca.train.checkpoint import Checkpointer
-from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy, write_parameter
+from distca.train.model import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
 from distca.train.parallel import accumulating, clip_grad_norm, parallelize
 from distca.train.stages import stage_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
-PATIENT = {"timeout_seconds": 120.0, "deadline_seconds": 240.0}  # for machines that others use too
+PATIENT: dict[str, Any] = {"timeout_seconds": 120.0, "deadline_seconds": 240.0}  # for machines that others use too
 CLIP = 0.05
 
 
-def generator(seed=3):
+def generator(seed: int = 3) -> Any:
     return torch.Generator().manual_seed(seed)
 
 
-def with_layers(num_layers, tied=False):
+def with_layers(num_layers: int, tied: bool = False) -> DecoderShape:
     return replace(SHAPE, model=replace(SHAPE.model, num_layers=num_layers), tied=tied)
 
 
-def through(part, x, lengths):
+def through(part: Decoder, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """One row straight through a decoder or a stage of one."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     return part.hidden(x, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
@@ -41,7 +44,8 @@ def through(part, x, lengths):
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.lists(st.integers(1, 6), min_size=1, max_size=3),
        st.booleans())
-def test_stages_one_after_the_other_are_the_whole_decoder(layers, lengths, recompute):
+def test_stages_one_after_the_other_are_the_whole_decoder(layers: list[int], lengths: list[int],
+                                                          recompute: bool) -> None:
     whole = Decoder(with_layers(sum(layers)), generator=generator())
     stages = [stage_of(whole, stage, len(layers), layers) for stage in range(len(layers))]
     assert [len(list(stage.segments)) for stage in stages] == [num + 1 for num in layers]
@@ -50,10 +54,12 @@ def test_stages_one_after_the_other_are_the_whole_decoder(layers, lengths, recom
     for stage in stages:
         assert all(parameter is whole.get_parameter(name) for name, parameter in stage.named_parameters())
         for segment in stage.segments:
+            assert isinstance(segment, Segment)
             segment.recompute = recompute
     tokens = torch.randint(0, 61, (sum(lengths),), generator=generator())
     through(whole, tokens, lengths).square().sum().backward()
-    expected = {name: parameter.grad.clone() for name, parameter in whole.named_parameters() if name != "head.weight"}
+    expected = {name: gradient(parameter).clone() for name, parameter in whole.named_parameters()
+                if name != "head.weight"}
     whole.zero_grad()
     x = tokens
     for stage in stages:
@@ -61,10 +67,10 @@ def test_stages_one_after_the_other_are_the_whole_decoder(layers, lengths, recom
     assert torch.equal(x, through(whole, tokens, lengths))
     assert stages[-1].head_weight is whole.head_weight
     x.square().sum().backward()
-    assert all(torch.equal(whole.get_parameter(name).grad, grad) for name, grad in expected.items())
+    assert all(torch.equal(gradient(whole.get_parameter(name)), grad) for name, grad in expected.items())
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_what_cannot_be_cut_is_refused() -> None:
     tied = Decoder(with_layers(3, tied=True), device="meta")
     assert stage_of(tied, 0, 1, (3,)) is tied
     with pytest.raises(ValueError, match=r"model.tied is true but 2 pipeline stages .*; set model.tied = false"):
@@ -80,7 +86,7 @@ def test_what_cannot_be_cut_is_refused():
         _ = stage_of(whole, 0, 2, (2, 1)).head_weight
 
 
-def test_a_stage_without_memory_draws_the_whole_decoders_weights():
+def test_a_stage_without_memory_draws_the_whole_decoders_weights() -> None:
     whole = Decoder(SHAPE, generator=generator())
     stage = stage_of(Decoder(SHAPE, device="meta"), 1, 3, (1, 1, 1))
     assert all(parameter.is_meta for parameter in stage.parameters())
@@ -115,7 +121,7 @@ ORDERS = {                                                       # (stage, m): m
 NUM_STEPS = 2
 
 
-def batch(data_rank, micro_batch, step):
+def batch(data_rank: int, micro_batch: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Tokens, labels and lengths of each row; the same wherever it is asked for."""
     rows = []
     for number, lengths in enumerate(ROWS[micro_batch]):
@@ -126,33 +132,36 @@ def batch(data_rank, micro_batch, step):
     return rows
 
 
-def loss_of(part, states, rows, num_data):
-    total = sum(chunked_cross_entropy(x, part.head_weight, labels, 5)[0]
-                for x, (_, labels, _) in zip(states, rows, strict=True))
+def loss_of(part: Decoder, states: list[torch.Tensor],
+            rows: list[tuple[torch.Tensor, torch.Tensor, list[int]]], num_data: int) -> torch.Tensor:
+    total = torch.stack([chunked_cross_entropy(x, part.head_weight, labels, 5)[0]
+                         for x, (_, labels, _) in zip(states, rows, strict=True)]).sum()
     return total / (num_data * sum(length - 1 for micro in ROWS for lengths in micro for length in lengths))
 
 
-def own_dtype(case):
+def own_dtype(case: Case) -> torch.dtype:
     return torch.float32 if case.dtype == torch.bfloat16 else case.dtype
 
 
 class Ticks:
     """Runs the stages that this rank has in a given order; x and its gradient go by hand or over the wire."""
 
-    def __init__(self, case, parts, mesh):
+    def __init__(self, case: Case, parts: dict[int, Decoder], mesh: DeviceMesh) -> None:
         self.case, self.parts, self.data = case, parts, mesh["data"].get_local_rank()
         self.peer = None if case.pipeline == 1 else mesh["pipeline"].get_group()
-        self.by_hand, self.on_the_wire, self.live = {}, [], {}
+        self.by_hand: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        self.on_the_wire: list[tuple[Any, torch.Tensor]] = []
+        self.live: dict[Any, Any] = {}
         self.shards = {stage: dict(part.named_parameters()) for stage, part in parts.items()}
 
-    def give(self, to, key, tensors):
+    def give(self, to: int, key: int, tensors: list[torch.Tensor]) -> None:
         if to in self.parts:
             self.by_hand[to, key] = [tensor.detach() for tensor in tensors]
             return
         sent = [tensor.detach().contiguous() for tensor in tensors]
         self.on_the_wire += [(dist.isend(tensor, group=self.peer, group_dst=to), tensor) for tensor in sent]
 
-    def take(self, by, key):
+    def take(self, by: int, key: int) -> list[torch.Tensor]:
         if (by, key) in self.by_hand:
             return self.by_hand.pop((by, key))
         rows = -(-13 // self.case.tensor)
@@ -161,7 +170,7 @@ class Ticks:
             dist.recv(tensor, group=self.peer, group_src=1 - by)
         return received
 
-    def step(self, order, number):
+    def step(self, order: list[tuple[int, int]], number: int) -> None:
         for stage, what in order:
             run = self.forward if what > 0 else self.backward
             run(stage, abs(what) - 1, number)
@@ -169,13 +178,13 @@ class Ticks:
             work.wait()
         assert not self.by_hand and not self.live
 
-    def forward(self, stage, micro_batch, number):
+    def forward(self, stage: int, micro_batch: int, number: int) -> None:
         part, rows = self.parts[stage], batch(self.data, micro_batch, number)
         inputs = [tokens for tokens, _, _ in rows]
         if stage > 0:
             inputs = [x.requires_grad_() for x in self.take(stage, micro_batch)]
 
-        def run(part):
+        def run(part: Decoder) -> list[torch.Tensor]:
             states = [through(part, x, lengths) for x, (_, _, lengths) in zip(inputs, rows, strict=True)]
             return states if stage == 0 else [loss_of(part, states, rows, self.case.data)]
 
@@ -184,7 +193,7 @@ class Ticks:
         if stage == 0:
             self.give(1, micro_batch, outputs)
 
-    def backward(self, stage, micro_batch, number):
+    def backward(self, stage: int, micro_batch: int, number: int) -> None:
         inputs, outputs = self.live.pop((stage, micro_batch))
         grads = [None] if stage == 1 else self.take(0, -micro_batch - 1)
         with accumulating(self.parts[stage], last=micro_batch == len(ROWS) - 1):
@@ -196,7 +205,7 @@ class Ticks:
 
 
 @cache
-def in_one_process(num_data, dtype):
+def in_one_process(num_data: int, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     """Gradients of the last step, their norm, and they clipped, of a plain whole decoder with all data ranks' rows."""
     whole = Decoder(SHAPE, generator=generator()).to(dtype)
     optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
@@ -208,23 +217,23 @@ def in_one_process(num_data, dtype):
                 rows = batch(data_rank, micro_batch, number)
                 states = [through(whole, tokens, lengths) for tokens, _, lengths in rows]
                 loss_of(whole, states, rows, num_data).backward()
-    grads = {name: parameter.grad.clone() for name, parameter in whole.named_parameters()}
+    grads = {name: gradient(parameter).clone() for name, parameter in whole.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
-    return grads, float(norm), {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return grads, float(norm), {name: gradient(parameter) for name, parameter in whole.named_parameters()}
 
 
-def on_ranks(case):
+def on_ranks(case: Case) -> dict[str, float]:
     """How far this rank is from one process: gradients, norm and clipped gradients after the last of several steps."""
     if case.pipeline == 1:
         mesh = init_device_mesh("cpu", (case.data, case.tensor), mesh_dim_names=("data", "tensor"))
-        mine, group, order = (0, 1), None, ORDERS["both"]
+        stages, group, order = [0, 1], None, ORDERS["both"]
     else:
         mesh = init_device_mesh("cpu", (case.pipeline, case.data, case.tensor),
                                 mesh_dim_names=("pipeline", "data", "tensor"))
-        mine, group = (mesh["pipeline"].get_local_rank(),), mesh["pipeline"].get_group()
-        order = ORDERS[mine[0]]
+        stages, group = [mesh["pipeline"].get_local_rank()], mesh["pipeline"].get_group()
+        order = ORDERS[stages[0]]
     whole = Decoder(SHAPE, generator=generator()).to(own_dtype(case))
-    parts = {stage: stage_of(whole, stage, 2, LAYERS) for stage in mine}
+    parts = {stage: stage_of(whole, stage, 2, LAYERS) for stage in stages}
     for part in parts.values():
         parallelize(part, mesh, tensor=case.tensor, fsdp=case.fsdp, dtype=case.dtype,
                     activation_checkpointing=case.recompute)
@@ -236,12 +245,12 @@ def on_ranks(case):
         Ticks(case, parts, mesh).step(order, number)
     grads, norm, clipped = in_one_process(case.data, own_dtype(case))
     assert norm > 2 * CLIP
-    apart = {"gradient": farthest(grads, {name: parameter.grad for name, parameter in named.items()})}
+    apart = {"gradient": farthest(grads, {name: gradient(parameter) for name, parameter in named.items()})}
     apart["norm"] = abs(float(clip_grad_norm(named.values(), CLIP, group)) - norm)
-    return apart | {"clipped": farthest(clipped, {name: parameter.grad for name, parameter in named.items()})}
+    return apart | {"clipped": farthest(clipped, {name: gradient(parameter) for name, parameter in named.items()})}
 
 
-def farthest(want, got):
+def farthest(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
     """Over this rank's shares of the tensors it has."""
     assert got.keys() <= want.keys() and got
     apart = [0.0]
@@ -254,11 +263,11 @@ def farthest(want, got):
     return max(apart)
 
 
-def on_all_ranks(transport):
+def on_all_ranks(transport: C10dTransport) -> tuple[list[dict[str, float]], str]:
     return [on_ranks(case) for case in CASES[transport.size]], refused(transport.size)
 
 
-def refused(num_ranks):
+def refused(num_ranks: int) -> str:
     """Part of a mesh cannot be spread over without fsdp: others would wait for process groups for ever."""
     mesh = init_device_mesh("cpu", (num_ranks, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
     with pytest.raises(ValueError) as caught:
@@ -267,7 +276,7 @@ def refused(num_ranks):
     return str(caught.value)
 
 
-def values(outcomes):
+def values(outcomes: list[ProcessOutcome]) -> list[Any]:
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
     return [outcome.value for outcome in outcomes]
@@ -275,14 +284,15 @@ def values(outcomes):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_micro_batches_in_flight_give_the_gradients_of_a_single_process(num_ranks):
+def test_micro_batches_in_flight_give_the_gradients_of_a_single_process(num_ranks: int) -> None:
     for cases, line in values(run_processes(num_ranks, on_all_ranks, **PATIENT)):
         for case, apart in zip(CASES[num_ranks], cases, strict=True):
             assert max(apart.values()) < (2e-2 if case.dtype == torch.bfloat16 else 1e-10), (case, apart)
         assert f"mesh has 1 of {num_ranks} ranks" in line and "give the whole mesh" in line
 
 
-def build(layers=None, data=1, seed=3):
+def build(layers: tuple[int, ...] | None = None, data: int = 1, seed: int = 3) -> tuple[Decoder,
+          torch.optim.AdamW]:
     """A decoder or, on ranks, this rank's stage of it, and an optimizer."""
     whole = Decoder(SHAPE, generator=generator(seed))
     if layers is not None:
@@ -292,7 +302,7 @@ def build(layers=None, data=1, seed=3):
     return whole, torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
 
 
-def train(part, optimizer):
+def train(part: Decoder, optimizer: torch.optim.AdamW) -> None:
     """Two steps with gradients that depend on a parameter's name alone."""
     for step in range(2):
         for name, parameter in part.named_parameters():
@@ -303,7 +313,7 @@ def train(part, optimizer):
         optimizer.zero_grad(set_to_none=True)
 
 
-def everything(part, optimizer):
+def everything(part: Decoder, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
     """Weights and moments by name."""
     found = {}
     for name, parameter in part.named_parameters():
@@ -312,19 +322,20 @@ def everything(part, optimizer):
     return found
 
 
-def resumed(folder, layers=None, data=1):
+def resumed(folder: Path | str, layers: tuple[int, ...] | None = None, data: int = 1) -> float:
     """How far from a run that never stopped, all in one process."""
     run = build(layers, data, seed=8)
     saver = Checkpointer(folder, *run)
     state = saver.resume()
     saver.close()
+    assert state is not None
     assert (state.step, state.loader) == (2, {"at": 2})
     never_stopped = build()
     train(*never_stopped)
     return farthest(everything(*never_stopped), everything(*run))
 
 
-def save(folder, layers=None):
+def save(folder: Path | str, layers: tuple[int, int] | None = None) -> None:
     run = build(layers)
     train(*run)
     saver = Checkpointer(folder, *run)
@@ -332,17 +343,17 @@ def save(folder, layers=None):
     saver.close()
 
 
-def save_and_resume(transport, folder):
+def save_and_resume(transport: C10dTransport, folder: str) -> tuple[float, float]:
     save(f"{folder}/staged", LAYERS)
     return resumed(f"{folder}/whole", LAYERS), resumed(f"{folder}/staged", (1, 2))
 
 
-def resume_cut_otherwise(transport, folder, layers, data):
+def resume_cut_otherwise(transport: C10dTransport, folder: str, layers: tuple[int, ...], data: int) -> float:
     return resumed(f"{folder}/staged", layers, data)
 
 
 @pytest.mark.multiprocess
-def test_a_checkpoint_goes_on_with_other_stages(tmp_path):
+def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path) -> None:
     save(tmp_path / "whole")
     assert values(run_processes(2, save_and_resume, str(tmp_path), **PATIENT)) == [(0.0, 0.0)] * 2
     assert resumed(tmp_path / "staged") == 0.0

@@ -43,7 +43,7 @@ def logged(folder: Path, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float]]:
     """12 steps of one process that holds all documents, in float64: what every way to share attention must give."""
     folder = tmp_path_factory.mktemp("alone")
     train(folder, 1, "--run.steps", "12", "--run.dtype", "float64", "--attention.mode", "home")
@@ -67,8 +67,9 @@ def alone(tmp_path_factory):
     pytest.param(4, 1, "home", "false", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
 ])
 def test_the_loss_does_not_depend_on_what_is_about_speed(
-    ranks, tensor, mode, ping_pong, more, alone, tmp_path, monkeypatch
-):
+    ranks: int, tensor: int, mode: str, ping_pong: str, more: tuple[str, ...], alone: tuple[list[float], list[float]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if "table.json" in more:
         monkeypatch.chdir(tmp_path)
         analytic_table(model_named("tiny"), 1e11).save("table.json")
@@ -83,7 +84,7 @@ def test_the_loss_does_not_depend_on_what_is_about_speed(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_document_that_fills_the_batch_is_one_with_ping_pong(tmp_path):
+def test_a_document_that_fills_the_batch_is_one_with_ping_pong(tmp_path: Path) -> None:
     """Half of its pairs lie between the nano-batches."""
     one = ("--run.steps", "6", "--run.dtype", "float64")
     alone = train(tmp_path / "alone", 1, *one, "--attention.mode", "home", tokens=2048, longest=2048)
@@ -101,7 +102,7 @@ def train_in_micro_batches(folder: Path, ranks: int, *more: str, **sizes: int) -
 
 
 @pytest.fixture(scope="module")
-def alone_in_micro_batches(tmp_path_factory):
+def alone_in_micro_batches(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """12 steps of three micro-batches in one process."""
     return train_in_micro_batches(tmp_path_factory.mktemp("alone"), 1, "--run.steps", "12", "--attention.mode", "home")
 
@@ -116,7 +117,8 @@ def alone_in_micro_batches(tmp_path_factory):
     pytest.param(4, 2, 2, "home", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
     pytest.param(4, 1, 2, "per_document_cp", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
 ])
-def test_the_loss_does_not_depend_on_stages(ranks, tensor, pipeline, mode, more, alone_in_micro_batches, tmp_path):
+def test_the_loss_does_not_depend_on_stages(ranks: int, tensor: int, pipeline: int, mode: str, more: tuple[str, ...],
+                                            alone_in_micro_batches: list[float], tmp_path: Path) -> None:
     curve = train_in_micro_batches(tmp_path, ranks, "--run.steps", "12", "--attention.mode", mode, *more,
                                    tensor=tensor, pipeline=pipeline)
     assert curve == pytest.approx(alone_in_micro_batches, abs=1e-10)
@@ -127,7 +129,7 @@ def test_the_loss_does_not_depend_on_stages(ranks, tensor, pipeline, mode, more,
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_run_goes_on_with_other_stages(alone_in_micro_batches, tmp_path):
+def test_a_run_goes_on_with_other_stages(alone_in_micro_batches: list[float], tmp_path: Path) -> None:
     saving = ("--checkpoint.folder", str(tmp_path / "saved"))
     for pipeline, num_steps in ((2, 4), (1, 8)):         # as many ranks as stages
         curve = train_in_micro_batches(tmp_path / "log", pipeline, "--run.steps", str(num_steps), *saving,
@@ -136,7 +138,7 @@ def test_a_run_goes_on_with_other_stages(alone_in_micro_batches, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_killed_run_resumes_where_it_was(tmp_path):
+def test_a_killed_run_resumes_where_it_was(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 2, "--run.steps", "12")
     options = ("--run.steps", "12", "--checkpoint.folder", str(tmp_path / "saved"), "--checkpoint.every", "3")
     process = subprocess.Popen(command(tmp_path / "cut", 2, *options), stdout=subprocess.DEVNULL,
@@ -152,7 +154,7 @@ def test_a_killed_run_resumes_where_it_was(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_changed_run_over_an_old_folder_is_refused_and_loses_nothing(tmp_path):
+def test_a_changed_run_over_an_old_folder_is_refused_and_loses_nothing(tmp_path: Path) -> None:
     options = ("--run.steps", "3", "--checkpoint.folder", str(tmp_path / "saved"))
     train(tmp_path / "log", 1, *options)
     before = {path: path.read_bytes() for path in tmp_path.rglob("step*/*") if path.is_file()}
@@ -168,7 +170,7 @@ def test_a_changed_run_over_an_old_folder_is_refused_and_loses_nothing(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     options = ("--run.steps", "1000", "--checkpoint.folder", str(tmp_path / "saved"), "--checkpoint.every", "5")
     first = subprocess.Popen(command(tmp_path / "log", 1, *options), stdout=subprocess.DEVNULL,
                              stderr=subprocess.DEVNULL, start_new_session=True)
@@ -183,7 +185,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_sigterm_saves_and_exits_well(tmp_path):
+def test_sigterm_saves_and_exits_well(tmp_path: Path) -> None:
     options = ("--run.steps", "1000", "--checkpoint.folder", str(tmp_path / "saved"))
     process = subprocess.Popen(command(tmp_path / "log", 2, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True)
@@ -200,7 +202,7 @@ def test_sigterm_saves_and_exits_well(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_trace_shows_every_rank(tmp_path):
+def test_a_trace_shows_every_rank(tmp_path: Path) -> None:
     train(tmp_path, 2, "--run.steps", "2", "--log.trace_step", "2")
     events = json.loads((tmp_path / "trace_step_2.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -211,7 +213,7 @@ def test_a_trace_shows_every_rank(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_memory_is_flat_over_300_steps(tmp_path):
+def test_memory_is_flat_over_300_steps(tmp_path: Path) -> None:
     train(tmp_path, 2, "--run.steps", "300", tokens=512)
     peak = logged(tmp_path, "memory_bytes")
     assert peak[-1] <= 1.05 * peak[99]

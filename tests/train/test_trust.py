@@ -1,9 +1,13 @@
 """Nothing unpickles what this run's own processes did not write, and no rank waits longer than it was told to."""
 
 import ast
+import importlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -21,18 +25,18 @@ PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list",
                   "send_object_list", "recv_object_list", "FileSystemReader", "read_pickle"}
 
 
-def modules():
+def modules() -> dict[str, ast.Module]:
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
             for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def unpickles(tree):
+def unpickles(tree: ast.AST) -> Iterator[str]:
     """The names in a module that can unpickle something."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PICKLING_MODULES)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLING_MODULES:
-            yield node.module
+            yield node.module or ""
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name.split(".")[-1] in PICKLING_CALLS or name in ("torch.load", "dcp.load", "eval", "exec"):
@@ -41,7 +45,7 @@ def unpickles(tree):
                 yield from (name for word in node.keywords if ast.unparse(word) == "allow_pickle=True")
 
 
-def groups_without_timeout(tree):
+def groups_without_timeout(tree: ast.AST) -> list[int]:
     """Lines that make a process group and do not say how long it waits."""
     makers = ("new_group", "init_process_group", "new_subgroups", "TCPStore")
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call)
@@ -49,13 +53,13 @@ def groups_without_timeout(tree):
             and not any(word.arg == "timeout" for word in node.keywords)]
 
 
-def test_only_named_files_unpickle():
+def test_only_named_files_unpickle() -> None:
     found = {name for name, tree in modules().items() if any(unpickles(tree))}
     assert found <= UNPICKLES.keys()
     assert "train/convert_checkpoint.py" in found                # the walk does see it
 
 
-def test_the_walk_sees_every_form():
+def test_the_walk_sees_every_form() -> None:
     for source in ("import pickle", "from pickle import loads", "torch.load(x)", "dist.broadcast_object_list(x)",
                    "np.load(x, allow_pickle=True)", "eval(x)"):
         assert list(unpickles(ast.parse(source))), source
@@ -64,13 +68,13 @@ def test_the_walk_sees_every_form():
     assert groups_without_timeout(ast.parse("dist.new_group(backend='gloo')\ndist.new_group(timeout=t)")) == [1]
 
 
-def test_every_group_is_made_with_a_timeout():
+def test_every_group_is_made_with_a_timeout() -> None:
     found = {name: lines for name, tree in modules().items() if (lines := groups_without_timeout(tree))}
     assert not found
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path: Path) -> Settings:
     return Settings().with_values({
         "log.folder": str(tmp_path), "run.threads": 1, "run.device": "cpu", "run.timeout_seconds": 37,
         "run.steps": 4, "checkpoint.folder": str(tmp_path / "saved"), "checkpoint.every": 1,
@@ -78,11 +82,9 @@ def settings(tmp_path):
 
 
 @pytest.fixture
-def mains(monkeypatch):
+def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import rank_mains
-
-    return rank_mains
+    return importlib.import_module("rank_mains")
 
 
 @pytest.mark.multiprocess
@@ -91,7 +93,8 @@ def mains(monkeypatch):
     pytest.param({"parallel.tensor": 2}, marks=pytest.mark.slow),
     pytest.param({"run.ranks": 4, "parallel.tensor": 2, "parallel.pipeline": 2}, marks=pytest.mark.slow),
 ])
-def test_every_group_of_a_run_has_its_timeout(mains, settings, tmp_path, values):
+def test_every_group_of_a_run_has_its_timeout(mains: ModuleType, settings: Settings, tmp_path: Path,
+                                              values: dict[str, Any]) -> None:
     """Also those that torch makes by itself: for meshes, for replicas, for FSDP."""
     assert launch(settings.with_values(values), mains.group_timeouts) == 0
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
@@ -100,7 +103,8 @@ def test_every_group_of_a_run_has_its_timeout(mains, settings, tmp_path, values)
 
 
 @pytest.mark.multiprocess
-def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains, settings, capfd):
+def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains: ModuleType, settings: Settings,
+                                                               capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     short = settings.with_values({"run.timeout_seconds": 5, "checkpoint.every": 0, "run.steps": 1})
     assert launch(short, mains.train_and_stop_in_the_last_save) == 1
@@ -111,7 +115,8 @@ def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains, settings, 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "continue"])
-def test_a_full_disk_says_so_and_the_run_goes_on_if_asked_to(mains, settings, tmp_path, capfd, on_error):
+def test_a_full_disk_says_so_and_the_run_goes_on_if_asked_to(mains: ModuleType, settings: Settings, tmp_path: Path,
+                                                             capfd: pytest.CaptureFixture[str], on_error: str) -> None:
     code = launch(settings.with_values({"checkpoint.on_error": on_error}), mains.train_with_a_full_disk)
     error = capfd.readouterr().err
     assert "step_00000001 was not written: rank 0: no space: No space left on device" in error

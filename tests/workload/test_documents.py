@@ -3,6 +3,8 @@
 import json
 import os
 import sysconfig
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,8 @@ from distca.workload.documents import (
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SAMPLERS), st.integers(1, 3_000_000), st.integers(0, 2**32), st.booleans(),
        st.none() | st.integers(100, 200_000))
-def test_samples_hold_exactly_the_tokens_asked_for(name, num_tokens, seed, upsample, max_document):
+def test_samples_hold_exactly_the_tokens_asked_for(name: str, num_tokens: int, seed: int, upsample: bool,
+                                                   max_document: None) -> None:
     lengths = sample_lengths(name, num_tokens, seed=seed, upsample=upsample, max_document=max_document)
     assert lengths.dtype == np.int64
     assert lengths.sum() == num_tokens
@@ -42,14 +45,14 @@ def test_samples_hold_exactly_the_tokens_asked_for(name, num_tokens, seed, upsam
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_more_tokens_only_add_documents_and_seeds_differ(name):
+def test_more_tokens_only_add_documents_and_seeds_differ(name: str) -> None:
     few, many = (sample_lengths(name, n, seed=3) for n in (1_000_000, 80_000_000))
     assert np.array_equal(few[:-1], many[: len(few) - 1])
     assert not np.array_equal(few[:50], sample_lengths(name, 1_000_000, seed=4)[:50])
 
 
 @pytest.mark.parametrize("name", list(QUANTILES))
-def test_draws_follow_the_quantile_table(name):
+def test_draws_follow_the_quantile_table(name: str) -> None:
     draws = quantile_lengths(np.random.default_rng(0), 400_000, name)
     low, high = QUANTILES[name][0], QUANTILES[name][-1]
     assert low <= draws.min() and draws.max() <= high
@@ -58,7 +61,7 @@ def test_draws_follow_the_quantile_table(name):
     np.testing.assert_allclose(share[inner], QUANTILE_LEVELS[inner], atol=0.004)
 
 
-def test_interpolation_between_quantiles_is_log_linear():
+def test_interpolation_between_quantiles_is_log_linear() -> None:
     draws = quantile_lengths(np.random.default_rng(1), 400_000, "prolong")
     middle = np.sqrt(1913 * 3467)  # halfway in logarithms between the 50 % and 75 % quantiles
     assert np.mean(draws <= middle) == pytest.approx(0.625, abs=0.004)
@@ -68,20 +71,20 @@ def test_interpolation_between_quantiles_is_log_linear():
     ("prolong", {8192: 0.25, 32768: 0.05, 65536: 0.03, 131072: 0.02}),
     ("pretrain", {8192: 0.22, 32768: 0.17, 65536: 0.13, 131072: 0.0}),
 ])
-def test_token_share_of_long_documents_is_near_the_published_one(name, published):
+def test_token_share_of_long_documents_is_near_the_published_one(name: str, published: dict[int, float]) -> None:
     draws = quantile_lengths(np.random.default_rng(2), 1_000_000, name)
     for length, share in published.items():
         assert draws[draws > length].sum() / draws.sum() == pytest.approx(share, abs=0.03)
 
 
 @pytest.mark.parametrize("name", list(QUANTILES))
-def test_upsampling_repeats_long_documents_and_halves_the_rest(name):
+def test_upsampling_repeats_long_documents_and_halves_the_rest(name: str) -> None:
     plain, upsampled = (sample_lengths(name, 400_000_000, seed=5, upsample=flag) for flag in (False, True))
     long_per_short = [np.sum(x > LONG_DOCUMENT) / np.sum(x <= LONG_DOCUMENT) for x in (plain, upsampled)]
     assert long_per_short[1] / long_per_short[0] == pytest.approx(4 / 0.5, rel=0.25)
 
 
-def test_repeated_documents_come_four_times_and_apart():
+def test_repeated_documents_come_four_times_and_apart() -> None:
     lengths = sample_lengths("prolong", 30_000_000, seed=6)  # within the first chunk of draws
     values, counts = np.unique(lengths[lengths > LONG_DOCUMENT], return_counts=True)
     assert counts.max() <= 4 and np.mean(counts) > 2
@@ -89,7 +92,7 @@ def test_repeated_documents_come_four_times_and_apart():
     assert np.median([np.diff(place).mean() for place in places if len(place) > 1]) > 100
 
 
-def test_lognormal_has_its_median_and_spread():
+def test_lognormal_has_its_median_and_spread() -> None:
     draws = lognormal_lengths(np.random.default_rng(7), 400_000)
     assert np.median(draws) == pytest.approx(LOGNORMAL_MEDIAN, rel=0.02)
     assert np.std(np.log(draws)) == pytest.approx(LOGNORMAL_SIGMA, rel=0.02)
@@ -103,20 +106,20 @@ def test_lognormal_has_its_median_and_spread():
     ({"max_document": 0}, "max_document is 0"),
     ({"seed": -1}, "seed is -1"),
 ])
-def test_sampler_arguments_are_checked(arguments, message):
+def test_sampler_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample_lengths(**{"name": "prolong", "num_tokens": 1000, "seed": 0, **arguments})
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.data())
-def test_fill_takes_leading_documents_and_cuts_the_last(lengths, data):
+def test_fill_takes_leading_documents_and_cuts_the_last(lengths: list[int], data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, sum(lengths)))
     filled = fill(lengths, num_tokens)
     tokens = np.repeat(np.arange(len(lengths)), lengths)[:num_tokens]  # which document each token belongs to
     assert filled.tolist() == np.unique(tokens, return_counts=True)[1].tolist()
 
 
-def test_fill_says_what_is_missing_and_leaves_its_input_alone():
+def test_fill_says_what_is_missing_and_leaves_its_input_alone() -> None:
     lengths = np.array([5, 6])
     with pytest.raises(ValueError, match="hold 11 tokens but 12 are needed; add documents"):
         fill(lengths, 12)
@@ -126,7 +129,7 @@ def test_fill_says_what_is_missing_and_leaves_its_input_alone():
 
 @pytest.mark.parametrize("lengths", [[1, 2], (1, 2), np.array([1, 2], dtype=np.uint8), range(1, 3),
                                      [np.int32(1), np.int64(2)]])
-def test_whole_numbers_of_any_kind_are_lengths(lengths):
+def test_whole_numbers_of_any_kind_are_lengths(lengths: Any) -> None:
     checked = check_lengths(lengths)
     assert checked.dtype == np.int64 and checked.tolist() == [1, 2]
 
@@ -150,13 +153,13 @@ def test_whole_numbers_of_any_kind_are_lengths(lengths):
     ("12", "docs is '12'"),
     (12, "docs is 12"),
 ])
-def test_bad_lengths_are_named(lengths, message):
+def test_bad_lengths_are_named(lengths: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check_lengths(lengths, "docs")
     assert "\n" not in str(caught.value)
 
 
-def test_standard_library_lengths_are_the_sizes_of_its_files():
+def test_standard_library_lengths_are_the_sizes_of_its_files() -> None:
     lengths = standard_library_lengths()
     assert np.array_equal(lengths, standard_library_lengths())
     assert len(lengths) > 300
@@ -168,7 +171,7 @@ def test_standard_library_lengths_are_the_sizes_of_its_files():
 WORKLOAD = {"name": "two", "ranks": 3, "tokens_per_rank": 8, "sequences": [[3, 5], [9, 7]]}
 
 
-def write(tmp_path, content):
+def write(tmp_path: Path, content: bytes | str) -> Path:
     path = tmp_path / "source.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
@@ -177,16 +180,18 @@ def write(tmp_path, content):
 @pytest.mark.parametrize("content", [
     "[3, 5, 16]", "3\n5\n16\n", "# lengths\n\n3\n  5  # short\n16", "\ufeff3\r\n5\r\n16",
 ])
-def test_plain_lengths_are_read(tmp_path, content):
-    assert read_source(write(tmp_path, content)).tolist() == [3, 5, 16]
+def test_plain_lengths_are_read(tmp_path: Path, content: str) -> None:
+    lengths = read_source(write(tmp_path, content))
+    assert isinstance(lengths, np.ndarray) and lengths.tolist() == [3, 5, 16]
 
 
-def test_workloads_survive_a_round_trip(tmp_path):
+def test_workloads_survive_a_round_trip(tmp_path: Path) -> None:
     workload = read_source(write(tmp_path, json.dumps(WORKLOAD)))
     assert isinstance(workload, Workload)
     workload.save(tmp_path / "saved.json")
     assert json.loads((tmp_path / "saved.json").read_text()) == WORKLOAD
     again = read_source(tmp_path / "saved.json")
+    assert isinstance(again, Workload)
     assert (again.name, again.ranks, again.tokens_per_rank) == ("two", 3, 8)
     assert [lengths.tolist() for lengths in again.sequences] == [[3, 5], [9, 7]]
     with pytest.raises(ValueError, match="read-only"):
@@ -225,7 +230,7 @@ def test_workloads_survive_a_round_trip(tmp_path):
     (json.dumps({**WORKLOAD, "sequences": [[8], [9, 0]]}), r"sequences\[1\]\[1\] is 0;"),
     (json.dumps({**WORKLOAD, "sequences": [[8], [9]]}), r"sequences\[1\] holds 9 tokens, not a whole multiple"),
 ])
-def test_bad_files_get_one_line_with_their_name(tmp_path, content, message):
+def test_bad_files_get_one_line_with_their_name(tmp_path: Path, content: bytes | str, message: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(ValueError, match=message) as caught:
         read_source(path)
@@ -234,7 +239,7 @@ def test_bad_files_get_one_line_with_their_name(tmp_path, content, message):
     assert len(str(caught.value)) < 400 + len(str(path))
 
 
-def test_missing_files_and_folders_are_named(tmp_path):
+def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent\.json: no such file"):
         read_source(tmp_path / "absent.json")
     with pytest.raises(ValueError, match="cannot be read"):

@@ -1,5 +1,7 @@
 """Every token has one home, knows its document and position, and finds the token after it wherever that lies."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,11 +14,11 @@ layouts = st.builds(random_layout, st.integers(0, 2**32), st.sampled_from(LAYOUT
                     st.integers(1, 300))
 
 
-def columns(*values):
+def columns(*values: list[int]) -> list[np.ndarray]:
     return [np.array(column) for column in values]
 
 
-def homes_of(layout):
+def homes_of(layout: Layout) -> dict[tuple[int, int], tuple[int, int]]:
     """(document, position) -> (rank, index in the rank's row), token by token."""
     homes = {}
     filled = [0] * layout.num_ranks
@@ -30,7 +32,7 @@ def homes_of(layout):
 
 @settings(max_examples=60, deadline=None)
 @given(layouts)
-def test_tokens_know_their_document_position_and_successor(layout):
+def test_tokens_know_their_document_position_and_successor(layout: Layout) -> None:
     layout.validate()
     homes = homes_of(layout)
     assert len(homes) == layout.num_tokens
@@ -50,7 +52,7 @@ def test_tokens_know_their_document_position_and_successor(layout):
 
 @settings(max_examples=60, deadline=None)
 @given(layouts)
-def test_counts_agree_with_counting(layout):
+def test_counts_agree_with_counting(layout: Layout) -> None:
     homes = homes_of(layout)
     rows = [sum(home[0] == rank for home in homes.values()) for rank in range(layout.num_ranks)]
     assert layout.tokens_per_rank().tolist() == rows
@@ -62,7 +64,7 @@ def test_counts_agree_with_counting(layout):
     assert layout.row_offset().tolist() == first
 
 
-def test_row_order_follows_the_order_given():
+def test_row_order_follows_the_order_given() -> None:
     lengths, document, start, stop, rank = columns([6, 3], [1, 0, 0, 0], [0, 4, 0, 2], [3, 6, 2, 4], [1, 0, 1, 0])
     layout = layout_from_slices(lengths, document, start, stop, rank, 3)
     layout.validate()
@@ -91,15 +93,17 @@ def test_row_order_follows_the_order_given():
         ([0, 0, 1, 2], [0, 5, 0, 0], [5, 10, 4, 4], [0, 1, 1, 1], "document 2"),  # no such document
         ([-1, 0, 0], [0, 0, 5], [4, 5, 10], [0, 0, 1], "document -1"),
     ])
-def test_validate_rejects_every_other_cover(document, start, stop, rank, complaint):
-    layout = Layout(*columns([10, 4], document, start, stop, rank), 2)
+def test_validate_rejects_every_other_cover(document: list[int], start: list[int], stop: list[int], rank: list[int],
+                                            complaint: str) -> None:
+    lengths, *slices = columns([10, 4], document, start, stop, rank)
+    layout = Layout(lengths, slices[0], slices[1], slices[2], slices[3], 2)
     with pytest.raises(ValueError, match=complaint):
         layout.validate()
 
 
 @settings(max_examples=60, deadline=None)
 @given(layouts, st.data())
-def test_validate_rejects_any_shifted_bound(layout, data):
+def test_validate_rejects_any_shifted_bound(layout: Layout, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, layout.num_slices - 1))
     shift = data.draw(st.sampled_from([-1, 1]))
     start, stop = layout.start.copy(), layout.stop.copy()
@@ -108,14 +112,14 @@ def test_validate_rejects_any_shifted_bound(layout, data):
         Layout(layout.lengths, layout.document, start, stop, layout.rank, layout.num_ranks).validate()
 
 
-def test_columns_are_frozen():
+def test_columns_are_frozen() -> None:
     layout = layout_from_rows([[4]])
     with pytest.raises(ValueError, match="read-only"):
         layout.stop[0] = 3
 
 
 @given(st.lists(st.lists(st.integers(1, 50), max_size=5), min_size=1, max_size=6))
-def test_rows_keep_their_documents(rows):
+def test_rows_keep_their_documents(rows: list[list[int]]) -> None:
     if not any(rows):
         with pytest.raises(ValueError, match=f"rows holds {len(rows)} ranks and no document; give"):
             layout_from_rows(rows)
@@ -130,6 +134,6 @@ def test_rows_keep_their_documents(rows):
 
 
 @pytest.mark.parametrize("bad", [0, -3, 1.5, True])
-def test_rows_refuse_bad_lengths(bad):
+def test_rows_refuse_bad_lengths(bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"rows\[1\] is {bad}; a document length is a whole number"):
         layout_from_rows([[4], [bad]])

@@ -1,5 +1,8 @@
 """Equal tokens on every rank, no token lost, and errors that say what to change."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +17,8 @@ seeds = st.integers(0, 2**32)
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(1, 9), st.integers(1, 2000), st.sampled_from(["given", "balanced"]))
-def test_ranks_hold_equal_tokens_of_unchanged_documents(seed, ranks, tokens_per_rank, placement):
+def test_ranks_hold_equal_tokens_of_unchanged_documents(seed: int, ranks: int, tokens_per_rank: int,
+                                                        placement: str) -> None:
     lengths = random_lengths(seed, ranks * tokens_per_rank)
     layout = pack(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, placement=placement)
     layout.validate()
@@ -25,7 +29,7 @@ def test_ranks_hold_equal_tokens_of_unchanged_documents(seed, ranks, tokens_per_
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 9), st.integers(1, 500))
-def test_given_is_one_stream_in_order(seed, ranks, tokens_per_rank):
+def test_given_is_one_stream_in_order(seed: int, ranks: int, tokens_per_rank: int) -> None:
     lengths = random_lengths(seed, ranks * tokens_per_rank)
     layout = pack(lengths, ranks=ranks)
     rows = [layout.tokens(rank) for rank in range(ranks)]
@@ -37,7 +41,8 @@ def test_given_is_one_stream_in_order(seed, ranks, tokens_per_rank):
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 9), st.integers(1, 500), st.sampled_from(["given", "balanced"]))
-def test_without_spanning_no_document_leaves_its_rank(seed, ranks, tokens_per_rank, placement):
+def test_without_spanning_no_document_leaves_its_rank(seed: int, ranks: int, tokens_per_rank: int,
+                                                      placement: str) -> None:
     lengths = random_lengths(seed, ranks * tokens_per_rank, longest=tokens_per_rank)
     layout = pack(lengths, ranks=ranks, spanning=False, placement=placement)
     layout.validate()
@@ -49,8 +54,8 @@ def test_without_spanning_no_document_leaves_its_rank(seed, ranks, tokens_per_ra
     assert set(np.cumsum(layout.lengths).tolist()) == stops | rows  # cut at row ends and nowhere else
 
 
-def test_a_workload_keeps_sequences_on_their_own_ranks():
-    workload = Workload("two", 5, 100, [[150, 50], [10, 90], [200]])
+def test_a_workload_keeps_sequences_on_their_own_ranks() -> None:
+    workload = Workload("two", 5, 100, tuple(np.array(row) for row in ([150, 50], [10, 90], [200])))
     layout = pack_workload(workload)
     layout.validate()
     assert layout.tokens_per_rank().tolist() == [100] * 5
@@ -63,7 +68,8 @@ def test_a_workload_keeps_sequences_on_their_own_ranks():
 
 @settings(max_examples=80, deadline=None)
 @given(seeds, st.integers(1, 8), st.integers(1, 600), st.sampled_from(["given", "balanced"]))
-def test_ping_and_pong_are_equal_and_cut_at_most_one_document(seed, ranks, half_row, placement):
+def test_ping_and_pong_are_equal_and_cut_at_most_one_document(seed: int, ranks: int, half_row: int,
+                                                              placement: str) -> None:
     lengths = random_lengths(seed, 2 * ranks * half_row)
     home = [np.full(length, -1) for length in lengths.tolist()]  # rank of each token as a query
     num_documents = 0
@@ -88,14 +94,14 @@ def test_ping_and_pong_are_equal_and_cut_at_most_one_document(seed, ranks, half_
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, st.integers(1, 8), st.integers(1, 300))
-def test_the_halves_do_not_depend_on_the_number_of_ranks(seed, ranks, half_row):
+def test_the_halves_do_not_depend_on_the_number_of_ranks(seed: int, ranks: int, half_row: int) -> None:
     lengths = random_lengths(seed, 2 * ranks * half_row)
     for some, one in zip(pack_ping_pong(lengths, ranks=ranks), pack_ping_pong(lengths, ranks=1), strict=True):
         assert some.document.tolist() == one.document.tolist()
         assert some.layout.lengths.tolist() == one.layout.lengths.tolist()
 
 
-def test_ping_and_pong_share_the_work():
+def test_ping_and_pong_share_the_work() -> None:
     lengths = [4000, 4000, 2000, 2000] + [100] * 40
     ping, pong = pack_ping_pong(lengths, ranks=4)
     work = [float((nano.layout.lengths.astype(float) ** 2).sum()) for nano in (ping, pong)]
@@ -121,7 +127,7 @@ def test_ping_and_pong_share_the_work():
         ({"ranks": 4, "placement": "balanced", "speed": np.array([1, 1, 1, -1.0])}, "speed is .*-1.0.*; give"),
         ({"ranks": 4, "placement": "balanced", "speed": np.zeros(4)}, "speed is .*0.0.*; give"),
     ])
-def test_bad_arguments_are_named_with_a_remedy(arguments, message):
+def test_bad_arguments_are_named_with_a_remedy(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack([100, 200, 100], **arguments)
 
@@ -133,11 +139,11 @@ def test_bad_arguments_are_named_with_a_remedy(arguments, message):
     ([10, 2.5], r"lengths\[1\] is 2.5; a document length is"),
 ])
 @pytest.mark.parametrize("packer", [pack, pack_ping_pong])
-def test_bad_lengths_are_named(packer, lengths, message):
+def test_bad_lengths_are_named(packer: Callable[..., Any], lengths: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         packer(lengths, ranks=2)
 
 
-def test_ping_pong_refuses_odd_rows():
+def test_ping_pong_refuses_odd_rows() -> None:
     with pytest.raises(ValueError, match="there are 101 tokens per rank; ping and pong need an even number"):
         pack_ping_pong([202], ranks=2)
