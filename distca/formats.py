@@ -1,7 +1,7 @@
 """Lines and columns out of files that other tools wrote: text, gzip and Zstandard; parquet and Arrow.
 
 What a compressed file is, its first bytes say, so a pipe will do as well as a name. Everything is read in pieces:
-memory holds one line, or one batch of rows. pyarrow reads tables and Hugging Face dataset folders; before Python 3.14
+memory holds one line, or one batch of records. pyarrow reads tables and Hugging Face dataset folders; before Python 3.14
 the package zstandard reads .zst. Whatever is missing, torn or foreign becomes a ValueError of one line.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from distca.validation import plain, read_json, short
 
 MAX_LINE_BYTES = 2**28
-ROWS_PER_BATCH = 1_024
+RECORDS_PER_BATCH = 1_024
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
           "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
@@ -33,16 +33,16 @@ _GZIP, _ZSTD, _PARQUET, _ARROW = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"AR
 _ZSTD_BYTES = 2**12  # read at a time: 32,768 times as many may come out
 
 
-class Rows(NamedTuple):
-    """Some rows of a table file."""
+class Records(NamedTuple):
+    """Some records of a table file."""
 
     file: Path
     first: int                 # the first one's number in the file, from 0
     columns: tuple[Any, ...]   # pyarrow arrays, those that were asked for in that order
 
-    def where(self, row: int) -> str:
-        """One of these rows, for people."""
-        return f"{self.file}: row {self.first + row}"
+    def where(self, record: int) -> str:
+        """One of these records, for people."""
+        return f"{self.file}: row {self.first + record}"
 
 
 def text_lines(
@@ -70,6 +70,12 @@ def text_lines(
             except UnicodeDecodeError:
                 raise ValueError(f"{name}: line {number} is not UTF-8 text; convert or drop it") from None
             yield text.removesuffix("\n").removesuffix("\r")
+
+
+def unpacked(path: Path) -> bytes:
+    """All of a file, decompressed."""
+    with _refused(str(path)), _opened(path, str(path)) as stream:
+        return stream.read()
 
 
 def is_table(path: str | Path) -> bool:
@@ -136,8 +142,8 @@ def column_names(file: Path) -> list[str]:
         return list(table.schema.names) if _is_arrow(file) else list(table.schema_arrow.names)
 
 
-def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) -> Iterator[Rows]:
-    """The named columns of all files, some rows at a time; `option` is where the caller names columns."""
+def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) -> Iterator[Records]:
+    """The named columns of all files, some records at a time; `option` is where the caller names columns."""
     for file in files:
         known = column_names(file)
         for name in names:
@@ -148,7 +154,7 @@ def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) ->
         with _refused(str(file)), _table(file) as table:
             for batch in _batches(file, table, list(names)):
                 batch.validate(full=True)  # offsets that point outside would be followed
-                yield Rows(file, first, tuple(batch.column(name) for name in names))
+                yield Records(file, first, tuple(batch.column(name) for name in names))
                 first += batch.num_rows
 
 
@@ -257,14 +263,14 @@ def _table(file: Path) -> Iterator[Any]:
 
 def _batches(file: Path, table: Any, names: list[str]) -> Iterator[Any]:
     if not _is_arrow(file):
-        yield from table.iter_batches(batch_size=ROWS_PER_BATCH, columns=names)
+        yield from table.iter_batches(batch_size=RECORDS_PER_BATCH, columns=names)
         return
     whole = ((table.get_batch(number) for number in range(table.num_record_batches))
              if hasattr(table, "get_batch") else table)
     for batch in whole:
         chosen = batch.select(names)
-        for first in range(0, chosen.num_rows, ROWS_PER_BATCH):
-            yield chosen.slice(first, ROWS_PER_BATCH)
+        for first in range(0, chosen.num_rows, RECORDS_PER_BATCH):
+            yield chosen.slice(first, RECORDS_PER_BATCH)
 
 
 def _is_arrow(file: Path) -> bool:

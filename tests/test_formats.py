@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from distca import formats
-from distca.formats import is_table, read_columns, split_of, table_files, text_lines
+from distca.formats import is_table, read_columns, split_of, table_files, text_lines, unpacked
 
 LINES = ["first", "", "dritte über 3", '{"text": "x\\ny"}']
 TEXT = "\n".join(LINES).encode() + b"\n"
@@ -33,6 +33,7 @@ def test_every_packing_gives_the_same_lines(tmp_path: Path, suffix: str) -> None
     path = tmp_path / f"lines.{suffix}"
     path.write_bytes(PACKED[suffix](TEXT))
     assert list(text_lines(path)) == LINES
+    assert unpacked(path) == TEXT
     with path.open("rb") as stream:
         assert list(text_lines(stream, name="stdin")) == LINES
         assert not stream.closed
@@ -137,7 +138,7 @@ def test_every_table_gives_the_same_columns(tmp_path: Path, kind: str) -> None:
     path = write_kind(kind, tmp_path / "corpus")
     assert is_table(path)
     rows = list(read_columns(table_files(path), ["length", "text"], option="data.field"))
-    assert max(len(one.columns[0]) for one in rows) <= formats.ROWS_PER_BATCH
+    assert max(len(one.columns[0]) for one in rows) <= formats.RECORDS_PER_BATCH
     assert [value for one in rows for value in one.columns[0].to_pylist()] == list(range(2_500))
     assert [value for one in rows for value in one.columns[1].to_pylist()] == TABLE["text"].to_pylist()
     if kind == "parquet":
