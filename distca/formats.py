@@ -1,8 +1,8 @@
 """Lines and columns out of files that other tools wrote: text, gzip and Zstandard; parquet and Arrow.
 
 What a compressed file is, its first bytes say, so a pipe will do as well as a name. Everything is read in pieces:
-memory holds one line, or one batch of records. pyarrow reads tables and Hugging Face dataset folders; before Python 3.14
-the package zstandard reads .zst. Whatever is missing, torn or foreign becomes a ValueError of one line.
+memory holds one line, or one batch of records. pyarrow reads tables and Hugging Face dataset folders; before Python
+3.14 the package zstandard reads .zst. Whatever is missing, torn or foreign becomes a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def column_names(file: Path) -> list[str]:
         return list(table.schema.names) if _is_arrow(file) else list(table.schema_arrow.names)
 
 
-def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) -> Iterator[Records]:
+def read_columns(
+    files: Sequence[Path], names: Sequence[str], *, option: str, batch_records: int = RECORDS_PER_BATCH
+) -> Iterator[Records]:
     """The named columns of all files, some records at a time; `option` is where the caller names columns."""
     for file in files:
         known = column_names(file)
@@ -152,7 +154,7 @@ def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) ->
                 raise ValueError(f"{file}: {what} {name!r}; it has {_listed(known)}: set {option} to one of them")
         first = 0
         with _refused(str(file)), _table(file) as table:
-            for batch in _batches(file, table, list(names)):
+            for batch in _batches(file, table, list(names), batch_records):
                 batch.validate(full=True)  # offsets that point outside would be followed
                 yield Records(file, first, tuple(batch.column(name) for name in names))
                 first += batch.num_rows
@@ -261,16 +263,16 @@ def _table(file: Path) -> Iterator[Any]:
         yield reader(source)
 
 
-def _batches(file: Path, table: Any, names: list[str]) -> Iterator[Any]:
+def _batches(file: Path, table: Any, names: list[str], size: int) -> Iterator[Any]:
     if not _is_arrow(file):
-        yield from table.iter_batches(batch_size=RECORDS_PER_BATCH, columns=names)
+        yield from table.iter_batches(batch_size=size, columns=names)
         return
     whole = ((table.get_batch(number) for number in range(table.num_record_batches))
              if hasattr(table, "get_batch") else table)
     for batch in whole:
         chosen = batch.select(names)
-        for first in range(0, chosen.num_rows, RECORDS_PER_BATCH):
-            yield chosen.slice(first, RECORDS_PER_BATCH)
+        for first in range(0, chosen.num_rows, size):
+            yield chosen.slice(first, size)
 
 
 def _is_arrow(file: Path) -> bool:
