@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from distca.validation import plain, read_json, short
+from distca.validation import plain, read_json, short, was_refused
 
 MAX_LINE_BYTES = 2**28
 RECORDS_PER_BATCH = 1_024
@@ -30,6 +30,7 @@ SPLITS = {"train": "train", "training": "train", "validation": "validation", "va
           "evaluation": "test"}  # words in the path of a file that say which part of a dataset it is
 
 _GZIP, _ZSTD, _PARQUET, _ARROW = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1"
+_NUMBERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool"}
 _ZSTD_BYTES = 2**12  # read at a time: 32,768 times as many may come out
 
 
@@ -43,6 +44,15 @@ class Records(NamedTuple):
     def where(self, record: int) -> str:
         """One of these records, for people."""
         return f"{self.file}: row {self.first + record}"
+
+    def value(self, column: int, record: int) -> Any:
+        """One value as Python has it; lists of numbers stay arrays."""
+        with _refused(self.where(record)):
+            scalar = self.columns[column][record]
+            values = getattr(scalar, "values", None)
+            if values is not None and values.null_count == 0 and str(values.type) in _NUMBERS:
+                return values.to_numpy(zero_copy_only=False)
+            return scalar.as_py()
 
 
 def text_lines(
@@ -139,7 +149,8 @@ def files_below(root: Path) -> list[Path]:
 def column_names(file: Path) -> list[str]:
     """The columns of a parquet or Arrow file."""
     with _refused(str(file)), _table(file) as table:
-        return list(table.schema.names) if _is_arrow(file) else list(table.schema_arrow.names)
+        schema = table.schema if _is_arrow(file) else table.schema_arrow
+        return list(schema.names)
 
 
 def read_columns(
@@ -240,11 +251,9 @@ def _refused(name: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file; check the path") from None
     except Exception as error:
-        if type(error) is ValueError:
-            raise
-        package = type(error).__module__.partition(".")[0]
-        if not isinstance(error, OSError | EOFError | zlib.error) and package not in ("pyarrow", "zstd", "compression",
-                                                                                    "zstandard"):
+        theirs = isinstance(error, OSError | EOFError | zlib.error) or (
+            isinstance(error, ValueError) and not was_refused(error))
+        if not theirs and not type(error).__module__.startswith(("pyarrow", "zstd", "zstandard", "compression")):
             raise
         reason = getattr(error, "strerror", None) or plain(str(error).partition("\n")[0])[:200]
         raise ValueError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None

@@ -90,7 +90,7 @@ def records(data: Data, path: str) -> Iterator[Record]:
     for some in read_columns(files, names, option="data.field", batch_records=_RECORDS_PER_BATCH):
         for number in range(len(some.columns[0])):
             yield Record(some.where(number), {
-                name: _plain_value(column[number]) for name, column in zip(names, some.columns, strict=True)})
+                name: some.value(column, number) for column, name in enumerate(names)})
 
 
 def texts_of(found: Iterator[Record], field: str) -> Iterator[Text]:
@@ -173,15 +173,6 @@ def _whole_numbers(record: Record, field: str) -> np.ndarray:
         raise ValueError(f"{record.where} has {short(value)} under {field!r}, not a list of whole numbers; its keys "
                          f"are {short(list(record.fields))}: set data.field to the one that holds tokens")
     return column.astype(np.int64)
-
-
-def _plain_value(scalar: Any) -> Any:
-    """A value of a pyarrow column; numbers stay in an array."""
-    values = getattr(scalar, "values", None)
-    if values is not None and hasattr(values, "to_numpy") and values.null_count == 0 and str(values.type) in (
-            "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool"):
-        return values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
 
 
 def _without_gaps(message: dict[str, Any]) -> dict[str, Any]:
