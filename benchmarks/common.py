@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from distca.planning.step import MicroBatch, StepPlan
-from distca.train.data import IGNORED, Batch, Row
+from distca.train.data import Batch, Row
+from distca.train.sources import IGNORED
 
 
 def num_cores() -> int:
@@ -20,7 +21,7 @@ def random_batch(plan: StepPlan, rank: int) -> Batch:
     """A data rank's rows: a document has the same text whatever nano-batch or rank its tokens are in."""
     rows = tuple(tuple(_row(micro_batch, number, nano, rank) for nano in range(len(micro_batch.nano_batches)))
                  for number, micro_batch in enumerate(plan.micro_batches))
-    return Batch(rows, plan, plan.summary(), 0.0, 0.0)
+    return Batch(rows, plan, plan.summary(), 0.0, 0.0, plan.num_labels)
 
 
 def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:

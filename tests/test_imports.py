@@ -13,11 +13,12 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_FIRST = {"validation", "columns", "spec", "models", "trace"}
+_FIRST = {"validation", "columns", "formats", "spec", "models", "trace"}
 _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
     "columns": set(),
+    "formats": {"validation"},
     "spec": {"validation"},
     "models": {"validation", "spec"},
     "trace": {"validation", "spec"},
