@@ -9,7 +9,7 @@ import typer
 
 from distca.cli.options import COUNT, count
 from distca.cli.outputs import check_output
-from distca.cli.progress import progress
+from distca.cli.progress import progress, say
 from distca.units import UNITS_HELP
 from distca.validation import MAX_LOCAL_RANKS, check_whole
 
@@ -36,6 +36,7 @@ def profile_command(
         check_whole("ranks", ranks, least=2, most=MAX_LOCAL_RANKS, why="the most processes that one machine starts")
     if max_kv_len is not None:
         check_whole("max_kv_len", max_kv_len)
+    say("distca profile: loading torch …")
     try:
         from distca import profiling
         from distca.profiling.network import measure_network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
@@ -17,6 +18,12 @@ class StepHeard(Protocol):
     """Is told what is being done now."""
 
     def __call__(self, name: str, advance: int = 1) -> None: ...
+
+
+def say(line: str) -> None:
+    """A first line on the screen where what follows takes a while to begin; files and pipes are spared it."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

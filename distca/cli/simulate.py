@@ -83,19 +83,18 @@ def simulate_command(
     if trace is not None:
         check_output("trace", trace)
     write_page = page_writer("html", html) if html else None
-    with progress(1) as step:
+    with progress(batches + 2) as step:
         step("reading documents")
-        reading = Reading(format_, column, tokenizer)
-        source = read_lengths(data, reading, lambda number: step(f"{number:,} documents", 0))
-    tokens = context if context is not None else default_context(source)
-    shape, machines = model_named(model), find_cluster(cluster)
-    grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=counts("pp", pp), sequences=sequences,
-                    micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches))
-    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-    question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
-    if note := question.costs(grid[0]).attention.note:
-        print(f"distca: {note}", file=sys.stderr)
-    with progress(batches + 1) as step:
+        source = read_lengths(data, Reading(format_, column, tokenizer),
+                              lambda number: step(f"{number:,} documents", 0))
+        tokens = context if context is not None else default_context(source)
+        shape, machines = model_named(model), find_cluster(cluster)
+        grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=counts("pp", pp), sequences=sequences,
+                        micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches))
+        names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
+        question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
+        if note := question.costs(grid[0]).attention.note:
+            print(f"distca: {note}", file=sys.stderr)
         step("simulating")
         comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
         shown = _traced(comparison)

@@ -111,9 +111,10 @@ class PlannedBatches:
         before, after = self.column("work_max_over_mean_before"), self.column("work_max_over_mean")
         time = sum(batch.slowest for batch in self.batches) / sum(batch.slowest_before for batch in self.batches)
         return (f"The slowest rank did {before.mean():.2f}× the mean work, {before.max():.2f}× in the worst of "
-                f"{count_text(len(before), 'batch', 'batches')}; now the slowest server does {after.mean():.2f}×, {after.max():.2f}× at worst. "
-                f"Core attention takes {time:.0%} of the time it took, if what travels (at most "
-                f"{byte_text(self.column('bytes_sent_max').max())} a layer from one rank) hides behind other work.")
+                f"{count_text(len(before), 'batch', 'batches')}; now the slowest server does {after.mean():.2f}×, "
+                f"{after.max():.2f}× at worst. Core attention takes {time:.0%} of the time it took, if what travels "
+                f"(at most {byte_text(self.column('bytes_sent_max').max())} a layer from one rank) hides behind other "
+                "work.")
 
 
 def quantile_words(corpus: CorpusFigures) -> list[tuple[str, int]]:
