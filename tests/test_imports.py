@@ -13,12 +13,13 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_FIRST = {"validation", "units", "columns", "spec", "models", "trace"}
+_FIRST = {"validation", "units", "formats", "columns", "spec", "models", "trace"}
 _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
     "units": {"validation"},
     "columns": set(),
+    "formats": {"validation"},
     "spec": {"validation"},
     "models": {"validation", "spec"},
     "trace": {"validation", "spec"},

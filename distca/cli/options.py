@@ -43,7 +43,6 @@ def one_source(words: Sequence[str]) -> str:
 
 Column = Annotated[str | None, typer.Option(help=COLUMN_HELP)]
 Format = Annotated[str | None, typer.Option(
-    "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}, each also with .gz or .zst "
-                     "behind it.")]
+    "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}.")]
 Tokenizer = Annotated[str | None, typer.Option(
     help="A tokenizer.json, or a folder with one: lengths are then those of the texts, as `text` or --column say.")]

@@ -16,17 +16,25 @@ import numpy as np
 
 from distca.units import is_count
 from distca.validation import MAX_TEXT_BYTES, parse_json, short
-from distca.workload.byte_streams import MAX_LINE_BYTES, ByteSource, LineBlock, line_blocks
+from distca.workload.byte_streams import MAX_LINE_BYTES, LineBlock, chunks, line_blocks
 from distca.workload.documents import IntArray, Workload, bad_length, check_lengths, workload_from_json
-from distca.workload.length_values import Wanted, length_of_text, lengths_of_lines, lengths_of_values, named
+from distca.workload.length_values import (
+    LENGTH,
+    Wanted,
+    Where,
+    length_of_text,
+    lengths_of_lines,
+    lengths_of_values,
+    named,
+)
 
 ROWS_PER_BATCH = 65_536
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
-def read_text_source(source: ByteSource, format_: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
+def read_text_source(path: str, format_: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
     """Lengths a part at a time, or a workload; an empty format is JSON where it begins so, else a number a line."""
-    blocks = line_blocks(source.chunks())
+    blocks = line_blocks(chunks(path))
     first = next((block for block in blocks if block.content.strip()), LineBlock(1, b""))
     blocks = chain([first], blocks)
     if format_ == "json" or (not format_ and first.content.lstrip()[:1] in (b"[", b"{")):
@@ -38,7 +46,11 @@ def read_text_source(source: ByteSource, format_: str, wanted: Wanted) -> Worklo
     if wanted.column is not None or wanted.counter is not None:
         raise ValueError("one number a line has no columns and no texts; leave --column and --tokenizer out, or say "
                          "with --format what it is")
-    return (lengths_of_lines(block.content, lambda index, at=block.first: f"line {at + index}") for block in blocks)
+    return (lengths_of_lines(block.content, _line_of(block)) for block in blocks)
+
+
+def _line_of(block: LineBlock) -> Where:
+    return lambda index: f"line {block.first + index}"
 
 
 def _whole_text(blocks: Iterator[LineBlock]) -> str:
@@ -93,8 +105,18 @@ def _json_lines(block: LineBlock, wanted: Wanted) -> IntArray:
         records = []
     if len(records) != len(lines):
         records = [_json_line(line, number) for number, line in lines]
-    values = [_value(record, wanted, f"line {number}") for (number, _), record in zip(lines, records, strict=True)]
+    values = _usual_values(records) if wanted == Wanted() else None
+    if values is None:
+        values = [_value(record, wanted, f"line {number}") for (number, _), record in zip(lines, records, strict=True)]
     return lengths_of_values(values, wanted, lambda index: f"line {lines[index][0]}")
+
+
+def _usual_values(records: list[Any]) -> list[Any] | None:
+    """What stands under `length` where every record has it, without a look at the other keys."""
+    try:
+        return [record[LENGTH] for record in records]
+    except (KeyError, TypeError):
+        return None
 
 
 def _json_line(line: str, number: int) -> Any:
@@ -111,8 +133,6 @@ def _value(record: Any, wanted: Wanted, where: str) -> Any:
         if isinstance(record, list | str):
             raise bad_length(where, record)
         return record
-    if wanted.column is None and wanted.counter is None and "length" in record:
-        return record["length"]
     try:
         return record[wanted.choose(list(record))]
     except ValueError as error:
