@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap, read_array
 
 from distca.formats import Records, column_names, pyarrow, read_columns
-from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, check_whole, short
+from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, check_whole, plain, short
 from distca.workload.byte_streams import STDIN, chunks
 from distca.workload.documents import IntArray, check_lengths
 from distca.workload.length_values import NO_TOKENIZER, Wanted, counted
@@ -24,15 +25,13 @@ MAX_HELD_BYTES = 2**28   # of an array that has to be held whole: from stdin, or
 
 def read_npy(path: str) -> IntArray:
     """A one-dimensional array of whole numbers, memory-mapped where it is a plain file; nothing is unpickled."""
-    is_plain = path != STDIN and path.lower().endswith((".npy", ".npz")) and os.path.isfile(path)
+    is_plain = path != STDIN and path.lower().endswith(".npy") and os.path.isfile(path)
     held = None if is_plain else io.BytesIO(b"".join(chunks(path, MAX_HELD_BYTES)))
     try:
-        array = (np.load(path, mmap_mode="r", allow_pickle=False) if held is None
-                 else np.load(held, allow_pickle=False))
+        array = open_memmap(path, mode="r") if held is None else read_array(held, allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError) as error:
-        raise ValueError(f"no .npy array ({' '.join(str(error).split())[:200]}); save one with numpy.save") from None
-    if not isinstance(array, np.ndarray):
-        raise ValueError("several arrays (.npz); save one array with numpy.save")
+        reason = plain(" ".join(str(error).split()))[:200]
+        raise ValueError(f"no .npy array ({reason}); save one with numpy.save") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
     check_whole("the number of documents", len(array), least=0, most=MAX_CORPUS_DOCUMENTS, why=CORPUS_WHY)

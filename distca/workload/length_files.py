@@ -26,7 +26,7 @@ from distca.workload.length_values import Wanted
 from distca.workload.token_counts import token_counter
 
 FORMATS = ("lines", "csv", "tsv", "json", "jsonl", "npy", "parquet", "arrow")
-SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy", ".npz": "npy",
+SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy",
             ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 TABLES = ("parquet", "arrow")
 PACKED = (".gz", ".gzip", ".zst", ".zstd")

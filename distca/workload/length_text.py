@@ -143,6 +143,8 @@ def _read_table(blocks: Iterator[LineBlock], delimiter: str, wanted: Wanted) -> 
     """One column of a table with names in its first row; without names, columns are numbered from 1."""
     rows = csv.reader(_lines(blocks), delimiter=delimiter, strict=True)
     head = _next_row(rows)
+    while head == []:
+        head = _next_row(rows)
     if head is None:
         return
     has_names = not all(is_count(cell.strip()) for cell in head)
