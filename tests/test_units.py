@@ -54,7 +54,7 @@ def test_settings_of_tokens_and_ranks_take_units(tmp_path: Path, name: str, text
 
 
 def test_steps_take_none_as_a_thousand_of_them_is_meant() -> None:
-    with pytest.raises(ValueError, match="run.steps is '1k'; give a whole number"):
+    with pytest.raises(ValueError, match=r"run\.steps is '1k'; give a whole number"):
         load_settings(None, {"run.steps": "1k"})
-    with pytest.raises(ValueError, match="batch.tokens_per_rank is 'many'; give a whole number"):
+    with pytest.raises(ValueError, match=r"batch\.tokens_per_rank is 'many'; give a whole number"):
         load_settings(None, {"batch.tokens_per_rank": "many"})

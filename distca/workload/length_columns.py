@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.lib.format import open_memmap, read_array
 
-from distca.formats import Records, column_names, pyarrow, read_columns
+from distca.formats import RECORDS_PER_BATCH, Records, column_names, pyarrow, read_columns
 from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, check_whole, plain, short
 from distca.workload.byte_streams import STDIN, chunks
 from distca.workload.documents import IntArray, check_lengths
 from distca.workload.length_values import NO_TOKENIZER, Wanted, counted
 
+NUMBERS_PER_BATCH = 2**18
 MAX_HELD_BYTES = 2**28   # of an array that has to be held whole: from stdin, or unpacked
 
 
@@ -41,7 +42,10 @@ def read_npy(path: str) -> IntArray:
 def read_tables(files: Sequence[Path], wanted: Wanted) -> Iterator[IntArray]:
     """Lengths that one column of parquet or Arrow files says."""
     column = wanted.choose(column_names(files[0]))
-    for some in read_columns(files, [column], option="--column"):
+    first = next(read_columns(files[:1], [column], option="--column"), None)
+    is_number = first is not None and pyarrow().types.is_integer(first.columns[0].type)
+    for some in read_columns(files, [column], option="--column",
+                             batch_records=NUMBERS_PER_BATCH if is_number else RECORDS_PER_BATCH):
         yield _lengths(some, column, wanted)
 
 

