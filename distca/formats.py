@@ -1,8 +1,8 @@
 """Lines and columns out of files that other tools wrote: text, gzip and Zstandard; parquet and Arrow.
 
 What a compressed file is, its first bytes say, so a pipe will do as well as a name. Everything is read in pieces:
-memory holds one line, or one batch of records. pyarrow reads tables and Hugging Face dataset folders; before Python 3.14
-the package zstandard reads .zst. Whatever is missing, torn or foreign becomes a ValueError of one line.
+memory holds one line, or one batch of records. pyarrow reads tables and Hugging Face dataset folders; before Python
+3.14 the package zstandard reads .zst. Whatever is missing, torn or foreign becomes a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from distca.validation import plain, read_json, short
+from distca.validation import plain, read_json, short, was_refused
 
 MAX_LINE_BYTES = 2**28
 RECORDS_PER_BATCH = 1_024
@@ -30,6 +30,7 @@ SPLITS = {"train": "train", "training": "train", "validation": "validation", "va
           "evaluation": "test"}  # words in the path of a file that say which part of a dataset it is
 
 _GZIP, _ZSTD, _PARQUET, _ARROW = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1"
+_NUMBERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool"}
 _ZSTD_BYTES = 2**12  # read at a time: 32,768 times as many may come out
 
 
@@ -43,6 +44,15 @@ class Records(NamedTuple):
     def where(self, record: int) -> str:
         """One of these records, for people."""
         return f"{self.file}: row {self.first + record}"
+
+    def value(self, column: int, record: int) -> Any:
+        """One value as Python has it; lists of numbers stay arrays."""
+        with _refused(self.where(record)):
+            scalar = self.columns[column][record]
+            values = getattr(scalar, "values", None)
+            if values is not None and values.null_count == 0 and str(values.type) in _NUMBERS:
+                return values.to_numpy(zero_copy_only=False)
+            return scalar.as_py()
 
 
 def text_lines(
@@ -147,10 +157,13 @@ def files_below(root: Path) -> list[Path]:
 def column_names(file: Path) -> list[str]:
     """The columns of a parquet or Arrow file."""
     with _refused(str(file)), _table(file) as table:
-        return list(table.schema.names) if _is_arrow(file) else list(table.schema_arrow.names)
+        schema = table.schema if _is_arrow(file) else table.schema_arrow
+        return list(schema.names)
 
 
-def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) -> Iterator[Records]:
+def read_columns(
+    files: Sequence[Path], names: Sequence[str], *, option: str, batch_records: int = RECORDS_PER_BATCH
+) -> Iterator[Records]:
     """The named columns of all files, some records at a time; `option` is where the caller names columns."""
     for file in files:
         known = column_names(file)
@@ -160,7 +173,7 @@ def read_columns(files: Sequence[Path], names: Sequence[str], *, option: str) ->
                 raise ValueError(f"{file}: {what} {name!r}; it has {_listed(known)}: set {option} to one of them")
         first = 0
         with _refused(str(file)), _table(file) as table:
-            for batch in _batches(file, table, list(names)):
+            for batch in _batches(file, table, list(names), batch_records):
                 batch.validate(full=True)  # offsets that point outside would be followed
                 yield Records(file, first, tuple(batch.column(name) for name in names))
                 first += batch.num_rows
@@ -246,11 +259,9 @@ def _refused(name: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file; check the path") from None
     except Exception as error:
-        if type(error) is ValueError:
-            raise
-        package = type(error).__module__.partition(".")[0]
-        if not isinstance(error, OSError | EOFError | zlib.error) and package not in ("pyarrow", "zstd", "compression",
-                                                                                    "zstandard"):
+        theirs = isinstance(error, OSError | EOFError | zlib.error) or (
+            isinstance(error, ValueError) and not was_refused(error))
+        if not theirs and not type(error).__module__.startswith(("pyarrow", "zstd", "zstandard", "compression")):
             raise
         reason = getattr(error, "strerror", None) or plain(str(error).partition("\n")[0])[:200]
         raise ValueError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None
@@ -269,16 +280,16 @@ def _table(file: Path) -> Iterator[Any]:
         yield reader(source)
 
 
-def _batches(file: Path, table: Any, names: list[str]) -> Iterator[Any]:
+def _batches(file: Path, table: Any, names: list[str], size: int) -> Iterator[Any]:
     if not _is_arrow(file):
-        yield from table.iter_batches(batch_size=RECORDS_PER_BATCH, columns=names)
+        yield from table.iter_batches(batch_size=size, columns=names)
         return
     whole = ((table.get_batch(number) for number in range(table.num_record_batches))
              if hasattr(table, "get_batch") else table)
     for batch in whole:
         chosen = batch.select(names)
-        for first in range(0, chosen.num_rows, RECORDS_PER_BATCH):
-            yield chosen.slice(first, RECORDS_PER_BATCH)
+        for first in range(0, chosen.num_rows, size):
+            yield chosen.slice(first, size)
 
 
 def _is_arrow(file: Path) -> bool:

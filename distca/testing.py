@@ -239,7 +239,7 @@ def batch_of(plan: StepPlan, rank: int, vocab: int) -> Batch:
         at = [nano_index(micro_batch, nano, rank) for nano in range(plan.num_nano_batches)]
         rows.append(tuple(Row(tokens[index], labels[index], positions[index], micro_batch.key_runs(nano, rank))
                           for nano, index in enumerate(at)))
-    return Batch(tuple(rows), plan, plan.summary(), 0.0, 0.0)
+    return Batch(tuple(rows), plan, plan.summary(), 0.0, 0.0, plan.num_labels)
 
 
 def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:

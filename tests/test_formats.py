@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -206,3 +207,34 @@ def test_missing_packages_say_what_to_install(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert [line.rpartition("run: ")[2] for line in done.stdout.splitlines()] == ["pip install zstandard",
                                                                                 "pip install pyarrow"], done.stderr
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "feather", "gz", "zst"])
+def test_a_changed_byte_is_read_or_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"text": [f"ü {n}" for n in range(300)], "ids": [list(range(n % 9)) for n in range(300)],
+                      "messages": [[{"role": "user", "content": "x"}]] * 300})
+    path = tmp_path / f"a.{'arrow' if kind in ('stream', 'feather') else kind}"
+    if kind in PACKED:
+        path.write_bytes(PACKED[kind](TEXT * 100))
+    elif kind == "parquet":
+        write_parquet(path, table)
+    else:
+        write_arrow(path, table, stream=kind == "stream")
+    whole, random = path.read_bytes(), np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(60):
+        changed = bytearray(whole)
+        for place in random.integers(max(0, len(whole) - 2_000), len(whole), 3):
+            changed[place] ^= int(random.integers(1, 256))
+        path.write_bytes(changed)
+        try:
+            if kind in PACKED:
+                list(text_lines(path))
+            else:
+                for some in read_columns([path], ["text", "ids", "messages"], option="data.field"):
+                    for column, record in product(range(3), range(len(some.columns[0]))):
+                        some.value(column, record)
+        except ValueError as error:
+            assert type(error) is ValueError and str(path) in str(error) and "\n" not in str(error)
+            num_refused += 1
+    assert num_refused > 5

@@ -106,6 +106,28 @@ class Pipeline:
         for handle in leaving:
             handle.wait()
 
+    def forward_only(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
+        """The forward ticks of a step; backward ones are skipped by all stages alike. Call it without gradients."""
+        self._check(ticks, plans)
+        arriving: dict[tuple[bool, int], list[Handle]] = {}
+        leaving: list[Handle] = []
+        for tick in range(ticks.num_ticks):
+            micro_batch, sent = int(ticks.micro_batch[tick, self.at]), []
+            if not ticks.backward[tick, self.at]:
+                depth = 0
+                if micro_batch != IDLE:
+                    outputs = self._forward(micro_batch, arriving.pop((False, micro_batch), []), plans[tick],
+                                            plans[tick]).outputs
+                    sent = [self.neighbours.send(output, self.at + 1) for output in outputs if self.at < self.last]
+                    depth = self.stage.num_layers
+                self._serve(plans[tick], depth, backward=False)
+            for handle in leaving:                               # the ticks before this one
+                handle.wait()
+            leaving = sent
+            arriving.update(self._expect(ticks, tick, backward_too=False))
+        for handle in leaving:
+            handle.wait()
+
     def _forward(
         self, micro_batch: int, activations: Sequence[Handle], plans: RowPlans, backward_plans: RowPlans
     ) -> _Live:
@@ -133,10 +155,10 @@ class Pipeline:
                 for call in calls:
                     call.run_without_tokens(phase)
 
-    def _expect(self, ticks: Ticks, tick: int) -> dict[tuple[bool, int], list[Handle]]:
+    def _expect(self, ticks: Ticks, tick: int, backward_too: bool = True) -> dict[tuple[bool, int], list[Handle]]:
         """Receive what the neighbours sent in this tick: activations from before, gradients from behind."""
         expected = {}
-        for backward, source in ((False, self.at - 1), (True, self.at + 1)):
+        for backward, source in ((False, self.at - 1), (True, self.at + 1))[:1 + backward_too]:
             if 0 <= source <= self.last and bool(ticks.backward[tick, source]) == backward:
                 micro_batch = int(ticks.micro_batch[tick, source])
                 if micro_batch != IDLE:

@@ -1,36 +1,42 @@
 """Real documents as tokens.
 
 Packing needs to know every document's length before it reads one token, and needs any token of any document later, so
-a corpus answers just that. Small sources are read and tokenized once and then held in memory, every rank for itself;
-what does not fit there belongs in a Megatron dataset, which is memory-mapped.
-
-Without a tokenizer a token is a byte and 256 ends a document. With one, its own rules apply (special tokens included)
-and a document ends with the first of `END_NAMES` that it knows, where it knows one. Empty documents are left out.
+a corpus answers just that. Most sources are read and tokenized once and then held in memory, every rank for itself: two
+bytes a token where the vocabulary has at most 65,536 tokens and four otherwise, one more where a document says what is
+in the loss, eight a document, and a quarter more of it all while it grows. The texts themselves are never held. What
+does not fit belongs in a Megatron dataset, which is memory-mapped.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 
 from distca.spec import unknown_name
+from distca.train.chat import encoded_chats, load_chat_template
 from distca.train.megatron_files import MegatronCorpus
-from distca.train.settings import Settings
+from distca.train.settings import SOURCES, Settings
+from distca.train.sources import (
+    FIELDS,
+    messages_of,
+    records,
+    standard_library_files,
+    text_files,
+    texts_of,
+    tokens_of,
+    whole_files,
+)
+from distca.train.tokenizing import Tokens, byte_encoder, encoded, load_tokenizer, open_tokenizer, vocab_of
 
-SOURCES = ("stdlib", "text", "jsonl", "megatron")
-END_OF_DOCUMENT = 256  # behind the bytes 0 to 255
-END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_TEXTS_PER_CALL = 512  # the tokenizer spreads the texts of one call over threads
+MAX_TOKEN = 2**31 - 1
+_GROWTH = 1.25
+_FIRST_WORD_SECONDS = 1.0  # of reading; then at every doubling
+LOG = logging.getLogger("distca")
 
 
 class Corpus(Protocol):
@@ -49,6 +55,9 @@ class Corpus(Protocol):
     def tokens(self, document: int) -> np.ndarray:
         """[length] of one document, any integer type."""
 
+    def in_loss(self, document: int) -> np.ndarray | None:
+        """[length] bool, the tokens of one document that the model is to predict; None where it is all of them."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryCorpus:
@@ -56,11 +65,13 @@ class MemoryCorpus:
 
     data: np.ndarray   # [tokens]
     stops: np.ndarray  # [documents] where each ends in `data`
-    vocab: int
+    vocab: int | None
+    loss: np.ndarray | None = None  # [tokens] bool, those in the loss; None for all
 
     def __post_init__(self) -> None:
-        for column in (self.data, self.stops):
-            column.setflags(write=False)
+        for column in (self.data, self.stops, self.loss):
+            if column is not None:
+                column.setflags(write=False)
 
     @property
     def num_documents(self) -> int:
@@ -70,158 +81,134 @@ class MemoryCorpus:
         return np.diff(self.stops, prepend=0)
 
     def tokens(self, document: int) -> np.ndarray:
-        begin = self.stops[document - 1] if document else 0
-        return self.data[begin:self.stops[document]]
+        return self.data[self._place(document)]
+
+    def in_loss(self, document: int) -> np.ndarray | None:
+        return None if self.loss is None else self.loss[self._place(document)]
+
+    def _place(self, document: int) -> slice:
+        return slice(int(self.stops[document - 1]) if document else 0, int(self.stops[document]))
 
 
-class Text(NamedTuple):
-    """A document before it is tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PartOfCorpus:
+    """Some documents of another corpus, numbered anew."""
 
-    where: str  # for people: its file, and its line where a file holds several
-    content: bytes
+    whole: Corpus
+    documents: np.ndarray  # [documents] their numbers there
 
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
 
-class Encoder(NamedTuple):
-    """How texts become tokens."""
+    @property
+    def vocab(self) -> int | None:
+        return self.whole.vocab
 
-    vocab: int
-    encode: Callable[[list[Text]], list[np.ndarray]]
+    def lengths(self) -> np.ndarray:
+        return self.whole.lengths()[self.documents]
+
+    def tokens(self, document: int) -> np.ndarray:
+        return self.whole.tokens(int(self.documents[document]))
+
+    def in_loss(self, document: int) -> np.ndarray | None:
+        return self.whole.in_loss(int(self.documents[document]))
 
 
 def corpus_from(settings: Settings) -> Corpus:
     """The corpus that the [data] settings name; whatever is wrong with it is a ValueError of one line."""
     data = settings.data
+    path = data.path
     if data.source not in SOURCES:
         raise unknown_name("data.source", data.source, SOURCES)
     if data.source == "stdlib":
-        return _in_memory(_files(standard_library_files()), _byte_encoder(), "the standard library")
-    if not data.path:
+        stdlib = byte_encoder()
+        vocab = _vocab(data.vocab, stdlib.vocab, "bytes")
+        return in_memory(encoded(whole_files(standard_library_files()), stdlib), vocab, "the standard library")
+    if not path:
         raise ValueError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
-    if data.source == "megatron":
-        return MegatronCorpus.open(data.path)
-    encoder = load_tokenizer(data.tokenizer) if data.tokenizer else _byte_encoder()
-    if data.source == "text":
-        return _in_memory(_files(_paths(data.path, "")), encoder, data.path)
-    lines = chain.from_iterable(_jsonl(path, data.field) for path in _paths(data.path, ".jsonl"))
-    return _in_memory(lines, encoder, data.path)
+    field = data.field or FIELDS[data.content]
+    if data.source == "megatron" or data.content == "tokens":
+        known = vocab_of(open_tokenizer(data.tokenizer)) if data.tokenizer else None
+        vocab = _vocab(data.vocab, known, data.tokenizer)
+        if data.source == "megatron":
+            return MegatronCorpus.open(path, vocab)
+        return in_memory(tokens_of(records(data, path), field), vocab, path)
+    if data.content == "chat":
+        tokenizer, template = open_tokenizer(data.tokenizer), load_chat_template(data.tokenizer)
+        chats = encoded_chats(messages_of(records(data, path), field), template, tokenizer)
+        return in_memory(chats, _vocab(data.vocab, vocab_of(tokenizer), data.tokenizer), path)
+    encoder = load_tokenizer(data.tokenizer) if data.tokenizer else byte_encoder()
+    texts = text_files(path) if data.source == "text" else texts_of(records(data, path), field)
+    return in_memory(encoded(texts, encoder), _vocab(data.vocab, encoder.vocab, data.tokenizer or "bytes"), path)
 
 
-def standard_library_files() -> list[Path]:
-    """Every .py file of this Python's standard library in order of path, test suites and installed packages aside."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = [path for path in _walk(root, _NOT_THE_LIBRARY) if path.suffix == ".py"]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> MemoryCorpus:
+    """The documents as they come; those without a token, or without one in the loss, are left out."""
+    data = _Column(np.dtype(np.uint16 if vocab is not None and vocab <= 2**16 else np.int32))
+    stops, loss, without = _Column(np.dtype(np.int64)), _Column(np.dtype(np.bool_)), 0
+    for ids, in_loss in _with_progress(documents, name):
+        if in_loss is not None and not in_loss[1:].any():
+            without += 1
+            continue
+        if len(ids) == 0:
+            continue
+        most = MAX_TOKEN if vocab is None else vocab - 1
+        if ids.min() < 0 or ids.max() > most:
+            outside = ids[(ids < 0) | (ids > most)][0]
+            raise ValueError(f"document {stops.size} of {name} holds token {outside}, where tokens are 0 to {most}; "
+                             "give the tokenizer that made them as data.tokenizer, or a larger data.vocab")
+        if in_loss is not None and loss.size < data.size:
+            loss.append(np.ones(data.size - loss.size, dtype=np.bool_))
+        data.append(ids)
+        stops.append(np.array([data.size]))
+        if in_loss is not None:
+            loss.append(in_loss)
+    if stops.size == 0:
+        missing = "in the loss" if without else "in it"
+        raise ValueError(f"{name} holds no document with a token {missing}; give at least one")
+    if without:
+        LOG.info("%s: %d of %d documents have no token in the loss and are left out", name, without,
+                 without + stops.size)
+    if loss.size:
+        loss.append(np.ones(data.size - loss.size, dtype=np.bool_))
+    return MemoryCorpus(data.array(), stops.array(), vocab, loss.array() if loss.size else None)
 
 
-def load_tokenizer(path: str) -> Encoder:
-    """The encoder of a Hugging Face tokenizer.json."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ValueError(f"data.tokenizer is {path!r} but the package tokenizers is not installed; run `pip install "
-                         "tokenizers`, or leave data.tokenizer empty for byte tokens") from None
-    if not Path(path).is_file():
-        raise ValueError(f"data.tokenizer is {path!r}, which is no file; name a tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the package raises plain Exception
-        reason = " ".join(str(error).split())
-        raise ValueError(f"data.tokenizer is {path!r}, which is no tokenizer.json ({reason}); name one") from None
-    end = next((number for name in END_NAMES if (number := tokenizer.token_to_id(name)) is not None), None)
-    return Encoder(1 + max(tokenizer.get_vocab().values()), lambda texts: _tokenized(tokenizer, end, texts))
+class _Column:
+    """An array that grows in place, a quarter at a time."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._values, self.size = np.empty(1024, dtype), 0
+
+    def append(self, values: np.ndarray) -> None:
+        stop = self.size + len(values)
+        if stop > len(self._values):
+            self._values.resize(max(stop, int(_GROWTH * len(self._values))), refcheck=False)
+        self._values[self.size:stop] = values
+        self.size = stop
+
+    def array(self) -> np.ndarray:
+        self._values.resize(self.size, refcheck=False)
+        return self._values
 
 
-def _tokenized(tokenizer: Any, end: int | None, texts: list[Text]) -> list[np.ndarray]:
-    encoded = [encoding.ids for encoding in tokenizer.encode_batch([_decoded(text) for text in texts])]
-    return [np.array(ids if end is None or ids[-1:] == [end] else [*ids, end], dtype=np.int64) for ids in encoded]
+def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
+    """The documents; a line now and then where reading them takes longer than a second."""
+    start, due, num_tokens = perf_counter(), _FIRST_WORD_SECONDS, 0
+    for number, tokens in enumerate(documents, start=1):
+        num_tokens += len(tokens.ids)
+        yield tokens
+        seconds = perf_counter() - start
+        if seconds >= due:
+            LOG.info("reading %s: %s documents, %s tokens after %.0f s", name, f"{number:,}", f"{num_tokens:,}",
+                     seconds)
+            due = 2 * seconds
 
 
-def _decoded(text: Text) -> str:
-    try:
-        return text.content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{text.where}: not UTF-8 text, which data.tokenizer needs; convert it, or leave "
-                         "data.tokenizer empty for byte tokens") from None
-
-
-def _byte_encoder() -> Encoder:
-    end = np.array([END_OF_DOCUMENT], dtype=np.uint16)
-    return Encoder(END_OF_DOCUMENT + 1, lambda texts: [
-        np.concatenate([np.frombuffer(text.content, dtype=np.uint8), end]) for text in texts])
-
-
-def _in_memory(texts: Iterable[Text], encoder: Encoder, name: str) -> MemoryCorpus:
-    dtype = np.uint16 if encoder.vocab <= 2**16 else np.int32
-    documents: list[np.ndarray] = []
-    texts = (text for text in texts if text.content)
-    while batch := list(islice(texts, _TEXTS_PER_CALL)):
-        documents += [tokens.astype(dtype) for tokens in encoder.encode(batch) if len(tokens)]
-    if not documents:
-        raise ValueError(f"{name} holds no document with a token in it; give at least one")
-    stops = np.cumsum([len(tokens) for tokens in documents], dtype=np.int64)
-    return MemoryCorpus(np.concatenate(documents), stops, encoder.vocab)
-
-
-def _files(paths: list[Path]) -> Iterator[Text]:
-    """Each file is a document."""
-    for path in paths:
-        try:
-            yield Text(str(path), path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
-
-
-def _jsonl(path: Path, field: str) -> Iterator[Text]:
-    """Each line is a JSON object with a document's text under `field`; blank lines are left out."""
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Text(f"{path}: line {number}", _text_of(line, field, f"{path}: line {number}"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
-
-
-def _text_of(line: bytes, field: str, where: str) -> bytes:
-    try:
-        record = json.loads(line.strip())
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ValueError(f"{where} is not JSON ({reason}); repair or drop it") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} holds {_short(record)}, not an object; write {{\"{field}\": \"…\"}}")
-    if not isinstance(record.get(field), str):
-        raise ValueError(f"{where} has {_short(record.get(field))} under {field!r}, not text; its keys are "
-                         f"{_short(list(record))}: set data.field to the one that holds the text")
-    try:
-        return record[field].encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"{where} has half a surrogate pair under {field!r}; repair or drop it") from None
-
-
-def _paths(path: str, suffix: str) -> list[Path]:
-    """The file itself, or the files of a folder (with this suffix, none hidden) in order of path."""
-    root = Path(path)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise ValueError(f"data.path is {path!r}, which is no file or folder; check the path")
-    found = [file for file in _walk(root, set()) if file.name.endswith(suffix)]
-    if not found:
-        kind = f"{suffix} file" if suffix else "file"
-        raise ValueError(f"data.path is {path!r}, a folder without a {kind} in it; name another")
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _vocab(given: int, known: int | None, made_by: str) -> int | None:
+    """The vocabulary that `data.vocab` says, or its tokenizer; None where neither does."""
+    if given and known is not None and given < known:
+        raise ValueError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
+                         "many, or 0")
+    return given or known

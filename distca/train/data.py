@@ -31,9 +31,8 @@ from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
+from distca.train.sources import IGNORED
 from distca.workload.packing import NanoBatch
-
-IGNORED = -100  # the label of a token that has no next one
 
 
 class TextPiece(NamedTuple):
@@ -128,7 +127,8 @@ class Row:
     """One rank's part of a micro-batch, or of its ping or pong."""
 
     tokens: torch.Tensor     # [tokens] int64
-    labels: torch.Tensor     # [tokens] int64: the document's next token, wherever that lives; -100 at its end
+    labels: torch.Tensor     # [tokens] int64: the document's next token, wherever that lives; -100 at its end, and
+                             # where the next token is not in the loss
     positions: torch.Tensor  # [tokens] int64: position in the document
     reads: tuple[tuple[int, int], ...] = ()  # tokens [start, stop) of ping's row whose keys pong's queries read
 
@@ -142,11 +142,7 @@ class Batch:
     summary: StepSummary   # of the plan
     plan_seconds: float    # spent on layouts and plans, ahead of the step
     wait_seconds: float    # spent waiting for this batch, within the step
-
-    @property
-    def num_labels(self) -> int:
-        """Tokens with a next one, over all ranks and rows; what a mean loss divides by."""
-        return self.plan.num_labels
+    num_labels: int        # of all ranks and rows, the same on all ranks; what a mean loss divides by
 
     @property
     def rows(self) -> list[Row]:
@@ -160,6 +156,7 @@ class _Draft(NamedTuple):
     plan: StepPlan
     summary: StepSummary
     plan_seconds: float
+    num_labels: int
     position: dict[str, int | str]
 
 
@@ -167,9 +164,12 @@ class Loader:
     """One data rank's batches. Loaders that differ in `rank` alone give the other rows of the same batches.
 
     `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs.
+    A batch without a label is refused unless `trains` is false.
     """
 
-    def __init__(self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape) -> None:
+    def __init__(
+        self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape, trains: bool = True
+    ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
         if settings.attention.mode not in MODES:
@@ -183,7 +183,7 @@ class Loader:
                              "or raise data.max_document")
         self._corpus, self._settings, self._model = corpus, settings, model
         self._cost = attention_time(settings, model)
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._trains = rank, world, trains
         self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
         self._position = self._stream.state()
         self._ahead: Future[_Draft] | None = None
@@ -201,7 +201,7 @@ class Loader:
             tuple(Row(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
                       micro_batch.key_runs(nano, self._rank)) for nano, (tokens, labels, positions) in enumerate(rows))
             for micro_batch, rows in zip(draft.plan.micro_batches, draft.columns, strict=True))
-        return Batch(micro_batches, draft.plan, draft.summary, draft.plan_seconds, wait_seconds)
+        return Batch(micro_batches, draft.plan, draft.summary, draft.plan_seconds, wait_seconds, draft.num_labels)
 
     def state(self) -> dict[str, int | str]:
         """The position of the batch that `next` gives next, whatever is already being made behind it."""
@@ -238,12 +238,21 @@ class Loader:
         plan = step_plan([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
                          self._settings, self._model, self._world, self._cost)
         seconds = time.perf_counter() - begin
-        if plan.num_labels == 0:
-            raise ValueError(f"a step of {plan.num_tokens} tokens holds documents of one token only and nothing to "
-                             "predict; raise batch.tokens_per_rank or batch.micro_batches, or give longer documents")
+        num_labels = sum(self._num_labels(piece) for pieces in micro_batches for piece in pieces)
+        if num_labels == 0 and self._trains:
+            what = "documents of one token" if plan.num_labels == 0 else "tokens that are not in the loss"
+            raise ValueError(f"a step of {plan.num_tokens} tokens holds {what} only and nothing to predict; raise "
+                             "batch.tokens_per_rank or batch.micro_batches, or give other documents")
         columns = [[self._columns(nano, pieces) for nano in micro_batch.nano_batches]
                    for micro_batch, pieces in zip(plan.micro_batches, micro_batches, strict=True)]
-        return _Draft(columns, plan, plan.summary(), seconds, after)
+        return _Draft(columns, plan, plan.summary(), seconds, num_labels, after)
+
+    def _num_labels(self, piece: TextPiece) -> int:
+        """Tokens of a piece that have one before them and are in the loss."""
+        in_loss = self._corpus.in_loss(piece.document)
+        if in_loss is None:
+            return piece.stop - piece.start - 1
+        return int(np.count_nonzero(in_loss[piece.start + 1:piece.stop]))
 
     def _columns(self, nano: NanoBatch, pieces: list[TextPiece]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, labels and positions of this rank's slices; the token behind a slice comes along as a label."""
@@ -256,8 +265,11 @@ class Loader:
             piece = pieces[nano.document[document]]
             ends = stop == piece.stop - piece.start
             read = self._read(piece.document, piece.start + start, piece.start + stop + (not ends))
+            in_loss = self._corpus.in_loss(piece.document)
+            wanted = read[1:] if in_loss is None else np.where(
+                in_loss[piece.start + start + 1:piece.start + start + len(read)], read[1:], IGNORED)
             tokens.append(read[:stop - start])
-            labels += [read[1:], np.full(int(ends), IGNORED)]
+            labels += [wanted, np.full(int(ends), IGNORED)]
             positions.append(np.arange(start, stop))
         return np.concatenate(tokens), np.concatenate(labels), np.concatenate(positions)
 

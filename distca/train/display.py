@@ -64,6 +64,8 @@ class Observer:
         if self.board is not None:
             for name in LOGGED:
                 self.board.add_scalar(name, getattr(record, name), record.step)
+            if record.eval_loss is not None:
+                self.board.add_scalar("eval_loss", record.eval_loss, record.step)
         self.tally.add(record)
         self.display.show(record)
 
@@ -103,7 +105,8 @@ class _Lines:
         console.print(_title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
-        if record.step % self.settings.log.every == 0 or record.step == self.settings.run.steps:
+        told = record.step % self.settings.log.every == 0 or record.eval_loss is not None
+        if told or record.step == self.settings.run.steps:
             self.console.print(plain_line(record, self.settings.run.steps), markup=False, soft_wrap=True)
 
     def close(self) -> None: ...
@@ -115,12 +118,14 @@ class _LiveDisplay:
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.steps, self.title = settings.run.steps, _title(settings, world)
         self.recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
+        self.evaluated: StepRecord | None = None
         self.start = perf_counter()
         self.live = Live(console=console, get_renderable=self.panel, refresh_per_second=REFRESH_PER_SECOND)
         self.live.start()
 
     def show(self, record: StepRecord) -> None:
         self.recent.append(record)
+        self.evaluated = self.evaluated if record.eval_loss is None else record
 
     def close(self) -> None:
         self.live.stop()
@@ -134,6 +139,8 @@ class _LiveDisplay:
         rows = Table.grid(padding=(0, 2))
         for name, text in (
             ("loss", f"{record.loss:.4f}  {curve([one.loss for one in recent])}"),
+            *([("held out", f"{self.evaluated.eval_loss:.4f} at step {self.evaluated.step:,}")]
+              if self.evaluated is not None else []),
             ("speed", f"{record.tokens_per_second:,.0f} tokens/s, {record.seconds:.2f} s a step"),
             ("attention work", f"{record.work_before:.2f} → {record.work_after:.2f} × the mean on the busiest rank"),
             *([("pipeline", bubbles(record.bubble_share, record.served_in_bubbles))] if record.bubble_share else []),
@@ -176,7 +183,8 @@ def _is_before(line: bytes, step: int) -> bool:
 
 def plain_line(record: StepRecord, steps: int) -> str:
     served = f"bubbles {100 * record.bubble_share:.0f} %  " if record.bubble_share else ""
-    return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
+    held_out = f"held out {record.eval_loss:.4f}  " if record.eval_loss is not None else ""
+    return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  {held_out}lr {record.lr:.2e}  "
             f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s  "
             f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{size(record.bytes_per_layer)}/layer  "
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
@@ -187,6 +195,7 @@ def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: 
         ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
         ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
                  f"{min(summary.steps, RECENT)} steps"),
+        *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
         ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
                            f"{_gained(summary, mode)}"),

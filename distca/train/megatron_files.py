@@ -36,11 +36,11 @@ class MegatronCorpus:
 
     index: Index
     data: np.ndarray           # [bytes] of the .bin file
-    vocab: int | None = None   # not known without reading every token
+    vocab: int | None = None   # what a tokenizer says; not known without reading every token
 
     @classmethod
-    def open(cls, path: str) -> MegatronCorpus:
-        """`path` with or without .bin or .idx at its end."""
+    def open(cls, path: str, vocab: int | None = None) -> MegatronCorpus:
+        """`path` with or without .bin or .idx at its end; `vocab` is of the tokenizer that made the tokens."""
         prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
         index_path, data_path = Path(prefix + ".idx"), Path(prefix + ".bin")
         for file in (index_path, data_path):
@@ -55,7 +55,7 @@ class MegatronCorpus:
             raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {ends.max()}")
         if not index.lengths.any():
             raise ValueError(f"{prefix} holds no document with a token in it; give at least one")
-        return cls(index, data)
+        return cls(index, data, vocab)
 
     @property
     def num_documents(self) -> int:
@@ -69,6 +69,9 @@ class MegatronCorpus:
         first, last = self.index.documents[document], self.index.documents[document + 1]
         parts = [self._sequence(sequence) for sequence in range(first, last)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.index.dtype), *parts])
+
+    def in_loss(self, document: int) -> np.ndarray | None:
+        return None
 
     def _sequence(self, sequence: int) -> np.ndarray:
         begin, length = int(self.index.begins[sequence]), int(self.index.lengths[sequence])
@@ -92,12 +95,14 @@ def read_index(path: Path) -> Index:
 
 
 def _read_new(path: Path, content: np.ndarray) -> Index:
-    """Magic, version, type, sequences, document bounds; lengths, pointers, bounds; modes where it is multimodal."""
+    """Magic, version, type, sequences, document bounds; lengths, pointers, bounds."""
     header = struct.Struct(f"<{len(_MAGIC)}sQBQQ")
     version, code, sequences, bounds = _header(path, content, header)
     dtype = _token_type(path, version, code)
     size = header.size + 12 * sequences + 8 * bounds
-    if len(content) not in (size, size + sequences):
+    if sequences and len(content) == size + sequences:
+        raise ValueError(f"{path} is multimodal: it has a mode for each sequence; give a dataset of text alone")
+    if len(content) != size:
         raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
     at = header.size
     lengths, at = content[at:at + 4 * sequences].view("<i4"), at + 4 * sequences

@@ -30,6 +30,7 @@ class StepRecord:
     plan_seconds: float  # making the plan, in the background
     bubble_share: float = 0.0  # of the pipeline's ticks, over its stages, in which a stage has no micro-batch
     served_in_bubbles: float = 0.0  # share of the attention that was computed in them
+    eval_loss: float | None = None  # on held-out documents, where this step was followed by an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class RunSummary:
     memory_bytes: int  # the largest
     bubble_share: float = 0.0
     served_in_bubbles: float = 0.0
+    eval_loss: float | None = None  # the latest
 
     @property
     def work_gain(self) -> float:
@@ -68,11 +70,13 @@ class Tally:
         self.work_before = self.work_after = self.bytes_per_layer = self.served_in_bubbles = 0.0
         self.first: StepRecord | None = None
         self.last: StepRecord | None = None
+        self.eval_loss: float | None = None
         self.recent: deque[float] = deque(maxlen=RECENT)
 
     def add(self, record: StepRecord) -> None:
         self.first, self.last = self.first or record, record
         self.recent.append(record.loss)
+        self.eval_loss = self.eval_loss if record.eval_loss is None else record.eval_loss
         self.steps += 1
         self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
         for name in ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after",
@@ -91,9 +95,11 @@ class Tally:
             work_before=self.work_before / self.steps, work_after=self.work_after / self.steps,
             bytes_per_layer=self.bytes_per_layer / self.steps, exposed_share=self.exposed_seconds / seconds,
             host_share=self.host_seconds / seconds, memory_bytes=self.memory_bytes,
-            bubble_share=self.last.bubble_share, served_in_bubbles=self.served_in_bubbles / self.steps)
+            bubble_share=self.last.bubble_share, served_in_bubbles=self.served_in_bubbles / self.steps,
+            eval_loss=self.eval_loss)
 
 
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | None]:
     """The fields by name; what is no finite number is None, which JSON can say."""
-    return {name: value if math.isfinite(value) else None for name, value in asdict(record).items()}
+    return {name: value if value is not None and math.isfinite(value) else None
+            for name, value in asdict(record).items()}

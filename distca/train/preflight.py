@@ -102,23 +102,43 @@ def _require_packages(settings: Settings) -> None:
 
 def _check_files(settings: Settings) -> None:
     data = settings.data
-    if data.source in ("text", "jsonl") and not Path(data.path).exists():
-        raise ValueError(f"data.path is {data.path!r}, which is no file or folder; check the path")
-    if data.source == "megatron":
-        prefix = data.path.removesuffix(".bin").removesuffix(".idx")
-        for file in (f"{prefix}.idx", f"{prefix}.bin"):
-            if not Path(file).is_file():
-                raise ValueError(f"data.path is {data.path!r} but {file} is no file; a Megatron dataset has both")
+    for name, path in (("data.path", data.path), ("eval.path", settings.eval.path)):
+        if path:
+            _check_corpus(name, path, data.source, data.split if name == "data.path" else "")
     if data.tokenizer:
-        from distca.train.corpora import load_tokenizer
+        from distca.train.tokenizing import load_tokenizer
 
         load_tokenizer(data.tokenizer)
+    elif data.content == "text" and data.source in ("text", "jsonl", "table"):
+        own = Path(settings.model.load, "tokenizer.json")
+        if settings.model.load and own.is_file():
+            raise ValueError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
+                             f"data.tokenizer is empty, so that texts would become bytes; set it to {str(own)!r}")
+    if data.content == "chat":
+        from distca.train.chat import load_chat_template
+
+        load_chat_template(data.tokenizer)
     for name, folder in (("log.folder", settings.log.folder), ("checkpoint.folder", settings.checkpoint.folder)):
         if folder:
             _check_writable(name, folder)
     log = Path(settings.log.folder) / "steps.jsonl"
     if log.exists():
         read_text(log, MAX_LOG_BYTES)
+
+
+def _check_corpus(name: str, path: str, source: str, split: str) -> None:
+    if source == "megatron":
+        prefix = path.removesuffix(".bin").removesuffix(".idx")
+        for file in (f"{prefix}.idx", f"{prefix}.bin"):
+            if not Path(file).is_file():
+                raise ValueError(f"{name} is {path!r} but {file} is no file; a Megatron dataset has both")
+    elif not Path(path).exists():
+        raise ValueError(f"{name} is {path!r}, which is no file or folder; check the path")
+    elif source == "table":
+        from distca.formats import pyarrow, table_files
+
+        pyarrow()
+        table_files(path, split=split, split_option="data.split" if name == "data.path" else "")
 
 
 def _check_writable(name: str, folder: str) -> None:

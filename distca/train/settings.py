@@ -17,6 +17,8 @@ from distca.train.setting_fields import Known, Value, check_limits, from_text, s
 from distca.validation import MAX_RANKS, read_toml, short
 
 KERNELS = ("auto", "hopper", "cudnn", "varlen", "sdpa", "dense")
+SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
+CONTENTS = ("text", "chat", "tokens")
 MODES = ("disaggregated", "home", "per_document_cp")
 MAX_STEPS = 10**9
 MAX_SEED = 2**53             # what every generator takes
@@ -56,15 +58,32 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    source: str = setting("stdlib", "Documents: Python's standard library as bytes, text files, JSON lines, or a "
-                                    "Megatron .bin/.idx dataset.",
-                          choices=("stdlib", "text", "jsonl", "megatron"), common=True)
+    source: str = setting("stdlib", "Documents: Python's standard library as bytes, text files, JSON lines, a table "
+                                    "(parquet or Arrow files, a Hugging Face dataset folder), or a Megatron .bin/.idx "
+                                    "dataset.", choices=SOURCES, common=True)
     path: str = setting("", "File or folder of the documents; none for stdlib.", common=True)
-    tokenizer: str = setting("", "A Hugging Face tokenizer.json; without one, the tokens of text and jsonl are bytes.")
-    field: str = setting("text", "The key of a JSON line that holds the text.")
+    content: str = setting("text", "What a JSON line or a table's row holds: text, a conversation (the loss is on what "
+                                   "the assistant says), or tokens.", choices=CONTENTS)
+    field: str = setting("", "The key or column that holds it; empty is text, messages or input_ids, by data.content.")
+    split: str = setting("", "The split of a table that has several.")
+    tokenizer: str = setting("", "A Hugging Face tokenizer.json or its folder; without one, texts become bytes. Chat "
+                                 "needs one with a chat template.")
+    vocab: int = setting(0, "Tokens that the vocabulary has, for data that are tokens; 0 asks data.tokenizer, or the "
+                            "model.", least=0, most=MAX_LENGTH)
     max_document: int = setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
                                 least=0, most=MAX_LENGTH, counted=True)
     seed: int = setting(0, "Seed of the order of documents.", least=0, most=MAX_SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class Eval:
+    every: int = setting(0, "Steps between evaluations on held-out documents, the last step included; 0 for none.",
+                         least=0, most=MAX_STEPS, common=True)
+    fraction: float = setting(0.0, "Share of the documents that is held out of training, the same for any run of the "
+                                   "data.seed.", least=0, below=1, common=True)
+    path: str = setting("", "Held-out documents of their own, read as those of data.path are; instead of a fraction.")
+    batches: int = setting(8, "Batches of an evaluation, always the same ones; fewer where fewer are held out.",
+                           least=1, most=MAX_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +165,7 @@ class Settings:
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    eval: Eval = field(default_factory=Eval)
     batch: BatchSettings = field(default_factory=BatchSettings)
     attention: Attention = field(default_factory=Attention)
     parallel: Parallel = field(default_factory=Parallel)
@@ -167,6 +187,7 @@ class Settings:
             check_limits(known, self._value(known.name))
         self._check_ranks()
         self._check_data()
+        self._check_eval()
         if self.checkpoint.every and not self.checkpoint.folder:
             raise ValueError(f"checkpoint.every is {self.checkpoint.every} but checkpoint.folder is empty; name a "
                              "folder, or set checkpoint.every to 0")
@@ -220,11 +241,29 @@ class Settings:
         for name, value in (("path", data.path), ("tokenizer", data.tokenizer)):
             if data.source == "stdlib" and value:
                 raise ValueError(f"data.{name} is {value!r} but data.source is 'stdlib', which takes none; set "
-                                 "data.source to text, jsonl or megatron")
+                                 f"data.source to one of: {', '.join(SOURCES[1:])}")
         if data.source != "stdlib" and not data.path:
             raise ValueError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
-        if not data.field and data.source == "jsonl":
-            raise ValueError("data.field is ''; name the key of a JSON line that holds the text")
+        if data.content != "text" and data.source not in ("jsonl", "table"):
+            raise ValueError(f"data.content is {data.content!r} but data.source is {data.source!r}; set data.source to "
+                             "jsonl or table")
+        if data.content == "chat" and not data.tokenizer:
+            raise ValueError("data.content is 'chat' but data.tokenizer is empty; name the model's tokenizer.json, "
+                             "with its chat template beside it")
+        if data.split and data.source != "table":
+            raise ValueError(f"data.split is {data.split!r} but data.source is {data.source!r}, which has no splits; "
+                             "leave it empty")
+
+    def _check_eval(self) -> None:
+        chosen = self.eval
+        if chosen.every and not (chosen.fraction or chosen.path):
+            raise ValueError(f"eval.every is {chosen.every} but nothing is held out; set eval.fraction, to 0.01 for "
+                             "example, or eval.path")
+        if chosen.fraction and chosen.path:
+            raise ValueError(f"eval.fraction is {chosen.fraction} and eval.path is {chosen.path!r}; give one of them")
+        if chosen.path and self.data.source == "stdlib":
+            raise ValueError(f"eval.path is {chosen.path!r} but data.source is 'stdlib', which has no path; use "
+                             "eval.fraction")
 
 
 def load_settings(path: str | Path | None, overrides: Mapping[str, str]) -> Settings:

@@ -12,7 +12,7 @@ import logging
 import math
 import resource
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -31,9 +31,9 @@ from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.checkpoint import Checkpointer, SaveError
 from distca.train.collectives import gather_json, set_timeouts
-from distca.train.corpora import corpus_from
 from distca.train.data import Batch, Loader
 from distca.train.display import Observer
+from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.export import config_of, load_hf
 from distca.train.metrics import StepRecord
 from distca.train.model import Decoder, DecoderShape, decoder_shape
@@ -77,10 +77,13 @@ class Trainer:
         self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
         self.num_data = self.mesh["data"].size()
         dtype = dtype_for(settings, device)
-        corpus = corpus_from(settings)
+        corpus, held_out = corpora(settings)
+        check_fills_a_batch(corpus, settings, self.num_data)
         shape = decoder_shape(settings.model, corpus.vocab or 1)
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                              model=shape.model)
+        self.evaluation = None if held_out is None or not settings.eval.every else Evaluation(
+            held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model)
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
@@ -115,7 +118,10 @@ class Trainer:
         observer = Observer(self.settings, self.rank, self.world)
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
-                observer.step(self.one_step())
+                record = self.one_step()
+                if self.evaluation is not None and self.evaluation.is_due(self.step):
+                    record = replace(record, eval_loss=self.evaluation.loss(self.forward_only, self.pool))
+                observer.step(record)
                 if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
                     self.save()
             self.save()
@@ -159,6 +165,17 @@ class Trainer:
         plans = batch.plan.by_stage[stage]
         self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
+        return self.work.total
+
+    def forward_only(self, batch: Batch) -> torch.Tensor:
+        """Summed loss of this rank's labels, under torch.no_grad; leaves nothing behind."""
+        self.recorder.begin_step()                               # forgets the spans of the batch before
+        self.work.begin(batch)
+        stage, ticks = self.mesh["pipeline"].get_local_rank(), batch.plan.ticks
+        plans = batch.plan.by_stage[stage]
+        self.attention.expect((plan for tick, rows in enumerate(plans) if not ticks.backward[tick, stage]
+                               for row in rows for plan in row), self.device)
+        Pipeline(self.work, self.attention, self.neighbours).forward_only(ticks, plans)
         return self.work.total
 
     def update(self) -> float:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.train.corpora import corpus_from, standard_library_files
+from distca.train.corpora import corpus_from
 from distca.train.megatron_files import MegatronCorpus
 from distca.train.settings import Settings
+from distca.train.sources import standard_library_files
 from distca.workload.documents import standard_library_lengths
 
 TYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -102,7 +103,7 @@ def test_a_folder_is_its_files_in_order_of_path(tmp_path):
 
 def test_bytes_need_not_be_text(tmp_path):
     (tmp_path / "a").write_bytes(b"\xff\x00\xfe")
-    assert documents_of(open_source("text", tmp_path)) == [[255, 0, 254, 256]]
+    assert documents_of(open_source("text", tmp_path / "a")) == [[255, 0, 254, 256]]
 
 
 def test_jsonl_lines_are_documents(tmp_path):
@@ -116,7 +117,7 @@ def test_jsonl_lines_are_documents(tmp_path):
 @pytest.mark.parametrize(("line", "message"), [
     (b'{"text": "cut', "is not JSON (Unterminated string"),
     (b"[" * 100_000, "is not JSON (RecursionError)"),
-    (b'{"text": "\xff"}', "is not JSON (UnicodeDecodeError)"),
+    (b'{"text": "\xff"}', "is not UTF-8 text"),
     (b'["text"]', "holds ['text'], not an object"),
     (b'{"body": "x"}', "has None under 'text', not text; its keys are ['body']: set data.field"),
     (b'{"text": 3}', "has 3 under 'text', not text"),
@@ -177,7 +178,7 @@ def test_a_bad_tokenizer_or_text_is_named(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
-    assert "latin.txt: not UTF-8 text" in refusal(open_source, "text", folder, tokenizer=tokenizer)
+    assert "latin.txt: not UTF-8 text" in refusal(open_source, "text", folder / "latin.txt", tokenizer=tokenizer)
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"model": 3}))
     assert "broken.json', which is no tokenizer.json" in refusal(open_source, "text", folder, tokenizer=str(broken))
@@ -190,14 +191,14 @@ datasets = st.lists(st.lists(sequences, max_size=3), min_size=1, max_size=5).fil
 
 
 @settings(max_examples=60, deadline=None)
-@given(datasets, st.sampled_from(sorted(TYPE_CODES)), st.booleans(), st.booleans(), st.integers(0, 3))
-def test_megatron_round_trip(documents, dtype, modes, old, gap):
+@given(datasets, st.sampled_from(sorted(TYPE_CODES)), st.booleans(), st.integers(0, 3))
+def test_megatron_round_trip(documents, dtype, old, gap):
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/data_text_document"
         if old:
             write_tntidx(prefix, documents, dtype)
         else:
-            write_mmididx(prefix, documents, dtype, modes, gap=gap)
+            write_mmididx(prefix, documents, dtype, gap=gap)
         corpus = open_source("megatron", prefix)
         assert isinstance(corpus, MegatronCorpus)
         assert corpus.vocab is None
@@ -231,6 +232,7 @@ def test_a_torn_megatron_file_is_named_wherever_it_is_torn(tmp_path, write):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"version": 2}, "is of version 2; only version 1"),
+    ({"modes": True}, "is multimodal"),
     ({"code": 6}, "the type code 6; tokens are one of 1 (uint8)"),
     ({"bounds": [0, 1]}, "does not divide its 2 sequences into documents"),
     ({"bounds": [0, 2, 1, 2]}, "does not divide its 2 sequences into documents"),
