@@ -36,7 +36,8 @@ from distca.models import model_named
 from distca.profiling import versions
 from distca.profiling.timing import samples
 from distca.spec import ModelShape
-from distca.workload.documents import Workload, read_source
+from distca.workload.documents import Workload
+from distca.workload.length_files import read_source
 
 RESULTS = Path(__file__).parent / "results"
 GPU_KERNELS, CPU_KERNELS = ("varlen", "fa4", "cudnn", "hopper", "auto", "dense"), ("sdpa", "auto", "dense")

@@ -28,8 +28,9 @@ from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import TILE, tasks_at_home
 from distca.spec import ModelShape
 from distca.validation import parse_json, read_text
-from distca.workload.documents import Workload, read_source, sample_lengths
+from distca.workload.documents import Workload, sample_lengths
 from distca.workload.layout import Layout
+from distca.workload.length_files import read_source
 from distca.workload.packing import PLACEMENTS, pack, pack_workload
 
 SAMPLED_RANKS = (8, 32, 64, 128, 256, 512)

@@ -82,6 +82,14 @@ def text_lines(
             yield text.removesuffix("\n").removesuffix("\r")
 
 
+@contextmanager
+def opened(source: str | Path | BinaryIO, *, name: str = "") -> Iterator[BinaryIO]:
+    """A stream of decompressed bytes; whatever keeps it from being read is a ValueError that begins with `name`."""
+    name = name or str(source)
+    with _refused(name), _opened(source, name) as stream:
+        yield stream
+
+
 def unpacked(path: Path) -> bytes:
     """All of a file, decompressed."""
     with _refused(str(path)), _opened(path, str(path)) as stream:

@@ -20,6 +20,8 @@ import numpy as np
 MAX_RANKS = 65_536            # of a pool: planning time and memory grow with it; larger clusters are several pools
 MAX_DOCUMENTS = 2**22         # of a batch
 DOCUMENTS_WHY = "whose plan takes a core a minute and 2 GB"
+MAX_CORPUS_DOCUMENTS = 2**25  # of a file of lengths that batches are dealt from
+CORPUS_WHY = "which is held in memory; a sample of its lengths, such as every tenth, says as much"
 MAX_NAME = 200                # characters of a name
 MAX_NUMBER = 1e200            # sums, and products with a unit, still are finite
 MAX_TEXT_BYTES = 2**25        # of a file of lengths, a table or a log

@@ -13,10 +13,11 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_FIRST = {"validation", "columns", "formats", "spec", "models", "trace"}
+_FIRST = {"validation", "units", "formats", "columns", "spec", "models", "trace"}
 _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
+    "units": {"validation"},
     "columns": set(),
     "formats": {"validation"},
     "spec": {"validation"},

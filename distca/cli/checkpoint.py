@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from distca.cli.progress import say
+from distca.validation import plain
+
 checkpoint_app = typer.Typer(help="Verify, convert and export checkpoints of `distca train`.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_… folder of it.", show_default=False)]
 
@@ -17,6 +20,7 @@ def verify_command(folder: Folder) -> None:
 
     One whose save was cut short, or goes on, is torn: no run uses it, and it is no reason for another exit code.
     """
+    say(f"distca checkpoint: reading {plain(str(folder))} …")
     from distca.train.checkpoint_folder import DamagedError, TornError, verify
 
     bad = 0
@@ -48,6 +52,7 @@ def convert_command(
     if not trust:
         raise ValueError(f"checkpoints of version 1 hold a pickle, and reading {str(folder)!r} can run whatever code "
                          "its writer put there; add --trust if you trust who wrote it")
+    say(f"distca checkpoint: reading {plain(str(folder))} …")
     from distca.train.convert_checkpoint import convert
 
     print(f"trusting {folder}: reading pickled metadata")
@@ -65,6 +70,7 @@ def export_command(
                                            show_default=False)],
 ) -> None:
     """Write the newest good checkpoint's weights as a Hugging Face model that `from_pretrained` loads."""
+    say(f"distca checkpoint: reading {plain(str(folder))} …")
     from distca.train.checkpoint_folder import DamagedError, TornError
     from distca.train.export import export_hf
 

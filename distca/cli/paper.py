@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distca.cli.batches import MAX_BATCHES
 from distca.cli.progress import progress
-from distca.cli.simulate import MAX_BATCHES, MAX_WORKERS
+from distca.cli.simulate import MAX_WORKERS
 from distca.paper.cases import cases
 from distca.paper.check import Row, measure_all
 from distca.paper.claims import CLAIMS, Verdict, figures_of, marks, verdicts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -16,15 +16,19 @@ from rich.console import Console
 
 from distca.cli.batches import (
     COST_HELP,
+    DEFAULT_BATCHES,
     DEFAULT_RANKS,
     DEFAULT_TOKENS_PER_RANK,
-    STANDARD_LIBRARY,
+    SOURCE_HELP,
+    BatchesAsked,
+    DealtBatches,
     DocumentBatch,
-    read_batch,
+    read_batches,
     without_spanning,
 )
+from distca.cli.options import COUNT, Column, Format, Tokenizer, count, one_source
 from distca.cli.outputs import page_writer, plot_writer
-from distca.cli.progress import progress
+from distca.cli.progress import StepHeard, progress
 from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import find_table
 from distca.models import model_named
@@ -32,12 +36,14 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
-from distca.report.figures import PlannedBatch, plan_page
-from distca.report.render import print_plan
+from distca.report.figures import PlannedBatch
+from distca.report.planned_batches import PlannedBatches
+from distca.report.render_batches import print_batches
 from distca.spec import ModelShape
+from distca.units import UNITS_HELP
 from distca.validation import MAX_RANKS, check_whole
-from distca.workload.documents import SAMPLERS
 from distca.workload.layout import Layout
+from distca.workload.length_files import Reading
 from distca.workload.packing import check_tolerance, pack, pack_workload
 
 
@@ -60,34 +66,47 @@ class PlanPool:
 
 
 def plan_command(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help=(
-        f"A workload file, a lengths file, a sampler ({', '.join(SAMPLERS)}), or {STANDARD_LIBRARY} for the files of "
-        "Python's own library. A bare sampler name is the sampler; write ./NAME for a file called so."))],
+    source: Annotated[list[str], typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     model: Annotated[str, typer.Option(help="Named model, for the bytes of a token.")] = "llama3-8b",
     tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size: heads are divided by it.")] = 1,
+    tp: Annotated[int, typer.Option(
+        parser=count, metavar=COUNT, help="Tensor-parallel size: heads are divided by it.")] = 1,
     placement: Annotated[str, typer.Option(
         help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
-    dedicated: Annotated[int, typer.Option(help="Servers that own no tokens, besides the ranks.")] = 0,
+    dedicated: Annotated[int, typer.Option(
+        parser=count, metavar=COUNT, help="Servers that own no tokens, besides the ranks.")] = 0,
     cost: Annotated[str | None, typer.Option(
         help=f"{COST_HELP} Work is then seconds instead of causal pairs.")] = None,
     ranks: Annotated[int | None, typer.Option(
-        help=f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says.")] = None,
+        parser=count, metavar=COUNT,
+        help=f"Ranks that own tokens; {DEFAULT_RANKS} unless SOURCE says. {UNITS_HELP}")] = None,
     tokens_per_rank: Annotated[int | None, typer.Option(
-        help=f"{DEFAULT_TOKENS_PER_RANK} for a sampler, all that a lengths file fills.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a sampler; 0 unless given.")] = None,
-    max_document: Annotated[int | None, typer.Option(help="Cut longer documents to this many tokens.")] = None,
+        parser=count, metavar=COUNT,
+        help=f"Tokens of a rank in a batch; {DEFAULT_TOKENS_PER_RANK} unless given.")] = None,
+    batches: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT,
+        help=f"Batches to deal from a file, {DEFAULT_BATCHES}, or to sample, 1; the answer is their mean and the worst."
+    )] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Plan all documents of a file as one batch.")] = False,
+    column: Column = None,
+    format_: Format = None,
+    tokenizer: Tokenizer = None,
+    seed: Annotated[int | None, typer.Option(help="Of a sampler, or of a file's order; 0 unless given.")] = None,
+    max_document: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT, help="Cut longer documents to this many tokens.")] = None,
     no_spanning: Annotated[bool, typer.Option(
         "--no-spanning", help="Cut documents at the ends of ranks; the parts do not attend to each other.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw work and bytes per rank into this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
+    plot: Annotated[Path | None, typer.Option(
+        help="Also draw work and bytes per rank into this file; of several batches the worst.")] = None,
+    html: Annotated[Path | None, typer.Option(
+        help="Also write a report page, which opens offline; of several batches the worst.")] = None,
 ) -> None:
-    """Plan one batch's core attention and show it before and after."""
+    """Plan the core attention of batches and show it before and after."""
     check_tolerance(tolerance)
-    if max_document is not None:
-        check_whole("max_document", max_document)
     check_whole("dedicated", dedicated, least=0, most=MAX_RANKS, why="as many servers as a plan has been tried with")
+    asked = BatchesAsked(one_source(source), ranks, tokens_per_rank, seed, max_document, batches, whole,
+                         Reading(format_, column, tokenizer))
     draw = plot_writer("plot", plot) if plot else None
     write_page = page_writer("html", html) if html else None
     shape = model_named(model)
@@ -96,29 +115,40 @@ def plan_command(
     if pool.cost is not None and pool.cost.note:
         print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)
-    with progress() as step:
-        step("reading documents")
-        batch = read_batch(source, ranks, tokens_per_rank, seed, max_document)
-        if no_spanning:
-            batch = without_spanning(batch)
-        planned = plan_batch(batch, pool, placement, step)
+    planned = plan_asked(asked, pool, placement, no_spanning)
     if draw:
-        draw(planned)
+        draw(planned.shown)
     if write_page:
-        write_page(plan_page(planned))
+        write_page(planned.page())
     if as_json:
         print(json.dumps(planned.as_json()))
     else:
-        print_plan(planned, Console())
+        print_batches(planned, Console())
         if plot:
             print(f"Drawn in {plot}.")
         if html:
             print(f"Written to {html}.")
-    if planned.invalid is not None:
+    if not planned.are_valid:
         raise typer.Exit(1)
 
 
-def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: Callable[[str], None]) -> PlannedBatch:
+def plan_asked(asked: BatchesAsked, pool: PlanPool, placement: str, no_spanning: bool = False) -> PlannedBatches:
+    """Read and plan what was asked for, and say meanwhile how far it is."""
+    with progress(1 + 4 * (asked.batches or DEFAULT_BATCHES)) as step:
+        step("reading documents")
+        dealt = read_batches(asked, lambda number: step(f"{number:,} documents", 0))
+        return PlannedBatches.of(_planned(dealt, pool, placement, no_spanning, step), dealt.source, note=dealt.note,
+                                 corpus=dealt.corpus, is_dealt=dealt.is_dealt)
+
+
+def _planned(
+    dealt: DealtBatches, pool: PlanPool, placement: str, no_spanning: bool, step: StepHeard
+) -> Iterator[PlannedBatch]:
+    for batch in dealt.batches:
+        yield plan_batch(without_spanning(batch) if no_spanning else batch, pool, placement, step)
+
+
+def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepHeard) -> PlannedBatch:
     """Plan, prove and measure. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:

@@ -7,19 +7,24 @@ from typing import Annotated
 
 import typer
 
+from distca.cli.options import COUNT, count
 from distca.cli.outputs import check_output
-from distca.cli.progress import progress
+from distca.cli.progress import progress, say
+from distca.units import UNITS_HELP
 from distca.validation import MAX_LOCAL_RANKS, check_whole
 
 
 def profile_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     model: Annotated[str, typer.Option(help="Named model, for heads and layer widths.")] = "llama3-8b",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size: heads and layers are divided by it.")] = 1,
+    tp: Annotated[int, typer.Option(
+        parser=count, metavar=COUNT, help="Tensor-parallel size: heads and layers are divided by it.")] = 1,
     kernel: Annotated[str, typer.Option(help="Attention kernel; auto is what training would use.")] = "auto",
     max_kv_len: Annotated[int | None, typer.Option(
-        help="Longest document to measure; 524288 on a GPU, 2048 on a CPU.")] = None,
+        parser=count, metavar=COUNT,
+        help=f"Longest document to measure; 524288 on a GPU, 2048 on a CPU. {UNITS_HELP}")] = None,
     ranks: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT,
         help="Also start this many local processes and measure exchanges between them; under torchrun its own "
              "processes are measured.")] = None,
     output: Annotated[Path, typer.Option(help="Where the latency table goes.")] = Path("latency_table.json"),
@@ -31,6 +36,7 @@ def profile_command(
         check_whole("ranks", ranks, least=2, most=MAX_LOCAL_RANKS, why="the most processes that one machine starts")
     if max_kv_len is not None:
         check_whole("max_kv_len", max_kv_len)
+    say("distca profile: loading torch …")
     try:
         from distca import profiling
         from distca.profiling.network import measure_network

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from distca.cli.batches import read_batch
+from distca.cli.batches import BatchesAsked
 from distca.cli.logs import RunLog, read_log, read_traces
+from distca.cli.options import COUNT, Column, Format, Tokenizer, count
 from distca.cli.outputs import page_writer
-from distca.cli.plan import PlanPool, plan_batch
-from distca.cli.progress import progress
+from distca.cli.plan import PlanPool, plan_asked
 from distca.models import model_named
-from distca.report.figures import ReportData, Timeline, plan_page
+from distca.report.figures import ReportData, Timeline
+from distca.report.verdict import verdict
+from distca.workload.length_files import Reading
 
 MAX_TIMELINES = 2
 
@@ -31,9 +33,13 @@ def report_command(
     model: Annotated[str, typer.Option(help="Named model of --plan.")] = "llama3-8b",
     tolerance: Annotated[float, typer.Option(help="Tolerance of --plan.")] = 0.05,
     placement: Annotated[str, typer.Option(help="Placement of --plan: given or balanced.")] = "given",
-    ranks: Annotated[int | None, typer.Option(help="Ranks of --plan.")] = None,
-    tokens_per_rank: Annotated[int | None, typer.Option(help="Tokens per rank of --plan.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler.")] = None,
+    ranks: Annotated[int | None, typer.Option(parser=count, metavar=COUNT, help="Ranks of --plan.")] = None,
+    tokens_per_rank: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT, help="Tokens per rank of --plan.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler, or of a file's order.")] = None,
+    column: Column = None,
+    format_: Format = None,
+    tokenizer: Tokenizer = None,
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
 ) -> None:
@@ -41,25 +47,22 @@ def report_command(
     if not (paths or predicted or plan):
         raise ValueError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
     write = page_writer("out", out)
-    data = _planned(plan, PlanPool(model_named(model), 1, tolerance, 0, None), placement, ranks, tokens_per_rank, seed
-                    ) if plan else ReportData("distca report")
+    data = ReportData("distca report")
+    if plan:
+        asked = BatchesAsked(plan, ranks, tokens_per_rank, seed, reading=Reading(format_, column, tokenizer))
+        data = plan_asked(asked, PlanPool(model_named(model), 1, tolerance, 0, None), placement).page()
     logs = [(path, read_log(path)) for path in paths or ()]
+    comparison = next((log.comparison for _, log in logs if log.comparison), ())
     data = replace(
         data,
         title=title or (f"Report of {', '.join(map(str, paths))}" if paths else data.title),
         facts=(*(fact for _, log in logs for fact in log.facts), *data.facts),
         timelines=_timelines(logs, predicted, step),
-        comparison=next((log.comparison for _, log in logs if log.comparison), ()),
+        comparison=comparison,
+        verdict=verdict(comparison) or data.verdict,
         run=next((log.run for _, log in logs if log.run is not None), None))
     write(data)
     print(f"Written to {out}.")
-
-
-def _planned(source: str, pool: PlanPool, placement: str, ranks: int | None, tokens_per_rank: int | None,
-             seed: int | None) -> ReportData:
-    with progress() as say:
-        say("reading documents")
-        return plan_page(plan_batch(read_batch(source, ranks, tokens_per_rank, seed, None), pool, placement, say))
 
 
 def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: int | None) -> tuple[Timeline, ...]:

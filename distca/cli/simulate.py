@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,46 +16,54 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distca.cli.batches import COST_HELP, STANDARD_LIBRARY, refuse_source
+from distca.cli.batches import COST_HELP, MAX_BATCHES, SOURCE_HELP, STANDARD_LIBRARY, are_typed, read_named
+from distca.cli.options import COUNT, Column, Format, Tokenizer, count, counts
 from distca.cli.outputs import check_output, page_writer
 from distca.cli.progress import progress
 from distca.cost.cluster_file import find_cluster
 from distca.cost.shipped_tables import find_table
 from distca.models import model_named
-from distca.report.figures import ReportData, Timeline, comparison_page
+from distca.report.figures import ReportData, Timeline, comparison_page, strategies_of
+from distca.report.verdict import ours_and_best_baseline, verdict
 from distca.simulate.execute import Step
 from distca.simulate.setting import settings
 from distca.simulate.strategies import NAMES, STRATEGIES
 from distca.simulate.sweep import Comparison, Outcome, Question, compare, replay
 from distca.spec import CLUSTERS
 from distca.trace import write_chrome_trace
+from distca.units import UNITS_HELP
 from distca.validation import check_whole, plain, write_own
-from distca.workload.documents import SAMPLERS, Workload, read_source, standard_library_lengths
+from distca.workload.byte_streams import STDIN
+from distca.workload.documents import SAMPLERS, Workload, standard_library_lengths
+from distca.workload.length_files import Heard, Reading
 from distca.workload.packing import check_tolerance
 from distca.workload.sequences import Source
 
 DEFAULT_CONTEXT = 131_072
-MAX_BATCHES = 10_000
 MAX_WORKERS = 1024
 
 
 def simulate_command(
     model: Annotated[str, typer.Option(help="Named model.")] = "llama3-8b",
-    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 64,
+    gpus: Annotated[int, typer.Option(parser=count, metavar=COUNT, help=f"GPUs in all. {UNITS_HELP}")] = 64,
     context: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT,
         help=f"Tokens of a sequence; {DEFAULT_CONTEXT}, or what the longest document of a file reaches.")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size; a pool rank is this many GPUs.")] = 8,
+    tp: Annotated[int, typer.Option(
+        parser=count, metavar=COUNT, help="Tensor-parallel size; a pool rank is this many GPUs.")] = 8,
     pp: Annotated[str, typer.Option(
         help="Pipeline stages; with several, as in 2,4, each strategy keeps its best.")] = "1",
-    data: Annotated[str, typer.Option(help=(
-        f"A sampler ({', '.join(SAMPLERS)}), {STANDARD_LIBRARY} for the files of Python's own library, or a file of "
-        "lengths or a workload."))] = "prolong",
+    data: Annotated[str, typer.Option(metavar="SOURCE", help=SOURCE_HELP)] = "prolong",
+    column: Column = None,
+    format_: Format = None,
+    tokenizer: Tokenizer = None,
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
     tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
     cost: Annotated[str, typer.Option(help=COST_HELP)] = "h200",
     sequences: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT,
         help="Sequences per step; as many as give each data rank 64K tokens of a micro-batch.")] = None,
     micro_batches: Annotated[str | None, typer.Option(
         help="1, or two per pipeline stage; with several, as in 8,16, each strategy keeps its best.")] = None,
@@ -74,27 +83,31 @@ def simulate_command(
     if trace is not None:
         check_output("trace", trace)
     write_page = page_writer("html", html) if html else None
-    source = read_lengths(data)
-    tokens = context if context is not None else default_context(source)
-    shape, machines = model_named(model), find_cluster(cluster)
-    grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=_numbers("pp", pp), sequences=sequences,
-                    micro_batches=None if micro_batches is None else _numbers("micro_batches", micro_batches))
-    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-    question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
-    if note := question.costs(grid[0]).attention.note:
-        print(f"distca: {note}", file=sys.stderr)
-    with progress(batches + 1) as step:
+    with progress(batches + 2) as step:
+        step("reading documents")
+        source = read_lengths(data, Reading(format_, column, tokenizer),
+                              lambda number: step(f"{number:,} documents", 0))
+        tokens = context if context is not None else default_context(source)
+        shape, machines = model_named(model), find_cluster(cluster)
+        grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=counts("pp", pp), sequences=sequences,
+                        micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches))
+        names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
+        question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
+        if note := question.costs(grid[0]).attention.note:
+            print(f"distca: {note}", file=sys.stderr)
         step("simulating")
         comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
-    shown = _traced(comparison)
-    step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
-    if trace is not None and step_shown is not None and step_shown.traces is not None:
-        write_own(trace, json.dumps([one.to_json() for one in step_shown.traces]))
-        write_chrome_trace(step_shown.traces, trace.with_name(f"trace_{trace.name}"))
-    if write_page:
-        write_page(_page(comparison, shown, step_shown))
+        shown = _traced(comparison)
+        if trace or write_page:
+            step("drawing timelines", 0)
+        step_shown = replay(question, shown) if (trace or write_page) and shown is not None else None
+        if trace is not None and step_shown is not None and step_shown.traces is not None:
+            write_own(trace, json.dumps([one.to_json() for one in step_shown.traces]))
+            write_chrome_trace(step_shown.traces, trace.with_name(f"trace_{trace.name}"))
+        if write_page:
+            write_page(_page(question, comparison, shown, step_shown))
     if as_json:
-        print(json.dumps(comparison.as_json()))
+        print(json.dumps({**comparison.as_json(), "verdict": verdict(strategies_of(comparison))}))
     else:
         print_comparison(comparison, Console())
         if trace is not None and shown is not None:
@@ -103,18 +116,15 @@ def simulate_command(
             print(f"Written to {html}.")
 
 
-def read_lengths(data: str) -> Source:
+def read_lengths(data: str, reading: Reading, heard: Heard) -> Source:
     """Bare names of samplers are samplers; anything else that exists is a file."""
     if data in SAMPLERS:
         return Source(data)
     if data == STANDARD_LIBRARY:
         return Source(STANDARD_LIBRARY, standard_library_lengths())
-    if not Path(data).exists():
-        refuse_source(data, "data")
-    content = read_source(data)
-    if isinstance(content, Workload):
-        return Source(plain(data), np.concatenate(content.sequences))
-    return Source(plain(data), content)
+    content = read_named(data, reading, heard, "data")
+    name = "lengths as typed" if are_typed(data) else "stdin" if data == STDIN else plain(data)
+    return Source(name, np.concatenate(content.sequences) if isinstance(content, Workload) else content)
 
 
 def default_context(source: Source) -> int:
@@ -125,24 +135,26 @@ def default_context(source: Source) -> int:
     return min(DEFAULT_CONTEXT, longest // 128 * 128 or longest)
 
 
-def _numbers(field: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
-
-
 def _traced(comparison: Comparison) -> Outcome | None:
     """Ours where it ran, else the last strategy."""
     return comparison.outcomes[-1] if comparison.outcomes else None
 
 
-def _page(comparison: Comparison, outcome: Outcome | None, step: Step | None) -> ReportData:
-    """With the first batch's timeline and memory, where a strategy ran."""
+def _page(question: Question, comparison: Comparison, outcome: Outcome | None, step: Step | None) -> ReportData:
+    """With the first batch's timelines, the best baseline's above ours, and ours memory, where strategies ran."""
+    strategies = strategies_of(comparison)
+    data = replace(comparison_page(comparison), verdict=verdict(strategies), stacked=True)
     if outcome is None or step is None:
-        return comparison_page(comparison)
-    timeline = Timeline(f"{outcome.name}, simulated, first batch", tuple(step.traces or ()))
-    return comparison_page(comparison, (timeline,), step.memory)
+        return data
+    _, best = ours_and_best_baseline(strategies)
+    above = () if best is None or best.name == outcome.name else (comparison.outcome(best.name),)
+    timelines = tuple(_timeline(other, replay(question, other)) for other in above)
+    return replace(data, timelines=(*timelines, _timeline(outcome, step)), memory=step.memory,
+                   memory_capacity_bytes=comparison.setting.cluster.memory_bytes)
+
+
+def _timeline(outcome: Outcome, step: Step) -> Timeline:
+    return Timeline(f"{outcome.name}, simulated, first batch", tuple(step.traces or ()))
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -166,6 +178,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"{outcome.name}: {outcome.describe()}", style="dim"))
     if comparison.too_large:
         console.print(Text(f"Too large for the memory: {', '.join(comparison.too_large)}.", style="bold"))
+    console.print()
+    console.print(Text(verdict(strategies_of(comparison)), style="bold"))
 
 
 def _ratios(comparison: Comparison) -> Table:

@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from distca.cli.options import COUNT, count
+from distca.cli.progress import say
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
+from distca.units import UNITS_HELP
 
 
 def _train(settings: Settings) -> int:
@@ -25,6 +28,7 @@ def _train(settings: Settings) -> int:
 def train_command(
     context: typer.Context,
     ranks: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT,
         help="Ranks to start on this machine, short for --run.ranks; not used under torchrun or srun.")] = None,
     show_settings: Annotated[bool, typer.Option(
         "--show-settings", help="Print the settings as a documented TOML file, and stop.")] = False,
@@ -40,6 +44,7 @@ def train_command(
         settings.check()
         print(settings.to_toml(), end="")
         return
+    say(f"distca train: starting {settings.run.ranks} ranks …")
     from distca.train.launch import launch
 
     raise typer.Exit(launch(settings, _train))
@@ -76,7 +81,7 @@ def _common() -> str:
     """The common settings for --help, each with its default as the value."""
     lines = [f"--{known.name} {json.dumps(known.default)}: {known.meaning}" for known in known_settings().values()
              if known.common and known.name != "run.ranks"]
-    return "\n\n".join(["Common settings with their defaults; --show-settings prints all:", *lines])
+    return "\n\n".join([f"Common settings with their defaults; --show-settings prints all. {UNITS_HELP}", *lines])
 
 
 TRAIN_USAGE: dict[str, Any] = {

@@ -217,9 +217,11 @@ class ReportData:
     comparison: tuple[StrategyFigures, ...] = ()
     plan: PlannedBatch | None = None
     timelines: tuple[Timeline, ...] = ()
+    stacked: bool = False                        # timelines one above the other, else side by side
     memory: Memory | None = None
     memory_capacity_bytes: float | None = None   # of one rank
     run: RunFigures | None = None
+    verdict: str = ""                            # what it comes to, in a sentence or two: the page opens with it
 
 
 def plan_page(batch: PlannedBatch) -> ReportData:
@@ -239,18 +241,19 @@ def plan_page(batch: PlannedBatch) -> ReportData:
     return ReportData(f"Plan of {batch.source}", f"{batch.pool_text}, {batch.options_text}", tuple(facts), plan=batch)
 
 
-def comparison_page(
-    comparison: Comparison, timelines: tuple[Timeline, ...] = (), memory: Memory | None = None
-) -> ReportData:
+def strategies_of(comparison: Comparison) -> tuple[StrategyFigures, ...]:
+    """Every strategy, and the bound where it was asked for, each against the others."""
+    return tuple(StrategyFigures.of(outcome, comparison.rows) for outcome in comparison.rows)
+
+
+def comparison_page(comparison: Comparison) -> ReportData:
     setting = comparison.setting
     known = {"model": setting.model.name, "cluster": setting.cluster.name, "gpus": f"{setting.gpus:,}",
              "tp": setting.tp, "pp": setting.pp, "context": f"{setting.context:,}", "data": comparison.source,
              "batches": comparison.num_batches, "tolerance": comparison.tolerance}
     return ReportData(
         "Strategies on the same documents", ", ".join(f"{name} {value}" for name, value in known.items()),
-        comparison=tuple(StrategyFigures.of(outcome, comparison.rows) for outcome in comparison.rows),
-        timelines=timelines, memory=memory,
-        memory_capacity_bytes=None if memory is None else setting.cluster.memory_bytes)
+        comparison=strategies_of(comparison))
 
 
 def byte_text(count: float) -> str:
@@ -264,8 +267,8 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def count_text(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def count_text(number: int, noun: str, several: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
 
 
 def over_mean(values: np.ndarray) -> np.ndarray:

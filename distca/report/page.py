@@ -36,6 +36,7 @@ def render_page(data: ReportData) -> str:
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
         f"<title>{escape(data.title)}</title>\n<style>{_asset('page.css')}</style>\n</head>\n<body>",
         f'<a class="skip" href="#main">Skip to the report</a>\n<header><h1>{escape(data.title)}</h1>',
+        f'<p class="verdict">{escape(data.verdict)}</p>' if data.verdict else "",
         f"<p>{escape(data.subtitle)}</p>" if data.subtitle else "",
         f"<dl>{facts}</dl>" if facts else "",
         f'</header>\n<nav aria-label="Sections">{links}</nav>\n<main id="main">',

@@ -24,9 +24,11 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PARTS = "▏▎▍▌▋▊▉█"
 
 
-def print_plan(batch: PlannedBatch, console: Console) -> None:
-    """The whole answer of `distca plan`."""
+def print_plan(batch: PlannedBatch, console: Console, note: str = "") -> None:
+    """One batch in full; the note says how it came about."""
     console.print(heading(batch))
+    if note:
+        console.print(Text(note))
     console.print()
     console.print(comparison(batch))
     console.print("[dim]Bytes are what crosses ranks in one layer's forward pass, in bf16.[/dim]", highlight=False)
@@ -34,6 +36,11 @@ def print_plan(batch: PlannedBatch, console: Console) -> None:
     console.print(work_bars(batch) if batch.num_servers <= MAX_BARS else work_profile(batch))
     console.print()
     console.print(Text(verdict(batch)))
+    print_warnings(batch, console)
+
+
+def print_warnings(batch: PlannedBatch, console: Console) -> None:
+    """What keeps the plan from its tolerance, or from being one."""
     if batch.plan.limit is not None:
         console.print(Text(f"max/mean stays above 1 + tolerance: {batch.plan.limit}.", style="bold"))
     if batch.invalid is not None:

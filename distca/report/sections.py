@@ -52,7 +52,7 @@ def sections_of(data: ReportData) -> tuple[Section, ...]:
     found = (
         comparison_section(data.comparison) if data.comparison else None,
         work_section(plan) if plan else None,
-        timeline_section(data.timelines) if data.timelines else None,
+        timeline_section(data.timelines, data.stacked) if data.timelines else None,
         transfers_section(*bytes_between(plan.plan), size=plan.num_servers) if plan else None,
         documents_section(plan.plan.layout.lengths, plan.plan.tasks) if plan else None,
         memory_section(data.memory, data.memory_capacity_bytes) if data.memory else None,
@@ -134,7 +134,7 @@ def transfers_section(source: np.ndarray, destination: np.ndarray, num_bytes: np
     return Section("transfers", "Who sends to whom", body, payload)
 
 
-def timeline_section(timelines: Sequence[Timeline]) -> Section:
+def timeline_section(timelines: Sequence[Timeline], stacked: bool = False) -> Section:
     payload = [timeline_payload(timeline, MAX_SPANS // len(timelines)) for timeline in timelines]
     lanes = list(dict.fromkeys(lane for one in payload for lane in one["lanes"]))
     boxes = "".join(
@@ -157,7 +157,7 @@ def timeline_section(timelines: Sequence[Timeline]) -> Section:
         '<label class="field">Spans of rank <input id="span-rank" type="number" min="0" value="'
         f'{min((trace.rank for one in timelines for trace in one.traces), default=0)}"></label>')
     body = (f'<p>{hint}</p>{_controls(controls)}<p id="timeline-status" class="status" role="status"></p>'
-            f'<div class="timelines timelines-{len(timelines)}">{charts}</div>'
+            f'<div class="timelines{"" if stacked else f" timelines-{len(timelines)}"}">{charts}</div>'
             f"{_numbers('timeline', 'Seconds per rank and lane')}"
             f'<details data-table="spans"><summary>Spans of one rank</summary>{_controls(list_controls)}'
             '<div class="table"></div></details>')

@@ -28,6 +28,7 @@ from distca.simulate.execute import Step, execute
 from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, check_names
+from distca.validation import was_refused
 from distca.workload.sequences import Source, batch_sequences
 
 BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
@@ -237,11 +238,25 @@ def _pool(workers: int) -> Iterator[Run]:
         def run(
             question: Question, numbers: Sequence[int], chosen: frozenset[Key] | None
         ) -> Iterator[tuple[int, Found]]:
-            waiting = {pool.submit(batch_figures, question, number, chosen): number for number in numbers}
+            waiting = {pool.submit(_figures_or_refusal, question, number, chosen): number for number in numbers}
             for future in as_completed(waiting):
-                yield waiting[future], future.result()
+                found = future.result()
+                if isinstance(found, str):
+                    pool.shutdown(cancel_futures=True)
+                    raise ValueError(found)
+                yield waiting[future], found
 
         yield run
+
+
+def _figures_or_refusal(question: Question, number: int, chosen: frozenset[Key] | None) -> Found | str:
+    """In a process of its own: a refusal travels as its words, for an exception would arrive as an accident there."""
+    try:
+        return batch_figures(question, number, chosen)
+    except ValueError as error:
+        if not was_refused(error):
+            raise
+        return str(error)
 
 
 def _chosen(question: Question, rows: dict[int, Found]) -> frozenset[Key] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from distca.units import parse_count
 from distca.validation import MAX_NUMBER, short
 
 Value = int | float | bool | str
@@ -45,6 +46,7 @@ class Known:
     choices: tuple[str, ...]
     limits: Limits
     common: bool  # listed by `distca train --help`
+    counted: bool  # tokens or ranks, which people write as 64k
 
     @property
     def meaning(self) -> str:
@@ -52,14 +54,17 @@ class Known:
 
 
 def setting(
-    default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, **limits: float
+    default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, counted: bool = False,
+    **limits: float
 ) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "limits": Limits(**limits),
-                                            "common": common})
+                                            "common": common, "counted": counted})
 
 
 def typed(known: Known, value: object, where: str = "") -> Value:
-    """The value if it has the field's type; a whole number will do for a number."""
+    """The value if it has the field's type; a whole number will do for a number, and "64k" for tokens and ranks."""
+    if known.counted and isinstance(value, str):
+        return parse_count(f"{where}{known.name}", value)
     if known.type is float and type(value) is int and abs(value) < MAX_NUMBER:
         return float(value)
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
@@ -68,6 +73,8 @@ def typed(known: Known, value: object, where: str = "") -> Value:
 
 
 def from_text(known: Known, text: str) -> Value:
+    if known.counted:
+        return parse_count(known.name, text)
     if known.type is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -35,7 +35,7 @@ class Run:
                          common=True)
     seed: int = setting(0, "Seed of the weights.", least=0, most=MAX_SEED)
     ranks: int = setting(2, "Ranks to start on this machine; under torchrun or srun theirs count instead.",
-                         least=1, most=MAX_RANKS, common=True)
+                         least=1, most=MAX_RANKS, common=True, counted=True)
     device: str = setting("auto", "Where to train; auto is cuda where there is a GPU.",
                           choices=("auto", "cpu", "cuda"), common=True)
     dtype: str = setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
@@ -71,7 +71,7 @@ class Data:
     vocab: int = setting(0, "Tokens that the vocabulary has, for data that are tokens; 0 asks data.tokenizer, or the "
                             "model.", least=0, most=MAX_LENGTH)
     max_document: int = setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
-                                least=0, most=MAX_LENGTH)
+                                least=0, most=MAX_LENGTH, counted=True)
     seed: int = setting(0, "Seed of the order of documents.", least=0, most=MAX_SEED)
 
 
@@ -89,7 +89,7 @@ class Eval:
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     tokens_per_rank: int = setting(4096, "Tokens on each data rank in a micro-batch.", least=1, most=MAX_LENGTH,
-                                   common=True)
+                                   common=True, counted=True)
     micro_batches: int = setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
                                  most=MAX_MICRO_BATCHES, common=True)
     ping_pong: bool = setting(True, "Split a micro-batch into two nano-batches, one computing while the other "
@@ -120,9 +120,9 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class Parallel:
     tensor: int = setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
-                          most=MAX_RANKS, common=True)
+                          most=MAX_RANKS, common=True, counted=True)
     pipeline: int = setting(1, "Stages that the layers are cut into; attention is balanced over all of them.",
-                            least=1, most=MAX_RANKS, common=True)
+                            least=1, most=MAX_RANKS, common=True, counted=True)
     fsdp: bool = setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
 
 
@@ -135,7 +135,8 @@ class Optimizer:
     beta1: float = setting(0.9, "AdamW's memory of gradients.", least=0, below=1)
     beta2: float = setting(0.95, "AdamW's memory of squared gradients.", least=0, below=1)
     clip_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0, most=MAX_FACTOR)
-    loss_chunk_tokens: int = setting(1024, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH)
+    loss_chunk_tokens: int = setting(1024, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH,
+                                     counted=True)
 
 
 @dataclass(frozen=True, slots=True)

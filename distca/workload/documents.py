@@ -1,4 +1,4 @@
-"""Get document lengths: sampled, read from a file, or counted on a corpus that every machine has.
+"""Get document lengths: sampled, or counted on a corpus that every machine has; and workloads, which fix batches.
 
 Lengths are all that planning needs to know of the data, and a wrong one would only surface as a wrong mask much
 later. So every way in ends in `check_lengths`, and every refusal names the field, its value and the remedy.
@@ -6,9 +6,8 @@ later. So every way in ends in `check_lengths`, and every refusal names the fiel
 
 import json
 import os
-import re
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.spec import unknown_name
-from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, check_name, check_whole, parse_json, read_text, short
+from distca.validation import CORPUS_WHY, DOCUMENTS_WHY, MAX_DOCUMENTS, check_name, check_whole, short
 
 IntArray = npt.NDArray[np.int64]
 
@@ -39,11 +38,16 @@ SHORT_KEPT = 0.5
 
 _DRAWS_PER_CHUNK = 16_384
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_WORKLOAD_KEYS = ("name", "ranks", "tokens_per_rank", "sequences")
+WORKLOAD_KEYS = ("name", "ranks", "tokens_per_rank", "sequences")
 
 
-def check_lengths(lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengths") -> IntArray:
-    """The lengths as int64, or a ValueError that names the first entry which is not a whole number of 1 or more."""
+def check_lengths(
+    lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengths", *, most: int = MAX_DOCUMENTS, first: int = 0
+) -> IntArray:
+    """The lengths as int64, or a ValueError that names the first entry which is not a whole number of 1 or more.
+
+    `most` is how many there may be, a batch's unless given; `first` numbers the first where these are some of more.
+    """
     if isinstance(lengths, np.ndarray):
         if lengths.ndim != 1:
             raise ValueError(f"{field} has shape {lengths.shape}; give one flat list of document lengths")
@@ -54,11 +58,12 @@ def check_lengths(lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengt
     values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), field)
     if values.size == 0:
         raise ValueError(f"{field} is empty; give at least one document length")
-    check_whole(f"the number of {field}", values.size, most=MAX_DOCUMENTS, why=DOCUMENTS_WHY)
+    check_whole(f"the number of {field}", values.size, most=most,
+                why=DOCUMENTS_WHY if most == MAX_DOCUMENTS else CORPUS_WHY)
     bad = (values < 1) | (values > MAX_LENGTH)
     if bad.any():
         index = int(bad.argmax())
-        raise _bad_length(f"{field}[{index}]", int(values[index]))
+        raise bad_length(f"{field}[{first + index}]", int(values[index]))
     return values.astype(np.int64, copy=False)
 
 
@@ -187,38 +192,14 @@ class Workload:
         Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
-def read_source(path: str | Path) -> Workload | IntArray:
-    """A workload file, or plain lengths: a JSON list, or one number a line with blank lines and # comments."""
-    text = read_text(path)
-    try:
-        if not text.lstrip().startswith(("[", "{")):
-            return _lengths_from_lines(text)
-        content = parse_json(text)
-        if isinstance(content, list):
-            return check_lengths(content)
-        missing = [key for key in _WORKLOAD_KEYS if key not in content]
-        if missing:
-            raise ValueError(
-                f"not a workload: its keys are {short(list(content))}, without {', '.join(missing)}; give "
-                f"{', '.join(_WORKLOAD_KEYS)}, or a JSON list of lengths")
-        return Workload(**{key: content[key] for key in _WORKLOAD_KEYS})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _lengths_from_lines(text: str) -> IntArray:
-    lengths: list[int] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        entry = line.split("#", 1)[0].strip()
-        if not entry:
-            continue
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", entry):
-            raise _bad_length(f"line {number}", entry)
-        length = int(entry)
-        if not 1 <= length <= MAX_LENGTH:
-            raise _bad_length(f"line {number}", length)
-        lengths.append(length)
-    return check_lengths(lengths)
+def workload_from_json(content: Mapping[str, Any]) -> Workload:
+    """The workload that a JSON object says."""
+    missing = [key for key in WORKLOAD_KEYS if key not in content]
+    if missing:
+        raise ValueError(
+            f"not a workload: its keys are {short(list(content))}, without {', '.join(missing)}; give "
+            f"{', '.join(WORKLOAD_KEYS)}, or a JSON list of lengths")
+    return Workload(**{key: content[key] for key in WORKLOAD_KEYS})
 
 
 def _whole_numbers(values: list[Any], field: str) -> IntArray:
@@ -227,15 +208,16 @@ def _whole_numbers(values: list[Any], field: str) -> IntArray:
         whole = []
         for index, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise _bad_length(f"{field}[{index}]", value)
+                raise bad_length(f"{field}[{index}]", value)
             whole.append(int(value))
     try:
         return np.array(whole, dtype=np.int64)
     except OverflowError:
         index = next(i for i, value in enumerate(whole) if abs(value) > MAX_LENGTH)
-        raise _bad_length(f"{field}[{index}]", whole[index]) from None
+        raise bad_length(f"{field}[{index}]", whole[index]) from None
 
 
-def _bad_length(field: str, value: object) -> ValueError:
+def bad_length(field: str, value: object) -> ValueError:
+    """The refusal of a length, wherever it stood."""
     return ValueError(
         f"{field} is {short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")

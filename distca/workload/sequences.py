@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from distca.validation import MAX_CORPUS_DOCUMENTS
 from distca.workload.documents import (
     LONG_DOCUMENT,
     QUANTILES,
@@ -38,7 +39,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.lengths is not None:
-            object.__setattr__(self, "lengths", check_lengths(self.lengths))
+            object.__setattr__(self, "lengths", check_lengths(self.lengths, most=MAX_CORPUS_DOCUMENTS))
 
     def check_context(self, context: int) -> None:
         """Refuse a context that no document would ever fill."""

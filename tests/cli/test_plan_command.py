@@ -147,7 +147,8 @@ def test_lengths_file_fills_its_ranks_and_says_so(run: Callable[..., tuple[int, 
     said = run_json("plan", "lengths.txt", "--ranks", 2)
     assert (said["tokens_per_rank"], said["documents"]) == (1603 // 2, 4)
     code, out, _ = run("plan", "lengths.txt", "--ranks", 2, "--tokens-per-rank", 500)
-    assert code == 0 and "lengths.txt: 2 of 4 documents" in out and "2 ranks of 500 tokens" in out
+    assert code == 0 and "lengths.txt: 4 documents, 1,603 tokens" in out and "2 ranks of 500 tokens" in out
+    assert "1 batch, all that it fills" in out
 
 
 def test_standard_library_fills_any_number_of_ranks(run_json: Callable[..., dict[str, Any]]) -> None:

@@ -257,7 +257,7 @@ def test_a_mistake_of_ours_keeps_its_traceback_and_says_what_to_report(monkeypat
         return empty[0]
 
     for make in (broken, lambda *_: int("x")):                   # ours, though a ValueError: nobody refused anything
-        monkeypatch.setattr("distca.cli.plan.read_batch", make)
+        monkeypatch.setattr("distca.cli.plan.read_batches", make)
         with pytest.raises(SystemExit) as stop:
             cli.main(["plan", "prolong"])
         err = capfd.readouterr().err

@@ -1,0 +1,48 @@
+"""Options that several commands have: numbers as people type them, and how a file of lengths is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from distca.units import is_count, parse_count
+from distca.validation import short
+from distca.workload.length_files import FORMATS
+
+COUNT = "COUNT"
+COLUMN_HELP = ("Column of a table, or key of JSON objects, that holds a document's length, its tokens as a list, or "
+               "with --tokenizer its text; `length` or `input_ids` unless given.")
+
+
+def count(value: Any) -> Any:
+    """A whole number as people type it; defaults are numbers already."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_count("the value", value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def counts(field: str, text: str) -> list[int]:
+    """One number or several with commas between them."""
+    try:
+        return [parse_count(field, part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
+
+
+def one_source(words: Sequence[str]) -> str:
+    """SOURCE, which is one word, or lengths in several."""
+    if len(words) > 1 and not all(is_count(part) for word in words for part in word.split(",")):
+        raise ValueError(f"SOURCE is {' and '.join(map(short, words[:3]))}; give one file or name, or lengths alone")
+    return ",".join(words)
+
+
+Column = Annotated[str | None, typer.Option(help=COLUMN_HELP)]
+Format = Annotated[str | None, typer.Option(
+    "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}.")]
+Tokenizer = Annotated[str | None, typer.Option(
+    help="A tokenizer.json, or a folder with one: lengths are then those of the texts, as `text` or --column say.")]

@@ -1,0 +1,192 @@
+"""Lengths out of text: a number a line, CSV and TSV, JSON, and JSON lines.
+
+Every refusal names the line. Lines are read in blocks of megabytes and parsed block by block, which is what makes a
+million of them a matter of a second.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from distca.units import is_count
+from distca.validation import MAX_TEXT_BYTES, parse_json, short
+from distca.workload.byte_streams import MAX_LINE_BYTES, LineBlock, chunks, line_blocks
+from distca.workload.documents import IntArray, Workload, bad_length, check_lengths, workload_from_json
+from distca.workload.length_values import (
+    LENGTH,
+    Wanted,
+    Where,
+    length_of_text,
+    lengths_of_lines,
+    lengths_of_values,
+    named,
+)
+
+ROWS_PER_BATCH = 65_536
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def read_text_source(path: str, format_: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
+    """Lengths a part at a time, or a workload; an empty format is JSON where it begins so, else a number a line."""
+    blocks = line_blocks(chunks(path))
+    first = next((block for block in blocks if block.content.strip()), LineBlock(1, b""))
+    blocks = chain([first], blocks)
+    if format_ == "json" or (not format_ and first.content.lstrip()[:1] in (b"[", b"{")):
+        return _read_json(_whole_text(blocks), wanted)
+    if format_ in DELIMITERS:
+        return _read_table(blocks, DELIMITERS[format_], wanted)
+    if format_ == "jsonl":
+        return (_json_lines(block, wanted) for block in blocks)
+    if wanted.column is not None or wanted.counter is not None:
+        raise ValueError("one number a line has no columns and no texts; leave --column and --tokenizer out, or say "
+                         "with --format what it is")
+    return (lengths_of_lines(block.content, _line_of(block)) for block in blocks)
+
+
+def _line_of(block: LineBlock) -> Where:
+    return lambda index: f"line {block.first + index}"
+
+
+def _whole_text(blocks: Iterator[LineBlock]) -> str:
+    held, total = [], 0
+    for block in blocks:
+        total += len(block.content)
+        if total > MAX_TEXT_BYTES:
+            raise ValueError(f"more than {MAX_TEXT_BYTES} bytes, the most that is read of one JSON value; give JSON "
+                             "lines, CSV or .npy")
+        held.append(block.content)
+    return _decoded(b"".join(held))
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("not a text file; give UTF-8 text, or say with --format what it is") from None
+
+
+def _read_json(text: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
+    try:
+        content = parse_json(text)
+    except ValueError:
+        if _is_json(text.lstrip().split("\n", 1)[0]):
+            raise ValueError("several JSON values; name the file .jsonl, or give --format jsonl") from None
+        raise
+    if isinstance(content, dict):
+        return workload_from_json(content)
+    if not isinstance(content, list):
+        raise ValueError(f"holds {short(content)}; give a JSON list of lengths or of objects, or a workload")
+    if any(isinstance(value, dict) for value in content):
+        values = [_value(record, wanted, f"lengths[{index}]") for index, record in enumerate(content)]
+        return iter([lengths_of_values(values, wanted, lambda index: f"lengths[{index}]")])
+    return iter([check_lengths(content)])
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json_lines(block: LineBlock, wanted: Wanted) -> IntArray:
+    """A block parsed as one list, which is quick; line by line where that fails, to say which."""
+    lines = [(block.first + at, line) for at, line in enumerate(_decoded(block.content).split("\n")) if line.strip()]
+    try:
+        records: list[Any] = json.loads(f"[{','.join(line for _, line in lines)}]")
+    except (ValueError, RecursionError):
+        records = []
+    if len(records) != len(lines):
+        records = [_json_line(line, number) for number, line in lines]
+    values = _usual_values(records) if wanted == Wanted() else None
+    if values is None:
+        values = [_value(record, wanted, f"line {number}") for (number, _), record in zip(lines, records, strict=True)]
+    return lengths_of_values(values, wanted, lambda index: f"line {lines[index][0]}")
+
+
+def _usual_values(records: list[Any]) -> list[Any] | None:
+    """What stands under `length` where every record has it, without a look at the other keys."""
+    try:
+        return [record[LENGTH] for record in records]
+    except (KeyError, TypeError):
+        return None
+
+
+def _json_line(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number too long, or lists too deep"
+        raise ValueError(f"line {number} is not JSON ({reason}); repair or drop it") from None
+
+
+def _value(record: Any, wanted: Wanted, where: str) -> Any:
+    """What a record says about its length: itself, or what is under the key."""
+    if not isinstance(record, dict):
+        if isinstance(record, list | str):
+            raise bad_length(where, record)
+        return record
+    try:
+        return record[wanted.choose(list(record))]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _read_table(blocks: Iterator[LineBlock], delimiter: str, wanted: Wanted) -> Iterator[IntArray]:
+    """One column of a table with names in its first row; without names, columns are numbered from 1."""
+    rows = csv.reader(_lines(blocks), delimiter=delimiter, strict=True)
+    head = _next_row(rows)
+    while head == []:
+        head = _next_row(rows)
+    if head is None:
+        return
+    has_names = not all(is_count(cell.strip()) for cell in head)
+    names = [cell.strip() for cell in head] if has_names else [str(number) for number in range(1, len(head) + 1)]
+    at = names.index(wanted.choose(names))
+    cells: list[str] = [] if has_names else [head[at]]
+    lines: list[int] = [] if has_names else [rows.line_num]
+    while (row := _next_row(rows)) is not None:
+        if row:
+            if len(row) <= at:
+                raise ValueError(f"line {rows.line_num} has {len(row)} of the {len(names)} columns ({named(names)}); "
+                                 "repair or drop it")
+            cells.append(row[at])
+            lines.append(rows.line_num)
+        if len(cells) == ROWS_PER_BATCH:
+            yield _cells(cells, lines, wanted)
+            cells, lines = [], []
+    if cells:
+        yield _cells(cells, lines, wanted)
+
+
+def _lines(blocks: Iterator[LineBlock]) -> Iterator[str]:
+    for block in blocks:
+        yield from (f"{line}\n" for line in _decoded(block.content).removesuffix("\n").split("\n"))
+
+
+def _next_row(rows: Any) -> list[str] | None:
+    """The csv module's limit of a field is for the whole process: it is ours for one row at a time."""
+    before = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        raise ValueError(f"line {rows.line_num} is broken ({error}); repair it") from None
+    finally:
+        csv.field_size_limit(before)
+
+
+def _cells(cells: list[str], lines: list[int], wanted: Wanted) -> IntArray:
+    if wanted.counter is not None:
+        return lengths_of_values(list(cells), wanted, lambda index: f"line {lines[index]}")
+    joined = "\n".join(cells)
+    if joined.count("\n") == len(cells) - 1 and "#" not in joined and all(cells):
+        return lengths_of_lines(joined.encode("utf-8", "replace"), lambda index: f"line {lines[index]}")
+    return np.array([length_of_text(cell, f"line {line}") for cell, line in zip(cells, lines, strict=True)],
+                    dtype=np.int64)

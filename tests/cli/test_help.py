@@ -1,0 +1,71 @@
+"""Help, completion and the first line on the screen, for every command."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import distca
+
+Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(distca.__file__).parents[1]
+COMMANDS = ((), ("plan",), ("simulate",), ("train",), ("profile",), ("report",), ("paper",), ("checkpoint",),
+            ("checkpoint", "verify"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_short_and_long_help_are_the_same(run: Run, command: tuple[str, ...]) -> None:
+    short, long = run(*command, "-h"), run(*command, "--help")
+    assert short == long and short[0] == 0 and "Usage: distca" in short[1] and "-h" in short[1]
+
+
+def test_help_says_what_k_is(run: Run) -> None:
+    for command in ("plan", "simulate", "train", "profile"):
+        assert "k is 1024" in " ".join(run(command, "-h")[1].replace("│", " ").split())
+
+
+def _distca(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "distca", *arguments], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+
+
+def test_shells_complete_commands(tmp_path: Path) -> None:
+    done = _distca(_DISTCA_COMPLETE="complete_bash", COMP_WORDS="distca si", COMP_CWORD="1")
+    assert done.stdout.split() == ["simulate"]
+    installed = _distca("--install-completion", "bash", HOME=str(tmp_path))
+    assert installed.returncode == 0, installed.stderr
+    scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_DISTCA_COMPLETE" in path.read_text()]
+    assert scripts and "complete" in (tmp_path / ".bashrc").read_text() + scripts[0].read_text()
+
+
+@pytest.mark.parametrize("arguments", [("train", "--run.steps", "1", "--run.device", "cpu"), ("profile", "--quick")],
+                         ids=lambda arguments: arguments[0])
+def test_what_is_slow_to_start_says_a_line_first(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """On a terminal. The first line comes before torch is loaded: its command has not imported it."""
+    controller, terminal = pty.openpty()
+    code = ("import sys; import distca.cli.progress as shown; said = shown.say\n"
+            "def say(line):\n    said(line); sys.exit('torch' in sys.modules)\n"
+            "import distca.cli.train, distca.cli.profile\n"
+            "distca.cli.train.say = distca.cli.profile.say = say\n"
+            f"from distca.cli import main; main({list(arguments)!r})")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=terminal, stderr=terminal, stdin=terminal,
+                               cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    os.close(terminal)
+    assert process.wait(60) == 0
+    time.sleep(0.05)
+    assert os.read(controller, 1000).startswith(f"distca {arguments[0]}: ".encode())
+    os.close(controller)
+
+
+def test_pipes_are_spared_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from distca.cli.progress import say
+
+    say("nobody sees this")
+    assert capsys.readouterr() == ("", "")
