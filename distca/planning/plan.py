@@ -184,16 +184,16 @@ def _check_coverage(plan: Plan) -> None:
     order = np.lexsort((tasks.kv_start[task], cell))
     task, cell = task[order], cell[order]
     q_start, q_stop = edges[cell] - base[task], edges[cell + 1] - base[task]
-    kv_start = np.minimum(tasks.kv_start[task], q_stop)          # keys past the run's last query are never seen
+    first = np.zeros_like(q_start) if plan.window is None else np.maximum(q_start - plan.window + 1, 0)
+    kv_start = np.clip(tasks.kv_start[task], first, q_stop)      # keys before its window or past its end: never seen
     kv_stop = np.minimum(tasks.kv_stop[task], q_stop)
     seen = kv_stop > kv_start
-    task, cell, q_start, q_stop, kv_start, kv_stop = (
-        column[seen] for column in (task, cell, q_start, q_stop, kv_start, kv_stop))
+    task, cell, q_start, q_stop, kv_start, kv_stop, first = (
+        column[seen] for column in (task, cell, q_start, q_stop, kv_start, kv_stop, first))
     opens = np.ones(len(cell), dtype=bool)
     opens[1:] = cell[1:] != cell[:-1]
     closes = np.roll(opens, -1)
-    first_seen = np.zeros_like(q_start) if plan.window is None else np.maximum(q_start - plan.window + 1, 0)
-    expected = np.where(opens, np.minimum(kv_start, first_seen), np.roll(kv_stop, 1))  # keys before the window may stay
+    expected = np.where(opens, first, np.roll(kv_stop, 1))
     bad = (kv_start != expected) | (closes & (kv_stop != q_stop))
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
