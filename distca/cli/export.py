@@ -11,8 +11,8 @@ from distca.cli.checkpoint import checkpoints_in
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint.folder, of which the newest good one is taken, or one "
-                                                    "step_… folder of it.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint.folder, of which the newest good one is taken, or "
+                                                    "one step_… folder of it.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="A new folder for config.json, safetensors and tokenizer.",
                                         show_default=False)],
     dtype: Annotated[str, typer.Option(help="Of the files: bfloat16, float16, float32 or float64; by default that of "

@@ -36,10 +36,11 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
         return made[key]
 
     by_depth = windows_by_depth(windows, step.layers, shared=step.is_shared)
-    stages = [tuple(tuple(tuple(plan(causal, window) for causal, window in zip(depths, of_stage, strict=False))
-                          for depths in nanos) for nanos in ticks)
-              for ticks, of_stage in zip(step.by_stage[:1] if step.is_shared else step.by_stage, by_depth, strict=False)]
-    return replace(step, by_stage=tuple(stages) * (step.num_stages if step.is_shared else 1))
+    num_plans = 1 if step.is_shared else step.num_stages         # stages that share calls have the same plans
+    stages = tuple(tuple(tuple(tuple(plan(causal, window) for causal, window in zip(depths, of_stage, strict=False))
+                               for depths in nanos) for nanos in ticks)
+                   for ticks, of_stage in zip(step.by_stage[:num_plans], by_depth[:num_plans], strict=True))
+    return replace(step, by_stage=stages * (step.num_stages // num_plans))
 
 
 def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -> list[list[int | None]]:
@@ -55,9 +56,9 @@ def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -
         for depth, (window, other) in enumerate(zip(own, deepest, strict=False)):
             if window != other:
                 raise ValueError(
-                    f"layer {begin[stage] + depth} (number {depth} of pipeline stage {stage}) has window {window} where "
-                    f"number {depth} of another stage has {other}, and stages share their attention calls; use one "
-                    "stage, stages whose windows agree, or attention.mode home or per_document_cp")
+                    f"layer {begin[stage] + depth} (number {depth} of pipeline stage {stage}) has window {window} "
+                    f"where number {depth} of another stage has {other}, and stages share their attention calls; use "
+                    "one stage, stages whose windows agree, or attention.mode home or per_document_cp")
     return [deepest] * len(stages)
 
 

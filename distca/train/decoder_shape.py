@@ -144,8 +144,8 @@ def check_model(model: Model) -> None:
         raise ValueError("model.tied and model.untied are both true; set one of them")
     for field in (*SIZES, "tied", "untied") if model.load else ():
         if getattr(model, field):
-            raise ValueError(f"model.{field} is {getattr(model, field)} but model.load is {model.load!r}, whose weights "
-                             f"have a shape of their own; leave model.{field} out")
+            raise ValueError(f"model.{field} is {getattr(model, field)} but model.load is {model.load!r}, whose "
+                             f"weights have a shape of their own; leave model.{field} out")
 
 
 def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:

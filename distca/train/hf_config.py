@@ -37,7 +37,7 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
     config = read_config(path)
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         about = "has experts or another decoder than these" if kind in ARCHITECTURES else "is not known"
         raise ValueError(f"{file} has model_type {short(kind)}, which {about} and cannot be trained; supported are: "
                          f"{', '.join(FAMILIES)}")
@@ -94,20 +94,20 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
         return ()                                                # refused, or too many to be a model's, further on
     if kind == "llama":
         return ()
-    window = config["sliding_window"]
+    window, kinds = config["sliding_window"], config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers and all(
+            one in (SLIDING, FULL) for one in kinds)):
+        raise ValueError(f"{file} has layer_types {short(kinds)}; give {layers} of {SLIDING!r} and {FULL!r}")
     if kind == "mistral":
-        if len(set(config.get("layer_types") or ())) > 1:
+        if kinds is not None and len(set(kinds)) > 1:
             raise ValueError(f"{file} has layer_types that mix windows, which model_type 'mistral' has for all layers "
                              "or none; leave layer_types out")
         return () if window is None else (check_whole(f"{file}: sliding_window", window),) * layers
     window = check_whole(f"{file}: sliding_window", window) if config.get("use_sliding_window") and (
         window is not None) else None
     first = check_whole(f"{file}: max_window_layers", config["max_window_layers"], least=0)
-    kinds = config.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
-        raise ValueError(f"{file} has layer_types {short(kinds)}; give {layers} of {SLIDING!r} and {FULL!r}")
     if SLIDING in kinds and window is None:
         raise ValueError(f"{file} has layers of type {SLIDING!r} but no sliding_window that is used; set "
                          "use_sliding_window and sliding_window")
@@ -127,13 +127,13 @@ def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: fl
 
     if kind == "linear":
         return LinearScaling(number("factor"))
-    original = rope.get("original_max_position_embeddings")
-    original = check_whole(f"{file}: rope original_max_position_embeddings", positions if original is None else original)
+    given = rope.get("original_max_position_embeddings")
+    original = check_whole(f"{file}: rope original_max_position_embeddings", positions if given is None else given)
     if kind == "llama3":
         return Llama3Scaling(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
     if theta <= 1:
         raise ValueError(f"{file}: rope_theta is {theta}, which yarn takes the logarithm of; give more than 1")
-    factor = number("factor", positions / original)
+    factor = number("factor")
     scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
     inferred = _grown(factor, 1.0)
     if scale and all_dims:

@@ -66,7 +66,8 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
             found.add(name)
         elif not (name in whole or name.endswith("rotary_emb.inv_freq")
                   or (name == "lm_head.weight" and decoder.shape.tied)):
-            raise ValueError(f"{folder} has {name}, which this decoder does not; only plain models of its type can be loaded")
+            raise ValueError(f"{folder} has {name}, which this decoder does not; only plain models of its type can be "
+                             "loaded")
     missing = sorted(parameters.keys() - found)
     if missing:
         raise ValueError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; the folder is not whole")

@@ -194,9 +194,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Norms one, biases zero; matrices normal, those that write to the residual stream narrower the more layers add up there.
+        """Norms one, biases zero; matrices normal.
 
-        A stage draws the whole decoder's weights and keeps its own.
+        Those that write to the residual stream are narrower the more layers add up there. A stage draws the whole
+        decoder's weights and keeps its own.
         """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         narrow = INIT_STD / sqrt(2 * self.shape.model.num_layers)

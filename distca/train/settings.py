@@ -51,19 +51,21 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Model:
     name: str = setting("tiny", "Named shape of the decoder.", choices=TRAINABLE, common=True)
-    config: str = setting("", "A Hugging Face config.json, or its folder, of a Llama, Mistral, Qwen2 or Qwen3 model, in "
-                              "place of the name; weights are drawn from run.seed.")
+    config: str = setting("", "A Hugging Face config.json, or its folder, of a Llama, Mistral, Qwen2 or Qwen3 model, "
+                              "in place of the name; weights are drawn from run.seed.")
     load: str = setting("", "Folder of such a model with weights (config.json, safetensors) to start from; in place of "
                             "the name.")
-    hidden: int = setting(0, "Width of the hidden state; 0 here and below: as the model says.", least=0, most=MAX_LENGTH)
-    layers: int = setting(0, "Layers.", least=0, most=MAX_LAYERS)
-    heads: int = setting(0, "Query heads.", least=0, most=MAX_LENGTH)
-    kv_heads: int = setting(0, "Key and value heads; they divide the query heads.", least=0, most=MAX_LENGTH)
-    head_dim: int = setting(0, "Width of a head; where it was hidden / heads it stays so.", least=0, most=MAX_LENGTH)
-    ffn: int = setting(0, "Width of the feed-forward.", least=0, most=MAX_LENGTH)
-    vocab: int = setting(0, "Different tokens that the model knows.", least=0, most=MAX_LENGTH)
-    window: int = setting(0, "Keys that a query of any layer sees, itself included; -1: all.", least=-1,
-                          most=MAX_LENGTH)
+    hidden: int = setting(0, "Width of the hidden state; 0: as the model says.", least=0, most=MAX_LENGTH)
+    layers: int = setting(0, "Number of layers; 0: as the model says.", least=0, most=MAX_LAYERS)
+    heads: int = setting(0, "Query heads; 0: as the model says.", least=0, most=MAX_LENGTH)
+    kv_heads: int = setting(0, "Key and value heads, which divide the query heads; 0: as the model says.", least=0,
+                            most=MAX_LENGTH)
+    head_dim: int = setting(0, "Width of a head; 0: as the model says, and where that is hidden / heads it stays so.",
+                            least=0, most=MAX_LENGTH)
+    ffn: int = setting(0, "Width of the feed-forward; 0: as the model says.", least=0, most=MAX_LENGTH)
+    vocab: int = setting(0, "Different tokens that the model knows; 0: as the model says.", least=0, most=MAX_LENGTH)
+    window: int = setting(0, "Keys that a query sees in every layer, itself included; 0: as the model says, -1: all.",
+                          least=-1, most=MAX_LENGTH)
     activation_checkpointing: bool = setting(False, "Compute activations again in backward instead of keeping them.")
     rope_theta: float = setting(0.0, "Base of the rotary position angles; 0: as the model says.", least=0,
                                 most=MAX_FACTOR)

@@ -34,8 +34,8 @@ from distca.train.checkpoint_folder import step_folders
 from distca.train.collectives import gather_json, set_timeouts
 from distca.train.corpora import corpus_from
 from distca.train.data import Batch, Loader
-from distca.train.display import Observer
 from distca.train.decoder_shape import DecoderShape, decoder_shape
+from distca.train.display import Observer
 from distca.train.export import export_newest
 from distca.train.hf_config import config_of
 from distca.train.hf_weights import load_hf

@@ -224,7 +224,8 @@ def test_the_command_takes_the_newest_good_checkpoint(run: Run, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (("nowhere", "out"), "nowhere: holds no step_… folder"), (("saved", "full"), "'full', which already holds something"),
+    (("nowhere", "out"), "nowhere: holds no step_… folder"),
+    (("saved", "full"), "'full', which already holds something"),
     (("saved", "saved/step_00000001/manifest.json"), "already holds something"),
     (("saved", "out", "--dtype", "int4"), "--dtype is 'int4'; choose one of"), (("torn", "out"), "is whole")])
 def test_bad_input_is_one_line(words: tuple[str, ...], expected: str, run: Run, tmp_path: Path) -> None:

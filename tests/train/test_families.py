@@ -265,7 +265,10 @@ def test_settings_that_contradict_are_one_line(values: dict[str, Any], words: st
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope factor is None"),
     ("qwen2", {"layer_types": ["full_attention"]}, "give 3 of 'sliding_attention' and 'full_attention'"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window that is used"),
-    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "mix windows"),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "mix windows"),
+    ("qwen3", {"layer_types": [["full_attention"], 2, None]}, "give 3 of 'sliding_attention' and 'full_attention'"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope factor is None"),
+    ("llama", {"model_type": ["llama"]}, "model_type"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
 ])
 def test_what_we_do_not_compute_is_refused(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def plain_curve(folder: Path, family: str) -> tuple[list[float], list[float]]:
         total, labels = torch.zeros((), dtype=torch.float64), 0
         for row in loader.next().rows:
             starts = [*torch.where(row.positions == 0)[0].tolist(), len(row.tokens)]
-            for begin, end in zip(starts, starts[1:], strict=False):
+            for begin, end in pairwise(starts):
                 document = row.tokens[begin:end]
                 total = total + cross_entropy(model(document[None]).logits[0, :-1], document[1:], reduction="sum")
                 labels += len(document) - 1
