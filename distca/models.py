@@ -54,7 +54,8 @@ _EXPERT_MODELS = (
                Latent(512, 64, 1536)),
 )
 MODELS = {model.name: model for model in (*(ModelShape(*row) for row in _MODELS), *_EXPERT_MODELS)}
-TRAINABLE = tuple(name for name in MODELS if name.startswith(("llama", "mistral", "tiny")))  # as Llama computes
+TRAINABLE = tuple(name for name, model in MODELS.items()
+                  if name.startswith(("llama", "mistral", "qwen", "tiny")) and model.experts is None)
 
 
 def model_named(name: str) -> ModelShape:
@@ -83,10 +84,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def shape_of_config(config: Mapping[str, Any], name: str, *, any_type: bool = False) -> ModelShape:
+def shape_of_config(
+    config: Mapping[str, Any], name: str, *, any_type: bool = False, windows: tuple[int | None, ...] = ()
+) -> ModelShape:
     """The decoder of a config; of a model for text and images that for text.
 
-    With `any_type` only its attention is meant: the feed-forward of a type that is not known is a guess.
+    With `any_type` only its attention is meant: the feed-forward of a type that is not known is a guess. `windows` are
+    the caller's to read.
     """
     config = _text(config)
     kind = config.get("model_type")
@@ -107,7 +111,7 @@ def shape_of_config(config: Mapping[str, Any], name: str, *, any_type: bool = Fa
     guess = experts.ffn if experts else 4 * hidden if any_type else None
     ffn = _number(config, name, "intermediate_size", default=guess)
     return ModelShape(name, _number(config, name, "num_hidden_layers"), hidden, heads, kv_heads, head_dim, ffn,
-                      _number(config, name, "vocab_size"), value_dim, experts, latent)
+                      _number(config, name, "vocab_size"), value_dim, experts, latent, windows)
 
 
 def _experts(config: Mapping[str, Any], name: str) -> Experts | None:

@@ -63,12 +63,16 @@ class ModelShape:
     value_dim: int = 0    # of a head's values; 0: head_dim
     experts: Experts | None = None
     latent: Latent | None = None
+    windows: tuple[int | None, ...] = ()  # [layers] keys that a query sees, itself included; empty: no layer has one
 
     def __post_init__(self) -> None:
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
         for field, value in self._numbers():
             check_whole(f"model {self.name!r}: {field}", value, most=MAX_SIZE)
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"model {self.name!r}: windows are of {len(self.windows)} layers but there are "
+                             f"{self.num_layers}; give one for each, or none")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model {self.name!r}: num_heads is {self.num_heads}, not a multiple of num_kv_heads "
@@ -85,14 +89,20 @@ class ModelShape:
 
     def _numbers(self) -> Iterable[tuple[str, object]]:
         for field in fields(self):
-            if field.name not in ("name", "experts", "latent"):
+            if field.name not in ("name", "experts", "latent", "windows"):
                 yield field.name, getattr(self, field.name)
+        yield from (("windows", window) for window in dict.fromkeys(self.windows) if window is not None)
         for name, part, may_be_zero in (("experts", self.experts, ("shared_ffn", "dense_layers")),
                                         ("latent", self.latent, ("q_rank",))):
             for one in fields(part) if part is not None else ():
                 value = getattr(part, one.name)
                 if value != 0 or one.name not in may_be_zero:
                     yield f"{name}.{one.name}", value
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of every layer, None where it has none."""
+        return self.windows or (None,) * self.num_layers
 
     def heads_per_rank(self, tp: int = 1) -> int:
         """Query heads on one tensor-parallel rank."""

@@ -16,6 +16,7 @@ import typer
 
 import distca
 from distca.cli.checkpoint import checkpoint_app
+from distca.cli.export import export_command
 from distca.cli.paper import paper_command
 from distca.cli.plan import plan_command
 from distca.cli.profile import profile_command
@@ -42,6 +43,7 @@ def _root(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("export")(export_command)
 app.command("paper")(paper_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)

@@ -1,4 +1,4 @@
-"""`distca checkpoint`: is a checkpoint whole, old ones made safe to read, and weights for others."""
+"""`distca checkpoint`: is a checkpoint whole, and old ones made safe to read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from distca.cli.progress import say
 from distca.validation import plain
 
-checkpoint_app = typer.Typer(help="Verify, convert and export checkpoints of `distca train`.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Verify and convert checkpoints of `distca train`.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_… folder of it.", show_default=False)]
 
 
@@ -24,7 +24,7 @@ def verify_command(folder: Folder) -> None:
     from distca.train.checkpoint_folder import DamagedError, TornError, verify
 
     bad = 0
-    for path in _checkpoints(folder):
+    for path in checkpoints_in(folder):
         try:
             manifest = verify(path)
         except DamagedError as error:
@@ -48,7 +48,7 @@ def convert_command(
     trust: Annotated[bool, typer.Option("--trust", help="Whoever wrote the folder may run code here.")] = False,
 ) -> None:
     """Make checkpoints of version 1 readable; their metadata is a pickle, which can run code."""
-    paths = _checkpoints(folder)
+    paths = checkpoints_in(folder)
     if not trust:
         raise ValueError(f"checkpoints of version 1 hold a pickle, and reading {str(folder)!r} can run whatever code "
                          "its writer put there; add --trust if you trust who wrote it")
@@ -63,29 +63,8 @@ def convert_command(
         print("nothing to convert")
 
 
-@checkpoint_app.command("export")
-def export_command(
-    folder: Folder,
-    target: Annotated[Path, typer.Argument(help="A new folder for config.json and model.safetensors.",
-                                           show_default=False)],
-) -> None:
-    """Write the newest good checkpoint's weights as a Hugging Face model that `from_pretrained` loads."""
-    say(f"distca checkpoint: reading {plain(str(folder))} …")
-    from distca.train.checkpoint_folder import DamagedError, TornError
-    from distca.train.export import export_hf
-
-    for path in reversed(_checkpoints(folder)):
-        try:
-            export_hf(path, target)
-        except (DamagedError, TornError) as error:
-            print(f"{path.name}  {'torn' if isinstance(error, TornError) else 'damaged'} and not used: {error}")
-        else:
-            print(f"{path.name}  exported to {target}")
-            return
-    raise ValueError(f"{folder}: holds no checkpoint that is whole; verify says what is wrong with each")
-
-
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints that a folder holds, oldest first, or the one that it is."""
     from distca.train.checkpoint_folder import STEP_NAME, step_folders
 
     if STEP_NAME.fullmatch(folder.absolute().name) and folder.is_dir():

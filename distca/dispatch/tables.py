@@ -53,12 +53,14 @@ class Side:
     buffer_tokens: int  # size of the server's buffer
     parts: np.ndarray   # [row tokens] servers that use each token; where more than one does, results are combined
     is_row: bool = field(init=False)  # the buffer is the row itself: nothing comes from elsewhere, none is left out
+    leaves_some: bool = field(init=False)  # tokens of the row that no server uses, such as keys outside all windows
 
     def __post_init__(self) -> None:
         local = self.local.length
         object.__setattr__(self, "is_row", (
             len(self.receive.peer) == 0 and len(local) <= 1 and self.buffer_tokens == len(self.parts)
             and int(local.sum()) == self.buffer_tokens))
+        object.__setattr__(self, "leaves_some", bool((np.asarray(self.parts) == 0).any()))
         _freeze(self)
 
     @property

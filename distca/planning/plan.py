@@ -51,6 +51,7 @@ class Plan:
     cost: AttentionTime | None = None  # None: work is causal pairs
     limit: str | None = None      # the indivisible piece that keeps max/mean above 1 + tolerance, if any does
     backward: bool = False        # work is the backward's seconds; pairs are the same both ways
+    window: int | None = None     # a query sees this many keys, itself included; None: all before it
 
     def __post_init__(self) -> None:
         freeze(self, ("speed",), np.float64)
@@ -61,7 +62,7 @@ class Plan:
 
     def work(self) -> np.ndarray:
         """Work per server."""
-        return server_work(self.tasks, self.num_servers, self.cost, self.backward)
+        return server_work(self.tasks, self.num_servers, self.cost, self.backward, self.window)
 
     def traffic(self) -> Traffic:
         return traffic(self.layout, self.tasks, self.num_servers)
@@ -78,7 +79,7 @@ class Plan:
         moved = self.traffic()
         q_tokens, kv_tokens = int(moved.q_tokens.sum()), int(moved.kv_tokens.sum())
         work = self.work()
-        home_work = server_work(tasks_at_home(self.layout), self.num_servers, self.cost, self.backward)
+        home_work = server_work(tasks_at_home(self.layout), self.num_servers, self.cost, self.backward, self.window)
         sent = moved.sent_bytes(self.model, self.tp)
         away = self.tasks.home != self.tasks.server
         spread = self.layout.ranks_per_document() - 1
@@ -100,15 +101,25 @@ class Plan:
 
 
 def server_work(
-    tasks: TaskTable, num_servers: int, cost: AttentionTime | None, backward: bool = False
+    tasks: TaskTable, num_servers: int, cost: AttentionTime | None, backward: bool = False, window: int | None = None
 ) -> np.ndarray:
-    """Work per server: causal pairs, or the seconds of its call, waves and launches included."""
+    """Work per server: pairs that a query sees, or the seconds of its call, waves and launches included.
+
+    Seconds are known of causal tasks; those of a window are its share of their pairs.
+    """
+    causal = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+    pairs = causal if window is None else causal - causal_pairs(
+        tasks.q_start - window, tasks.q_stop - window, tasks.kv_start, tasks.kv_stop)
+    work = np.bincount(tasks.server, weights=pairs, minlength=num_servers)
     if cost is None:
-        pairs = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
-        return np.bincount(tasks.server, weights=pairs, minlength=num_servers)
+        return work
     some = tasks.take(tasks.kv_stop > tasks.kv_start)
-    return cost.servers(some.q_len, some.kv_len, some.server, num_servers, backward,
-                        aligned=some.kv_stop == some.q_stop, document=some.document, kv_start=some.kv_start)
+    seconds = cost.servers(some.q_len, some.kv_len, some.server, num_servers, backward,
+                           aligned=some.kv_stop == some.q_stop, document=some.document, kv_start=some.kv_start)
+    if window is None:
+        return seconds
+    whole = np.bincount(tasks.server, weights=causal, minlength=num_servers)
+    return seconds * work / np.maximum(whole, 1)
 
 
 def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:
@@ -156,7 +167,7 @@ def _check_tiles(plan: Plan) -> None:
 
 
 def _check_coverage(plan: Plan) -> None:
-    """Every causal pair exactly once, by cutting each document's queries wherever any task begins or ends."""
+    """Every pair that is seen exactly once, by cutting each document's queries wherever any task begins or ends."""
     tasks, lengths = plan.tasks, plan.layout.lengths
     diagonal = tasks.kv_stop == tasks.q_stop
     if not (diagonal | (tasks.kv_stop <= tasks.q_start)).all() or (tasks.kv_start < 0).any():
@@ -173,15 +184,16 @@ def _check_coverage(plan: Plan) -> None:
     order = np.lexsort((tasks.kv_start[task], cell))
     task, cell = task[order], cell[order]
     q_start, q_stop = edges[cell] - base[task], edges[cell + 1] - base[task]
-    kv_start = np.minimum(tasks.kv_start[task], q_stop)          # keys past the run's last query are never seen
+    first = np.zeros_like(q_start) if plan.window is None else np.maximum(q_start - plan.window + 1, 0)
+    kv_start = np.clip(tasks.kv_start[task], first, q_stop)      # keys before its window or past its end: never seen
     kv_stop = np.minimum(tasks.kv_stop[task], q_stop)
     seen = kv_stop > kv_start
-    task, cell, q_start, q_stop, kv_start, kv_stop = (
-        column[seen] for column in (task, cell, q_start, q_stop, kv_start, kv_stop))
+    task, cell, q_start, q_stop, kv_start, kv_stop, first = (
+        column[seen] for column in (task, cell, q_start, q_stop, kv_start, kv_stop, first))
     opens = np.ones(len(cell), dtype=bool)
     opens[1:] = cell[1:] != cell[:-1]
     closes = np.roll(opens, -1)
-    expected = np.where(opens, 0, np.roll(kv_stop, 1))
+    expected = np.where(opens, first, np.roll(kv_stop, 1))
     bad = (kv_start != expected) | (closes & (kv_stop != q_stop))
     if bad.any():
         i = int(np.flatnonzero(bad)[0])

@@ -17,7 +17,7 @@ from distca.planning.tasks import TaskTable
 from distca.spec import Experts, Latent, ModelShape
 from distca.workload.layout import KeySlices, Layout
 
-MAGIC = b"distca plan 1\n"
+MAGIC = b"distca plan 2\n"
 _SLICES = ("document", "start", "stop", "rank")
 _TASKS = tuple(field.name for field in fields(TaskTable))
 _COLUMNS = ("lengths", *(f"slice {name}" for name in _SLICES), *(f"key {name}" for name in _SLICES),
@@ -30,7 +30,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
                *(getattr(plan.tasks, name) for name in _TASKS), plan.speed]
     header = {"columns": dict(zip(_COLUMNS, map(len, columns), strict=True)), "num_ranks": layout.num_ranks,
               "tolerance": plan.tolerance, "model": asdict(plan.model), "tp": plan.tp, "limit": plan.limit,
-              "backward": plan.backward}
+              "backward": plan.backward, "window": plan.window}
     text = json.dumps(header).encode()
     return b"".join((MAGIC, len(text).to_bytes(8, "little"), text, *(column.astype(column.dtype.newbyteorder("<"))
                      .tobytes() for column in columns)))
@@ -48,6 +48,7 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
         lengths = {name: int(header["columns"][name]) for name in _COLUMNS}
         model = _model(header["model"])
         num_ranks, tp, backward = int(header["num_ranks"]), int(header["tp"]), bool(header["backward"])
+        window = None if header["window"] is None else int(header["window"])
         tolerance, limit = float(header["tolerance"]), None if header["limit"] is None else str(header["limit"])
     except (KeyError, TypeError, ValueError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"a plan's header cannot be read ({type(error).__name__}: {error}); run the same distca on "
@@ -63,10 +64,11 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
     layout = Layout(columns["lengths"], **slices, num_ranks=num_ranks,
                     key_only=KeySlices(*(columns[f"key {name}"] for name in _SLICES)))
     tasks = TaskTable(*(columns[f"task {name}"] for name in _TASKS))
-    return Plan(layout, tasks, columns["speed"], tolerance, model, tp, limit=limit, backward=backward)
+    return Plan(layout, tasks, columns["speed"], tolerance, model, tp, limit=limit, backward=backward,
+                window=window)
 
 
 def _model(about: dict[str, Any]) -> ModelShape:
     parts = {name: None if about.get(name) is None else kind(**about[name])
              for name, kind in (("experts", Experts), ("latent", Latent))}
-    return ModelShape(**{**about, **parts})
+    return ModelShape(**{**about, **parts, "windows": tuple(about["windows"])})

@@ -168,26 +168,38 @@ class StepPlan:
 
     def summary(self) -> StepSummary:
         in_order = same_phase_ticks(self.num_stages, len(self.micro_batches))
-        cost = self.plans()[0].cost
-        before = _level(in_order, [[server_work(tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)),
-                                                self.num_data, cost)] for micro_batch in self.micro_batches])
+        cost, num_layers = self.plans()[0].cost, sum(self.layers)
+        at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
+        before = _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window)
+                                    for window, count in self._windows().items()] for tasks in at_home])
         if not self.is_shared:
-            calls = [[self._call_of(number, nano) for nano in range(self.num_nano_batches)]
+            calls = [[call for nano in range(self.num_nano_batches) for call in self._calls_of(number, nano)]
                      for number in range(len(self.micro_batches))]
-            after = _level(in_order, [[plan.work() for plan in plans] for plans in calls])
-            return StepSummary(before, after, sum(_bytes(plan) for plans in calls for plan in plans), 0.0)
+            after = _level(in_order, [[count * plan.work() for plan, count in plans] for plans in calls])
+            crossing = sum(count * _bytes(plan) for plans in calls for plan, count in plans)
+            return StepSummary(before, after, crossing // num_layers, 0.0)
         by_nano = [[nanos[nano] for nanos in self.by_stage[0]] for nano in range(self.num_nano_batches)]
         largest, mean = np.sum([work_over_ticks(plans) for plans in by_nano], axis=0)
         served = [served_in_bubbles(self.ticks, plans) for plans in by_nano]
-        crossing = sum(_bytes(plans[tick][0]) for plans in by_nano for tick in range(self.ticks.num_ticks)
-                       if not self.ticks.phase(tick))            # a tick runs one layer of each stage at a time
-        return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // self.num_stages,
+        depths = min(self.layers)                                # that all stages have
+        crossing = sum(count * _bytes(plan) for plans in by_nano for tick in range(self.ticks.num_ticks)
+                       if not self.ticks.phase(tick)             # a tick runs one layer of each stage at a time
+                       for plan, count in _counted(plans[tick][:depths]))
+        return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // depths // self.num_stages,
                            sum(served) / len(served))
 
-    def _call_of(self, micro_batch: int, nano: int) -> Plan:
-        """Any forward call of a micro-batch, where attention stays among data ranks and all its layers are alike."""
-        tick = int(np.flatnonzero(self.ticks.micro_batch[:, 0] == micro_batch)[0])
-        return self.by_stage[0][tick][nano][0]
+    def _calls_of(self, micro_batch: int, nano: int) -> list[tuple[Plan, int]]:
+        """The forward plans of a micro-batch and how many layers follow each; attention is among data ranks."""
+        first = [int(np.flatnonzero(self.ticks.micro_batch[:, stage] == micro_batch)[0])
+                 for stage in range(self.num_stages)]
+        return _counted([plan for stage, tick in enumerate(first) for plan in self.by_stage[stage][tick][nano]])
+
+    def _windows(self) -> dict[int | None, int]:
+        """Windows and how many layers have each."""
+        counted: dict[int | None, int] = {}
+        for window in self.model.layer_windows:
+            counted[window] = counted.get(window, 0) + 1
+        return counted
 
 
 def plan_step(
@@ -267,6 +279,14 @@ def _level(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
             largest += float(together.max())
             mean += float(together.sum()) * len(active) / len(running) / len(together)
     return largest / mean if mean else 1.0
+
+
+def _counted(plans: Sequence[Plan]) -> list[tuple[Plan, int]]:
+    """Each plan once, with how often it stands there."""
+    times: dict[int, int] = {}
+    for plan in plans:
+        times[id(plan)] = times.get(id(plan), 0) + 1
+    return [(plan, times[id(plan)]) for plan in {id(plan): plan for plan in plans}.values()]
 
 
 def _bytes(plan: Plan) -> int:

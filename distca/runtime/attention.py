@@ -114,7 +114,13 @@ class CoreAttention:
     def call(
         self, plan: Plan, shapes: Shapes, scale: float | None = None, window: int | None = None, backward: bool = False
     ) -> Call:
-        """One direction of a call that has not begun; all ranks begin the same calls in the same order."""
+        """One direction of a call that has not begun; all ranks begin the same calls in the same order.
+
+        A plan made for a window is run with it.
+        """
+        if window is not None and plan.window not in (None, window):
+            raise ValueError(f"window is {window} but the plan is for a window of {plan.window}; give one of them")
+        window = plan.window if window is None else window
         announce = None
         if plan.num_servers > plan.layout.num_ranks:
             if self.state == "keep":

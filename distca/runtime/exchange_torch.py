@@ -239,8 +239,9 @@ def server_buffers(row: Tensors, sides: Sequence[Side]) -> Tensors:
 
 
 def home_rows(buffers: Tensors, sides: Sequence[Side]) -> Tensors:
-    """The server's results themselves where they are the row's, else empty rows."""
-    return tuple(buffer if side.is_untouched else buffer.new_empty((len(side.parts), *buffer.shape[1:]))
+    """The server's results themselves where they are the row's, else empty rows, of zeros where not all get results."""
+    return tuple(buffer if side.is_untouched else
+                 (buffer.new_zeros if side.leaves_some else buffer.new_empty)((len(side.parts), *buffer.shape[1:]))
                  for buffer, side in zip(buffers, sides, strict=True))
 
 

@@ -105,7 +105,8 @@ def digest(plan: Plan) -> int:
     columns = [getattr(table, name) for table, names in (
         (layout, ("lengths", "document", "start", "stop", "rank")), (layout.key_only, layout.key_only.__slots__),
         (plan.tasks, plan.tasks.__slots__)) for name in names]
-    for column in (*columns, np.array([layout.num_ranks, plan.num_servers, *map(len, columns)])):
+    for column in (*columns, np.array([layout.num_ranks, plan.num_servers, plan.window or 0,
+                                        *map(len, columns)])):
         state.update(column.tobytes())
     return int.from_bytes(state.digest(), "little", signed=True)
 

@@ -115,7 +115,7 @@ def write_file(
         _write(file.fileno(), memoryview(head))
         for about, tensor in parts:
             digest = xxhash.xxh3_64()
-            for chunk in _chunks(tensor):
+            for chunk in tensor_bytes(tensor):
                 digest.update(chunk)
                 _write(file.fileno(), chunk)
             blocks.append((about, Block(path.name, at, about.num_bytes, about.offset, about.box, digest.hexdigest())))
@@ -187,7 +187,7 @@ class Reader:
 
     def _read(self, block: Block, into: torch.Tensor) -> None:
         handle, at = self._handle(block.file), block.begin
-        for chunk in _chunks(into):
+        for chunk in tensor_bytes(into):
             read_at(handle, at, chunk, block.file)
             at += len(chunk)
             self._to_hash.put(chunk)
@@ -222,7 +222,7 @@ def tensor_table(written: Iterable[tuple[Held, Block]]) -> dict[str, StoredTenso
     return table
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A contiguous CPU tensor's own memory, piece by piece."""
     if tensor.numel() == 0:
         return iter(())

@@ -27,6 +27,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import find_table
 from distca.planning.step import StepPlan, StepSummary, plan_step
 from distca.planning.tick_plans import layers_of_stages
+from distca.planning.windows import with_windows
 from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
@@ -301,11 +302,13 @@ def step_plan(
     attention, tp = settings.attention, settings.parallel.tensor
     layers = layers_of_stages(model.num_layers, settings.parallel.pipeline)
     if attention.mode == "home":
-        return at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
-    if attention.mode == "per_document_cp":
-        return per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
-    return plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
-                     placement=attention.placement, tolerance=attention.tolerance, cost=cost)
+        step = at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    elif attention.mode == "per_document_cp":
+        step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    else:
+        step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
+                         placement=attention.placement, tolerance=attention.tolerance, cost=cost)
+    return with_windows(step, model.layer_windows)
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

@@ -19,4 +19,4 @@ def check_pipeline(stages: int, model: str, num_layers: int, tied: bool) -> None
                          "at least one")
     if stages > 1 and tied:
         raise ValueError(f"parallel.pipeline is {stages} but the output layer of model {model!r} is its embedding "
-                         "(model.tied), which another stage holds; untie them, or use one stage")
+                         "(model.tied), which another stage holds; untie them (model.untied), or use one stage")

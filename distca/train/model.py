@@ -1,4 +1,4 @@
-"""A Llama decoder cut where attention leaves it, so that attention can run anywhere and at any time.
+"""A decoder of the Llama family cut where attention leaves it, so that attention can run anywhere and at any time.
 
 Between two attention calls stands one segment: what follows attention in layer i (output projection, feed-forward)
 joined with what precedes it in layer i + 1 (norm, projections, rotation). A decoder of L layers has L + 1 segments:
@@ -13,9 +13,8 @@ rank holds only its share of the tokens, padded to whole shares.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from math import pi, sqrt
-from typing import TYPE_CHECKING, Any, TypeVar
+from math import sqrt
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,60 +22,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from distca.models import model_named
 from distca.spec import ModelShape
+from distca.train.decoder_shape import DecoderShape
 from distca.train.loss import chunked_cross_entropy
+from distca.train.rotary import Rotary, rotary_table
 
-if TYPE_CHECKING:
-    from distca.train.settings import Model
-
-__all__ = ["Decoder", "DecoderShape", "RopeScaling", "chunked_cross_entropy", "decoder_shape", "write_parameter"]
+__all__ = ["Decoder", "DecoderShape", "Rotary", "chunked_cross_entropy", "write_parameter"]
 
 INIT_STD = 0.02
-Rotary = tuple[torch.Tensor, torch.Tensor]                       # cos, sin [tokens, dim], float32
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[..., torch.Tensor]                             # of q, k, v, and of `window` where the layer has one
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths: long ones by `factor`, short ones not at all, smooth between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """A ModelShape and the few numbers that change what its weights compute."""
-
-    model: ModelShape
-    rope_theta: float = 500_000.0
-    norm_eps: float = 1e-5
-    tied: bool = False
-    rope_scaling: RopeScaling | None = None
-    max_positions: int = 131_072                                 # told to who loads the weights; nothing here is cut
-
-    def key(self) -> str:
-        """Equal where weights are interchangeable."""
-        sizes = {name: value for name, value in asdict(self.model).items() if name != "name"} | {"tied": self.tied}
-        return ", ".join(f"{name}={value}" for name, value in sizes.items())
-
-
-def decoder_shape(model: Model, vocab: int) -> DecoderShape:
-    """The shape that settings ask for: the named one, widened to the corpus's vocabulary, or that of a loaded model."""
-    if model.load:
-        from distca.train.export import shape_from_hf
-
-        shape = shape_from_hf(model.load)
-        if vocab > shape.model.vocab:
-            raise ValueError(f"model.load is {model.load!r} with a vocabulary of {shape.model.vocab} but the data has "
-                             f"{vocab} different tokens; give that model's own tokenizer as data.tokenizer")
-        return shape
-    named = model_named(model.name)
-    return DecoderShape(replace(named, vocab=max(named.vocab, vocab)), rope_theta=model.rope_theta, tied=model.tied)
 
 
 class Pre(nn.Module):
@@ -86,20 +41,25 @@ class Pre(nn.Module):
         super().__init__()
         self.head_dim = shape.model.head_dim
         self.norm = _norm(shape, device)
-        self.qkv = Projections(shape.model, device)
+        self.qkv = Projections(shape, device)
+        self.q_norm = _norm(shape, device, self.head_dim) if shape.qk_norm else None
+        self.k_norm = _norm(shape, device, self.head_dim) if shape.qk_norm else None
 
     def forward(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_tokens = rotary[0].shape[0]
         q, k, v = (y[:num_tokens].unflatten(1, (-1, self.head_dim)) for y in self.qkv(self.norm(x)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rotary), rotate(k, rotary), v.clone()   # [tokens, heads or kv_heads, dim]; FSDP wants no views
 
 
 class Projections(nn.Module):
-    def __init__(self, model: ModelShape, device: torch.device | str | None) -> None:
+    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
         super().__init__()
-        self.q = _linear(model.hidden, model.num_heads * model.head_dim, device)
-        self.k = _linear(model.hidden, model.num_kv_heads * model.head_dim, device)
-        self.v = _linear(model.hidden, model.num_kv_heads * model.head_dim, device)
+        model, bias = shape.model, shape.qkv_bias
+        self.q = _linear(model.hidden, model.num_heads * model.head_dim, device, bias)
+        self.k = _linear(model.hidden, model.num_kv_heads * model.head_dim, device, bias)
+        self.v = _linear(model.hidden, model.num_kv_heads * model.head_dim, device, bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.q(x), self.k(x), self.v(x)
@@ -213,31 +173,37 @@ class Decoder(nn.Module):
         assert self.head is not None or self.shape.tied, "only the last stage has the head"
         return self.segments[0].embed.weight if self.head is None else self.head.weight  # type: ignore[union-attr,return-value]
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers that stand here, in order."""
+        first = int(next(iter(self.segments.named_children()))[0])
+        return self.shape.model.layer_windows[first:first + len(self.segments) - 1]
+
     def rotary(self, positions: torch.Tensor) -> Rotary:
         """cos and sin [tokens, dim] in float32, by each token's position in its own document."""
-        angles = positions[:, None].float() * rotary_frequencies(self.shape, positions.device)  # [tokens, dim / 2]
-        angles = torch.cat((angles, angles), dim=1)
-        return angles.cos(), angles.sin()
+        return rotary_table(self.shape, positions)
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """One row straight through: tokens [tokens] -> [tokens, hidden]."""
         rotary = self.rotary(positions)
+        seen = [{} if window is None else {"window": window} for window in self.windows]
         x, q, k, v = self.segments[0](tokens, rotary)
-        for middle in list(self.segments)[1:-1]:
-            x, q, k, v = middle(x, attend(q, k, v), rotary)
-        return self.segments[-1](x, attend(q, k, v))
+        for middle, keys in zip(list(self.segments)[1:-1], seen[:-1], strict=True):
+            x, q, k, v = middle(x, attend(q, k, v, **keys), rotary)
+        return self.segments[-1](x, attend(q, k, v, **seen[-1]))
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Norms one; matrices normal, those that write to the residual stream narrower the more layers add up there.
+        """Norms one, biases zero; matrices normal.
 
-        A stage draws the whole decoder's weights and keeps its own.
+        Those that write to the residual stream are narrower the more layers add up there. A stage draws the whole
+        decoder's weights and keeps its own.
         """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         narrow = INIT_STD / sqrt(2 * self.shape.model.num_layers)
         own = dict(self.named_parameters())
         for name, like in Decoder(self.shape, device="meta").named_parameters():
-            whole = torch.ones(like.shape, device=generator.device)
+            whole = torch.full(like.shape, float(not name.endswith(".bias")), device=generator.device)
             if like.ndim > 1:
                 std = narrow if name.endswith(("post.output.weight", "mlp.down.weight")) else INIT_STD
                 whole.normal_(std=std, generator=generator)
@@ -263,18 +229,6 @@ def write_parameter(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     parameter.copy_(whole)
 
 
-def rotary_frequencies(shape: DecoderShape, device: torch.device) -> torch.Tensor:
-    """[dim / 2] radians per position, in float32 as models are trained with."""
-    dim, scaling = shape.model.head_dim, shape.rope_scaling
-    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_positions * frequencies / (2 * pi)  # in the context it was trained with
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = smooth.clamp(0.0, 1.0)                              # 1: a short wavelength, left as it is
-    return smooth * frequencies + (1.0 - smooth) * frequencies / scaling.factor
-
-
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rotate each head's halves [tokens, heads, dim]; in float32 at least, whatever x is in."""
     cos, sin = (table[:, None] for table in rotary)
@@ -282,9 +236,9 @@ def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-def _linear(num_in: int, num_out: int, device: torch.device | str | None) -> nn.Linear:
-    return nn.Linear(num_in, num_out, bias=False, device="meta").to_empty(device=device or "cpu")
+def _linear(num_in: int, num_out: int, device: torch.device | str | None, bias: bool = False) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=bias, device="meta").to_empty(device=device or "cpu")
 
 
-def _norm(shape: DecoderShape, device: torch.device | str | None) -> nn.RMSNorm:
-    return nn.RMSNorm(shape.model.hidden, eps=shape.norm_eps, device=device)
+def _norm(shape: DecoderShape, device: torch.device | str | None, size: int = 0) -> nn.RMSNorm:
+    return nn.RMSNorm(size or shape.model.hidden, eps=shape.norm_eps, device=device)

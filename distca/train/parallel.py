@@ -93,6 +93,7 @@ def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
     gather = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     scatter = RowwiseParallel(output_layouts=Shard(0))
     by_rows = SequenceParallel(sequence_dim=0)
+    by_heads = SequenceParallel(sequence_dim=1, use_local_output=True)  # a norm's weight is whole on every rank
     styles: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
         "pre.norm": by_rows,
@@ -100,6 +101,8 @@ def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
         "pre.qkv.q": ColwiseParallel(),
         "pre.qkv.k": ColwiseParallel(),
         "pre.qkv.v": ColwiseParallel(),
+        "pre.q_norm": by_heads,
+        "pre.k_norm": by_heads,
         "post.output": scatter,
         "post.norm": by_rows,
         "post.mlp": gather,

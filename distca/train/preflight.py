@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca.models import model_named
-from distca.train.degrees import check_pipeline, check_tensor
+from distca.spec import ModelShape
+from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.settings import Settings
 from distca.validation import read_text
 
@@ -33,29 +33,26 @@ def check_machine(settings: Settings) -> None:
 
     if settings.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
-    head_dim = _loaded_head_dim(settings) if settings.model.load else model_named(settings.model.name).head_dim
+    shape = _model(settings)
     if settings.attention.cost:
-        _check_cost(settings)
+        _check_cost(settings, shape.model)
     if settings.attention.kernel != "auto":
         from distca.kernels import choose
 
         device = device_for(settings, local_rank=0)
         try:
-            choose(device, dtype_for(settings, device), head_dim, name=settings.attention.kernel)
+            for window in dict.fromkeys(shape.model.layer_windows):
+                choose(device, dtype_for(settings, device), shape.model.head_dim, window, settings.attention.kernel)
         except ValueError as error:
             raise ValueError(f"attention.kernel: {error}") from None
 
 
-def _check_cost(settings: Settings) -> None:
-    """A latency table that can be read and knows the model's heads; a loaded model is compared once it is loaded."""
-    from distca.cost.shipped_tables import find_table
+def _check_cost(settings: Settings, model: ModelShape) -> None:
+    """A latency table that can be read and knows the model's heads."""
     from distca.train.data import attention_time
 
     try:
-        if settings.model.load:
-            find_table(settings.attention.cost)
-        else:
-            attention_time(settings, model_named(settings.model.name))
+        attention_time(settings, model)
     except ValueError as error:
         raise ValueError(f"attention.cost: {error}") from None
 
@@ -105,11 +102,7 @@ def _check_files(settings: Settings) -> None:
     for name, path in (("data.path", data.path), ("eval.path", settings.eval.path)):
         if path:
             _check_corpus(name, path, data.source, data.split if name == "data.path" else "")
-    if data.tokenizer:
-        from distca.train.tokenizing import load_tokenizer
-
-        load_tokenizer(data.tokenizer)
-    elif data.content == "text" and data.source in ("text", "jsonl", "table"):
+    if not data.tokenizer and data.content == "text" and data.source in ("text", "jsonl", "table"):
         own = Path(settings.model.load, "tokenizer.json")
         if settings.model.load and own.is_file():
             raise ValueError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
@@ -118,9 +111,14 @@ def _check_files(settings: Settings) -> None:
         from distca.train.chat import load_chat_template
 
         load_chat_template(data.tokenizer)
-    for name, folder in (("log.folder", settings.log.folder), ("checkpoint.folder", settings.checkpoint.folder)):
+    for name, folder in (("log.folder", settings.log.folder), ("checkpoint.folder", settings.checkpoint.folder),
+                         ("checkpoint.export", settings.checkpoint.export)):
         if folder:
             _check_writable(name, folder)
+    if settings.checkpoint.export:
+        from distca.train.export import check_target
+
+        check_target(settings.checkpoint.export, "checkpoint.export")
     log = Path(settings.log.folder) / "steps.jsonl"
     if log.exists():
         read_text(log, MAX_LOG_BYTES)
@@ -152,20 +150,26 @@ def _check_writable(name: str, folder: str) -> None:
         raise ValueError(f"{name} is {folder!r}, where no file can be made; name another folder") from None
 
 
-def _loaded_head_dim(settings: Settings) -> int:
-    """The head dimension of the model to load, once its shape is found to fit and its files to be weights."""
-    from distca.train.export import check_weight_files, shape_from_hf
+def _model(settings: Settings) -> DecoderShape:
+    """The model, once its shape is found to fit and its files to be weights."""
+    from distca.train.hf_weights import check_weight_files
 
-    path = Path(settings.model.load) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model.load is {settings.model.load!r} but {path} is no file; name the folder of a Hugging "
-                         "Face model")
+    chosen = settings.model
+    vocab = 1
+    if settings.data.tokenizer:
+        from distca.train.tokenizing import load_tokenizer
+
+        vocab = load_tokenizer(settings.data.tokenizer).vocab
+    field = "model.load" if chosen.load else "model.config"
+    if chosen.load and not (Path(chosen.load) / "config.json").is_file():
+        raise ValueError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
+                         "folder of a Hugging Face model")
     try:
-        shape = shape_from_hf(settings.model.load)
+        shape = decoder_shape(chosen)
     except ValueError as error:
-        raise ValueError(f"model.load: no Llama configuration: {error}") from None
-    model = shape.model
-    check_tensor(settings.parallel.tensor, settings.model.load, model.num_heads, model.num_kv_heads, model.ffn)
-    check_pipeline(settings.parallel.pipeline, settings.model.load, model.num_layers, shape.tied)
-    check_weight_files(settings.model.load)
-    return model.head_dim
+        raise ValueError(f"{field}: {error}" if chosen.load or chosen.config else str(error)) from None
+    decoder_shape(chosen, vocab)
+    settings.check_degrees(shape)
+    if chosen.load:
+        check_weight_files(chosen.load)
+    return shape

@@ -11,7 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
-from distca.models import TRAINABLE, model_named
+from distca.models import TRAINABLE
+from distca.planning.tick_plans import layers_of_stages
+from distca.planning.windows import windows_by_depth
+from distca.train.decoder_shape import DecoderShape, check_model, decoder_shape
 from distca.train.degrees import check_pipeline, check_tensor
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
@@ -26,6 +29,7 @@ MAX_SECONDS = 10**8          # three years: the longest that a process group wai
 MAX_LENGTH = 2**31 - 1       # tokens, as in workload.documents
 MAX_MICRO_BATCHES = 4_096    # each has plans of its own
 MAX_THREADS = 4_096
+MAX_LAYERS = 65_536
 MAX_FACTOR = 1e12
 
 
@@ -49,11 +53,26 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Model:
     name: str = setting("tiny", "Named shape of the decoder.", choices=TRAINABLE, common=True)
-    load: str = setting("", "Folder of a Hugging Face Llama model (config.json, safetensors) to start from; its shape "
-                            "then replaces the named one.")
+    config: str = setting("", "A Hugging Face config.json, or its folder, of a Llama, Mistral, Qwen2 or Qwen3 model, "
+                              "in place of the name; weights are drawn from run.seed.")
+    load: str = setting("", "Folder of such a model with weights (config.json, safetensors) to start from; in place of "
+                            "the name.")
+    hidden: int = setting(0, "Width of the hidden state; 0: as the model says.", least=0, most=MAX_LENGTH)
+    layers: int = setting(0, "Number of layers; 0: as the model says.", least=0, most=MAX_LAYERS)
+    heads: int = setting(0, "Query heads; 0: as the model says.", least=0, most=MAX_LENGTH)
+    kv_heads: int = setting(0, "Key and value heads, which divide the query heads; 0: as the model says.", least=0,
+                            most=MAX_LENGTH)
+    head_dim: int = setting(0, "Width of a head; 0: as the model says, and where that is hidden / heads it stays so.",
+                            least=0, most=MAX_LENGTH)
+    ffn: int = setting(0, "Width of the feed-forward; 0: as the model says.", least=0, most=MAX_LENGTH)
+    vocab: int = setting(0, "Different tokens that the model knows; 0: as the model says.", least=0, most=MAX_LENGTH)
+    window: int = setting(0, "Keys that a query sees in every layer, itself included; 0: as the model says, -1: all.",
+                          least=-1, most=MAX_LENGTH)
     activation_checkpointing: bool = setting(False, "Compute activations again in backward instead of keeping them.")
-    rope_theta: float = setting(500000.0, "Base of the rotary position angles.", above=0, most=MAX_FACTOR)
-    tied: bool = setting(False, "Use the embedding as the output layer too.")
+    rope_theta: float = setting(0.0, "Base of the rotary position angles; 0: as the model says.", least=0,
+                                most=MAX_FACTOR)
+    tied: bool = setting(False, "Use the embedding as the output layer too, as some models do by themselves.")
+    untied: bool = setting(False, "Give the output layer weights of its own also where the model would not.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +165,8 @@ class Checkpoint:
                          most=MAX_STEPS, common=True)
     keep: int = setting(2, "How many of the newest checkpoints stay.", least=1, most=MAX_STEPS)
     resume: bool = setting(True, "Continue from the newest good checkpoint in the folder.")
+    export: str = setting("", "A new folder for the weights as a Hugging Face model, written when the run has done all "
+                              "its steps; empty for none.")
     on_error: str = setting("stop", "When a checkpoint cannot be written: end the run, or warn and try again at the "
                                     "next one. The last one's error always ends the run.",
                             choices=("stop", "continue"))
@@ -185,17 +206,29 @@ class Settings:
         """Raise a one-line ValueError where these settings cannot run on any machine."""
         for known in known_settings().values():
             check_limits(known, self._value(known.name))
+        check_model(self.model)
         self._check_ranks()
         self._check_data()
         self._check_eval()
         if self.checkpoint.every and not self.checkpoint.folder:
             raise ValueError(f"checkpoint.every is {self.checkpoint.every} but checkpoint.folder is empty; name a "
                              "folder, or set checkpoint.every to 0")
+        if self.checkpoint.export and not self.checkpoint.folder:
+            raise ValueError(f"checkpoint.export is {self.checkpoint.export!r} but checkpoint.folder is empty; name a "
+                             "folder, from whose last checkpoint the weights are taken")
         if self.log.trace_step > self.run.steps:
             raise ValueError(f"log.trace_step is {self.log.trace_step} but run.steps is {self.run.steps}; trace an "
                              "earlier step")
         if not self.log.folder:
             raise ValueError("log.folder is ''; name a folder")
+
+    def check_degrees(self, shape: DecoderShape) -> None:
+        """Raise where the parallel degrees do not divide the model."""
+        model, stages = shape.model, self.parallel.pipeline
+        check_tensor(self.parallel.tensor, model.name, model.num_heads, model.num_kv_heads, model.ffn)
+        check_pipeline(stages, model.name, model.num_layers, shape.tied)
+        windows_by_depth(model.layer_windows, layers_of_stages(model.num_layers, stages),
+                         shared=self.attention.mode == "disaggregated")
 
     def to_toml(self) -> str:
         """These settings as TOML that `load_settings` reads, each field under what it means."""
@@ -228,10 +261,8 @@ class Settings:
             raise ValueError(f"attention.cost is {self.attention.cost!r}, so that backward has plans of its own, but "
                              "attention.state is 'keep', which needs forward's; use 'resend', or leave attention.cost "
                              "empty")
-        if not self.model.load:  # a loaded model's shape is its folder's to say
-            shape = model_named(self.model.name)
-            check_tensor(tensor, shape.name, shape.num_heads, shape.num_kv_heads, shape.ffn)
-            check_pipeline(self.parallel.pipeline, shape.name, shape.num_layers, self.model.tied)
+        if not self.model.load and not self.model.config:  # the shape of a file is the machine's to say
+            self.check_degrees(decoder_shape(self.model))
         if batch.ping_pong and self.attention.mode == "disaggregated" and batch.tokens_per_rank % 2:
             raise ValueError(f"batch.tokens_per_rank is {batch.tokens_per_rank}, which two nano-batches cannot share; "
                              "make it even, or set batch.ping_pong to false")

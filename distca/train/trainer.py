@@ -30,17 +30,22 @@ from distca.runtime.transport import C10dPointToPoint
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.checkpoint import Checkpointer, SaveError
+from distca.train.checkpoint_folder import step_folders
 from distca.train.collectives import gather_json, set_timeouts
 from distca.train.data import Batch, Loader
+from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.display import Observer
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
-from distca.train.export import config_of, load_hf
+from distca.train.export import export_newest
+from distca.train.hf_config import config_of
+from distca.train.hf_weights import load_hf
 from distca.train.metrics import StepRecord
-from distca.train.model import Decoder, DecoderShape, decoder_shape
+from distca.train.model import Decoder
 from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.preflight import device_for, dtype_for
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
+from distca.train.tokenizer_files import keep_tokenizer, token_ids
 from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
@@ -51,8 +56,11 @@ def run(settings: Settings) -> int:
     place = launch.here()
     device = device_for(settings, place.local_rank)
     start_group(settings, device, place.local_world)
-    Trainer(settings, device).train()
+    trainer = Trainer(settings, device)
+    trainer.train()
     dist.destroy_process_group()                                 # not after a failure, which others must not tell first
+    if trainer.rank == 0 and trainer.step >= settings.run.steps and settings.checkpoint.export:
+        export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))
     return 0
 
 
@@ -105,7 +113,10 @@ class Trainer:
         checkpoints = Checkpointer(
             chosen.folder, self.decoder, self.optimizer, keep=chosen.keep, resume=chosen.resume,
             timeout_seconds=self.settings.run.timeout_seconds, run=lasting(self.settings, shape, dtype),
-            config=config_of(shape, next(self.decoder.parameters()).dtype))
+            config=config_of(shape, str(next(self.decoder.parameters()).dtype).removeprefix("torch."))
+            | token_ids(self.settings))
+        if self.rank == 0:
+            keep_tokenizer(self.settings, Path(chosen.folder))
         state = checkpoints.resume() if chosen.resume else None
         if state is not None:
             self.loader.load(state.loader)
@@ -225,11 +236,13 @@ class Trainer:
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
     """What a run's curve depends on and its tensors do not show: settings that it cannot change on its way."""
-    facts = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
-             "run.dtype": str(dtype).removeprefix("torch.")}
-    if settings.model.load:
+    facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
+                             "model.window": list(shape.model.windows),
+                             "run.dtype": str(dtype).removeprefix("torch.")}
+    source = "load" if settings.model.load else "config"
+    if settings.model.load or settings.model.config:
         scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
-        return facts | {"model.load's norm_eps": shape.norm_eps, "model.load's rope_scaling": scaling}
+        return facts | {f"model.{source}'s norm_eps": shape.norm_eps, f"model.{source}'s rope_scaling": scaling}
     return facts | {"model.name": settings.model.name}
 
 

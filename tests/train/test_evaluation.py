@@ -14,8 +14,9 @@ from distca.kernels import dense_attention
 from distca.testing import run_processes
 from distca.train.corpora import MemoryCorpus
 from distca.train.data import Loader
+from distca.train.decoder_shape import decoder_shape
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora, held_out
-from distca.train.model import Decoder, decoder_shape
+from distca.train.model import Decoder
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer, build_optimizer, learning_rate
 

@@ -14,7 +14,8 @@ from distca.models import MODELS
 from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
 from distca.testing import gradient, on_fake_ranks
-from distca.train.model import Decoder, DecoderShape, RopeScaling, Segment, decoder_shape
+from distca.train.decoder_shape import DecoderShape, Llama3Scaling, decoder_shape
+from distca.train.model import Decoder, Segment
 from distca.train.settings import Model
 from distca.workload.packing import pack
 
@@ -64,7 +65,7 @@ def test_a_token_changes_only_its_own_document_from_there_on(lengths: list[int],
 
 
 def test_rotation_depends_on_distance_alone() -> None:
-    decoder = Decoder(replace(SHAPE, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)))
+    decoder = Decoder(replace(SHAPE, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)))
     lengths = [12]
     tokens = random_tokens(12)
     shifted = decoder.hidden(tokens, positions_of(lengths) + 1000,

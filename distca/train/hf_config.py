@@ -1,0 +1,160 @@
+"""config.json of Hugging Face models, read and written: which decoder it describes, and what describes a decoder.
+
+What a file leaves out is what transformers takes for that model type. What this decoder does not compute (experts,
+latent attention, other activations and biases, other rotary scalings) is refused by name. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+from pathlib import Path
+from typing import Any
+
+from distca.models import ARCHITECTURES, CONFIG, read_config, shape_of_config
+from distca.train.decoder_shape import (
+    FAMILIES,
+    DecoderShape,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
+from distca.validation import check_number, check_whole, short
+
+_DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' own, where they are not the same for all
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+}
+_EXPECTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def shape_from_hf(path: str | Path) -> DecoderShape:
+    """The decoder that a config.json, or that of a folder, describes."""
+    config = read_config(path)
+    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        about = "has experts or another decoder than these" if kind in ARCHITECTURES else "is not known"
+        raise ValueError(f"{file} has model_type {short(kind)}, which {about} and cannot be trained; supported are: "
+                         f"{', '.join(FAMILIES)}")
+    for field, value in _EXPECTED.items():
+        if config.get(field, value) != value:
+            raise ValueError(f"{file} has {field} {short(config[field])}; only {value!r} can be trained")
+    config = _DEFAULTS[kind] | config
+    model = shape_of_config(config, file.resolve().parent.name, windows=_windows(config, file))
+    if model.experts is not None or model.latent is not None:
+        what = "experts" if model.experts is not None else "latent attention"
+        raise ValueError(f"{file} has {what}, which cannot be trained; supported are dense models of type: "
+                         f"{', '.join(FAMILIES)}")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{file} has rope_parameters {short(rope)}; give an object of names and values")
+    theta = next((one["rope_theta"] for one in (rope, config) if one.get("rope_theta") is not None), 10_000.0)
+    positions = check_whole(f"{file}: max_position_embeddings", config["max_position_embeddings"])
+    theta = check_number(f"{file}: rope_theta", theta, above=0)
+    return DecoderShape(
+        model, rope_theta=theta, norm_eps=check_number(f"{file}: rms_norm_eps", config.get("rms_norm_eps", 1e-6),
+                                                       least=0),
+        tied=bool(config.get("tie_word_embeddings", False)), rope_scaling=_rope_scaling(file, rope, positions, theta),
+        max_positions=positions, family=kind)
+
+
+def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
+    """config.json of a shape, with the rotary settings where both old and new transformers look for them."""
+    model = shape.model
+    config: dict[str, Any] = {
+        "architectures": [FAMILIES[shape.family].architecture], "model_type": shape.family, "hidden_act": "silu",
+        "hidden_size": model.hidden, "intermediate_size": model.ffn, "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
+        "vocab_size": model.vocab, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tied,
+        "rope_theta": shape.rope_theta, "rope_scaling": _scaling_of(shape.rope_scaling),
+        "max_position_embeddings": shape.max_positions, "torch_dtype": dtype}
+    if shape.family in ("llama", "qwen3"):
+        config["attention_bias"] = False
+    if shape.family == "llama":
+        config["mlp_bias"] = False
+    window = next((window for window in model.windows if window is not None), None)
+    if shape.family == "mistral":
+        config["sliding_window"] = window
+    if shape.family in ("qwen2", "qwen3"):
+        kinds = [FULL if of_layer is None else SLIDING for of_layer in model.windows] or [FULL] * model.num_layers
+        config |= {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": kinds,
+                   "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers}
+    return config
+
+
+def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
+    """Each layer's window as transformers reads it; none where no layer has one."""
+    kind, layers = config["model_type"], config.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 2**16:
+        return ()                                                # refused, or too many to be a model's, further on
+    if kind == "llama":
+        return ()
+    window, kinds = config["sliding_window"], config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers and all(
+            one in (SLIDING, FULL) for one in kinds)):
+        raise ValueError(f"{file} has layer_types {short(kinds)}; give {layers} of {SLIDING!r} and {FULL!r}")
+    if kind == "mistral":
+        if kinds is not None and len(set(kinds)) > 1:
+            raise ValueError(f"{file} has layer_types that mix windows, which model_type 'mistral' has for all layers "
+                             "or none; leave layer_types out")
+        return () if window is None else (check_whole(f"{file}: sliding_window", window),) * layers
+    window = check_whole(f"{file}: sliding_window", window) if config.get("use_sliding_window") and (
+        window is not None) else None
+    first = check_whole(f"{file}: max_window_layers", config["max_window_layers"], least=0)
+    if kinds is None:
+        kinds = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+    if SLIDING in kinds and window is None:
+        raise ValueError(f"{file} has layers of type {SLIDING!r} but no sliding_window that is used; set "
+                         "use_sliding_window and sliding_window")
+    return tuple(window if one == SLIDING else None for one in kinds) if SLIDING in kinds else ()
+
+
+def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: float) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"{file} has rope_type {short(kind)}; only default, linear, llama3 and yarn can be trained")
+
+    def number(name: str, default: float | None = None) -> float:
+        value = rope.get(name)
+        return check_number(f"{file}: rope {name}", default if value is None else value, above=0)
+
+    if kind == "linear":
+        return LinearScaling(number("factor"))
+    given = rope.get("original_max_position_embeddings")
+    original = check_whole(f"{file}: rope original_max_position_embeddings", positions if given is None else given)
+    if kind == "llama3":
+        return Llama3Scaling(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
+    if theta <= 1:
+        raise ValueError(f"{file}: rope_theta is {theta}, which yarn takes the logarithm of; give more than 1")
+    factor = number("factor")
+    scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    inferred = _grown(factor, 1.0)
+    if scale and all_dims:
+        inferred = _grown(factor, number("mscale")) / _grown(factor, number("mscale_all_dim"))
+    return YarnScaling(factor, original, number("attention_factor", inferred), number("beta_fast", 32.0),
+                       number("beta_slow", 1.0), bool(rope.get("truncate", True)))
+
+
+def _grown(factor: float, scale: float) -> float:
+    """How much cos and sin grow with the context."""
+    return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
+
+
+def _scaling_of(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    facts = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
+    if isinstance(scaling, Llama3Scaling):
+        return {"rope_type": "llama3", **facts, "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor}
+    return {"rope_type": "yarn", **facts, "attention_factor": scaling.attention_factor,
+            "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
