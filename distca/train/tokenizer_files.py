@@ -1,6 +1,7 @@
 """A run's tokenizer, kept with its checkpoints, so that an exported model brings it along wherever it goes.
 
-`data.tokenizer` names one file or its folder, the files that transformers wants lie beside it; a loaded model has them in its folder.
+`data.tokenizer` names one file or its folder, with the files that transformers wants beside it; a loaded model has them
+in its folder.
 """
 
 from __future__ import annotations
