@@ -292,8 +292,9 @@ def step_plan(
         return at_home_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     if attention.mode == "per_document_cp":
         return per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
+    servers = len(layers) * num_data + attention.dedicated // tp  # with this rank's heads
     return plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
-                     placement=attention.placement, tolerance=attention.tolerance, cost=cost)
+                     placement=attention.placement, tolerance=attention.tolerance, speed=np.ones(servers), cost=cost)
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

@@ -242,11 +242,13 @@ def _share(part: float, whole: float) -> str:
 
 def _title(settings: Settings, world: int) -> str:
     parallel, batch = settings.parallel, settings.batch
-    tokens = batch.tokens_per_rank * batch.micro_batches * world // (parallel.tensor * parallel.pipeline)
+    dedicated = settings.attention.dedicated
+    tokens = batch.tokens_per_rank * batch.micro_batches * (world - dedicated) // (parallel.tensor * parallel.pipeline)
     model = settings.model.load or settings.model.name
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     stages = f" in {parallel.pipeline} stages" if parallel.pipeline > 1 else ""
-    return f"{model} on {ranks}{stages}, {tokens:,} tokens a step, attention {settings.attention.mode}"
+    serving = f", {dedicated} of them only serving attention" if dedicated else ""
+    return f"{model} on {ranks}{stages}{serving}, {tokens:,} tokens a step, attention {settings.attention.mode}"
 
 
 def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:

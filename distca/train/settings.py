@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.models import TRAINABLE, model_named
-from distca.train.degrees import check_pipeline, check_tensor
+from distca.train.degrees import check_dedicated, check_pipeline, check_tensor
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
 
@@ -96,6 +96,8 @@ class Attention:
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
                                      "inside one node (symmetric), or the latter where it is possible (auto).",
                              choices=("c10d", "symmetric", "auto"))
+    dedicated: int = setting(0, "Of the ranks, how many only serve attention: the last ones hold no layers and no tokens.",
+                             least=0, most=MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +193,16 @@ class Settings:
         return value
 
     def _check_ranks(self) -> None:
-        tensor, ranks, batch = self.parallel.tensor, self.run.ranks, self.batch
+        tensor, batch = self.parallel.tensor, self.batch
         stages = self.parallel.pipeline
+        check_dedicated(self.attention.dedicated, self.run.ranks, tensor, self.attention.mode, self.attention.state)
+        ranks = self.run.ranks - self.attention.dedicated
+        counted = "run.ranks less attention.dedicated" if self.attention.dedicated else "run.ranks"
         if ranks % tensor:
-            raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks (run.ranks); choose a size that "
+            raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks ({counted}); choose a size that "
                              "divides them")
         if ranks // tensor % stages:
-            raise ValueError(f"parallel.pipeline is {stages} but there are {ranks} ranks (run.ranks), {tensor} to a "
+            raise ValueError(f"parallel.pipeline is {stages} but there are {ranks} ranks ({counted}), {tensor} to a "
                              "layer (parallel.tensor); choose stages that divide the rest")
         if stages > 1 and (self.attention.state, self.attention.mode) == ("keep", "disaggregated"):
             raise ValueError(f"attention.state is 'keep' but with parallel.pipeline {stages} others serve a backward "

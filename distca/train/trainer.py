@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import stop_servers_from
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import C10dPointToPoint
@@ -35,10 +36,12 @@ from distca.train.corpora import corpus_from
 from distca.train.data import Batch, Loader
 from distca.train.display import Observer
 from distca.train.export import config_of, load_hf
+from distca.train.groups import groups_of, num_training
 from distca.train.metrics import StepRecord
 from distca.train.model import Decoder, DecoderShape, decoder_shape
 from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.preflight import device_for, dtype_for
+from distca.train.serving import serve
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
 from distca.validation import write_own
@@ -51,7 +54,10 @@ def run(settings: Settings) -> int:
     place = launch.here()
     device = device_for(settings, place.local_rank)
     start_group(settings, device, place.local_world)
-    Trainer(settings, device).train()
+    if place.rank < num_training(settings, place.world):
+        Trainer(settings, device).train()
+    else:
+        serve(settings, device)
     dist.destroy_process_group()                                 # not after a failure, which others must not tell first
     return 0
 
@@ -71,10 +77,9 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        tensor, stages = settings.parallel.tensor, settings.parallel.pipeline
-        self.mesh = init_device_mesh(device.type, (stages, self.world // tensor // stages, tensor),
-                                     mesh_dim_names=("pipeline", "data", "tensor"))
-        self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
+        tensor = settings.parallel.tensor
+        groups = groups_of(settings, device)
+        self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
         self.num_data = self.mesh["data"].size()
         dtype = dtype_for(settings, device)
         corpus = corpus_from(settings)
@@ -84,7 +89,7 @@ class Trainer:
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
-        shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
+        shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=settings.attention.transport, recorder=self.recorder)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
@@ -102,7 +107,7 @@ class Trainer:
         checkpoints = Checkpointer(
             chosen.folder, self.decoder, self.optimizer, keep=chosen.keep, resume=chosen.resume,
             timeout_seconds=self.settings.run.timeout_seconds, run=lasting(self.settings, shape, dtype),
-            config=config_of(shape, next(self.decoder.parameters()).dtype))
+            config=config_of(shape, next(self.decoder.parameters()).dtype), group=self.trainers)
         state = checkpoints.resume() if chosen.resume else None
         if state is not None:
             self.loader.load(state.loader)
@@ -118,6 +123,7 @@ class Trainer:
                 observer.step(self.one_step())
                 if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
                     self.save()
+            self.release_servers()
             self.save()
         finally:
             self.loader.close()
@@ -157,7 +163,8 @@ class Trainer:
         self.work.begin(batch)
         stage = self.mesh["pipeline"].get_local_rank()
         plans = batch.plan.by_stage[stage]
-        self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
+        if not self.settings.attention.dedicated:                # which hear of a plan when it is called
+            self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
 
@@ -167,6 +174,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    def release_servers(self) -> None:
+        """Ranks that only serve attention are done; saving may take long."""
+        if self.settings.attention.dedicated:
+            stop_servers_from(self.attention, dist.get_world_size(self.pool))
 
     def save(self) -> None:
         if self.checkpoints is not None:
@@ -190,14 +202,14 @@ class Trainer:
         """Every rank stops at the same step, when any was asked to; and hears of a save that failed at the same one."""
         failed = self.checkpoints is not None and self.checkpoints.failed
         asked = torch.tensor([int(self.stopping), int(failed)])
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.trainers)
         self.stopping = bool(asked[0])
         if asked[1]:
             self.finish_save()
         return self.stopping
 
     def write_trace(self, trace: StepTrace) -> None:
-        gathered = gather_json(trace.to_json())
+        gathered = gather_json(trace.to_json(), self.trainers)
         if self.rank == 0:
             folder = Path(self.settings.log.folder)
             folder.mkdir(parents=True, exist_ok=True)
