@@ -45,6 +45,7 @@ class Known:
     choices: tuple[str, ...]
     limits: Limits
     common: bool  # listed by `distca train --help`
+    when_true: str = ""  # of a text that may also be true or false: what true stands for
 
     @property
     def meaning(self) -> str:
@@ -52,16 +53,19 @@ class Known:
 
 
 def setting(
-    default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, **limits: float
+    default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, when_true: str = "",
+    **limits: float,
 ) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "limits": Limits(**limits),
-                                            "common": common})
+                                            "common": common, "when_true": when_true})
 
 
 def typed(known: Known, value: object, where: str = "") -> Value:
     """The value if it has the field's type; a whole number will do for a number."""
     if known.type is float and type(value) is int and abs(value) < MAX_NUMBER:
         return float(value)
+    if known.when_true and isinstance(value, bool):
+        return known.when_true if value else ""
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
         raise ValueError(f"{where}{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]}")
     return value
@@ -70,6 +74,8 @@ def typed(known: Known, value: object, where: str = "") -> Value:
 def from_text(known: Known, text: str) -> Value:
     if known.type is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if known.when_true and text.lower() in ("true", "false"):
+        return known.when_true if text.lower() == "true" else ""
     try:
         if known.type is not bool:
             return known.type(text)

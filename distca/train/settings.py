@@ -138,6 +138,7 @@ class Log:
     folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
     every: int = setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
     tensorboard: bool = setting(False, "Also write TensorBoard events into the folder.")
+    wandb: str = setting("", "Also log to this project of Weights & Biases; true for one named distca.", when_true="distca")
     trace_step: int = setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0,
                               most=MAX_STEPS)
 

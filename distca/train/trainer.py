@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca.cost.utilization import peak_flops, training_flops
+from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
@@ -89,6 +91,7 @@ class Trainer:
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
+        self.peak_flops = peak_of(device, dtype)
         shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=settings.attention.transport, recorder=self.recorder)
@@ -143,9 +146,9 @@ class Trainer:
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
         self.step += 1
-        dist.all_reduce(total, group=self.pool)
-        loss = float(total) / batch.num_labels
         trace = self.recorder.end_step(self.rank, self.step)
+        total, attention, linear, wait = self.over_ranks(total, trace)
+        loss = total / batch.num_labels
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
@@ -154,8 +157,8 @@ class Trainer:
             step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
             tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
             work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer,
-            exposed_seconds=trace.exposed_seconds,
-            host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
+            exposed_seconds=wait, attention_seconds=attention, linear_seconds=linear,
+            mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -167,6 +170,20 @@ class Trainer:
             self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
+
+    def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
+        """The sum of all ranks' losses, and the mean of the seconds each spent on attention, on the rest and waiting."""
+        lanes = total.new_tensor([trace.seconds(lane) for lane in ("attention", "linear", "wait")])
+        together = torch.cat([total.view(1), lanes / dist.get_world_size(self.pool)])
+        dist.all_reduce(together, group=self.pool)
+        return together.tolist()
+
+    def utilization(self, plan: StepPlan, seconds: float) -> float | None:
+        """MFU of a step, over the GPUs of all ranks, those that only serve included."""
+        if self.peak_flops is None:
+            return None
+        flops = training_flops((micro_batch.lengths for micro_batch in plan.micro_batches), plan.model)
+        return flops / (self.peak_flops * self.world * seconds)
 
     def update(self) -> float:
         norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm,
@@ -273,6 +290,14 @@ def learning_rate(step: int, settings: Settings) -> float:
     progress = (step - chosen.warmup_steps) / max(1, settings.run.steps - chosen.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
     return chosen.lr * (chosen.min_lr_ratio + (1.0 - chosen.min_lr_ratio) * cosine)
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that this rank could reach: its GPU's, or its share where ranks share one; None where that is unknown."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(device))
+    return None if peak is None else peak * min(1.0, torch.cuda.device_count() / launch.here().local_world)
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -100,6 +100,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_other_servers(alone:
     assert len(losses(log)) == taken + 2
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_server_that_dies_ends_the_run_by_its_name(tmp_path: Path) -> None:
     process = started(tmp_path, steps_first=1)
