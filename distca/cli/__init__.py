@@ -27,7 +27,8 @@ from distca.validation import plain, was_refused
 MAX_LINE = 2000  # characters of an error
 OURS = "This is a mistake in distca, not in what you gave. Please report it with the lines above and the command."
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Balance attention over ranks.")
+app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+                  help="Balance attention over ranks.")
 
 
 @app.callback(invoke_without_command=True)

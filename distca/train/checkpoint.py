@@ -87,8 +87,8 @@ class Checkpointer:
     """Saves in the background, one checkpoint at a time, and resumes from the last good one; the same on every rank.
 
     `run` are the settings that must not change on a run's way, by name: a folder of a run with others is refused.
-    `config` is stored beside the weights for whoever exports them. `group` are the ranks that train, by default all. The
-    folder is this run's alone until `close`.
+    `config` is stored beside the weights for whoever exports them. `group` are the ranks that train, by default all.
+    The folder is this run's alone until `close`.
     """
 
     def __init__(

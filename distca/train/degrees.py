@@ -27,14 +27,14 @@ def check_dedicated(dedicated: int, ranks: int, tensor: int, mode: str, state: s
     if not dedicated:
         return
     if dedicated >= ranks:
-        raise ValueError(f"attention.dedicated is {dedicated} but there are {ranks} ranks (run.ranks); leave at least one "
-                         "to train")
+        raise ValueError(f"attention.dedicated is {dedicated} but there are {ranks} ranks (run.ranks); leave at least "
+                         "one to train")
     if dedicated % tensor:
-        raise ValueError(f"attention.dedicated is {dedicated} but heads are shared by {tensor} ranks (parallel.tensor), "
-                         f"each with servers of its own; give a multiple of {tensor}")
+        raise ValueError(f"attention.dedicated is {dedicated} but heads are shared by {tensor} ranks "
+                         f"(parallel.tensor), each with servers of its own; give a multiple of {tensor}")
     if mode != "disaggregated":
-        raise ValueError(f"attention.dedicated is {dedicated} but attention.mode is {mode!r}, in which the data ranks keep "
-                         "attention to themselves; use 'disaggregated', or set attention.dedicated to 0")
+        raise ValueError(f"attention.dedicated is {dedicated} but attention.mode is {mode!r}, in which the data ranks "
+                         "keep attention to themselves; use 'disaggregated', or set attention.dedicated to 0")
     if state != "resend":
-        raise ValueError(f"attention.dedicated is {dedicated} but attention.state is {state!r} and dedicated servers keep "
-                         "nothing; use 'resend'")
+        raise ValueError(f"attention.dedicated is {dedicated} but attention.state is {state!r} and dedicated servers "
+                         "keep nothing; use 'resend'")

@@ -1,8 +1,8 @@
 """Which ranks of a run train and which only serve attention, and the process groups that follow from it.
 
-Ranks that train come first, a mesh of pipeline × data × tensor ranks; the last `attention.dedicated` ranks hold no layers
-and serve. Heads are sharded under tensor parallelism, so a server belongs to one tensor index, and since the index runs
-fastest everywhere, the ranks of one index are every `parallel.tensor`-th of all.
+Ranks that train come first, a mesh of pipeline × data × tensor ranks; the last `attention.dedicated` ranks hold no
+layers and serve. Heads are sharded under tensor parallelism, so a server belongs to one tensor index, and since the
+index runs fastest everywhere, the ranks of one index are every `parallel.tensor`-th of all.
 """
 
 from __future__ import annotations

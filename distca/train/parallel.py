@@ -47,8 +47,9 @@ def parallelize(
     """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
 
     A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
-    mesh. Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own. Without `fsdp` every data rank keeps whole parameters. A decoder on the
-    "meta" device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
+    mesh. Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own. Without `fsdp`
+    every data rank keeps whole parameters. A decoder on the "meta" device stays there: follow with `to_empty` and
+    `reset_parameters` or `load_hf`.
     """
     if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
         raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "

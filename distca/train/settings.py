@@ -96,8 +96,8 @@ class Attention:
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
                                      "inside one node (symmetric), or the latter where it is possible (auto).",
                              choices=("c10d", "symmetric", "auto"))
-    dedicated: int = setting(0, "Of the ranks, how many only serve attention: the last ones hold no layers and no tokens.",
-                             least=0, most=MAX_RANKS)
+    dedicated: int = setting(0, "How many of the ranks only serve attention: the last ones hold no layers and no "
+                                "tokens.", least=0, most=MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,8 @@ class Log:
     folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
     every: int = setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
     tensorboard: bool = setting(False, "Also write TensorBoard events into the folder.")
-    wandb: str = setting("", "Also log to this project of Weights & Biases; true for one named distca.", when_true="distca")
+    wandb: str = setting("", "Also log to this project of Weights & Biases; true for one named distca.",
+                         when_true="distca")
     trace_step: int = setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0,
                               most=MAX_STEPS)
 

@@ -158,7 +158,8 @@ class Trainer:
             tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
             work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer,
             exposed_seconds=wait, attention_seconds=attention, linear_seconds=linear,
-            mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
+            mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
+            memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -172,7 +173,7 @@ class Trainer:
         return self.work.total
 
     def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
-        """The sum of all ranks' losses, and the mean of the seconds each spent on attention, on the rest and waiting."""
+        """The sum of all ranks' losses, and the mean of each one's seconds of attention, of the rest, and waiting."""
         lanes = total.new_tensor([trace.seconds(lane) for lane in ("attention", "linear", "wait")])
         together = torch.cat([total.view(1), lanes / dist.get_world_size(self.pool)])
         dist.all_reduce(together, group=self.pool)

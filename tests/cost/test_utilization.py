@@ -36,7 +36,8 @@ def test_a_large_model_is_six_flops_a_weight_and_token() -> None:
 
 
 @pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA H100 NVL", 835e12),
     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12),
     ("NVIDIA B200", 2250e12), ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA GeForce GTX 1080", None), ("", None),
     ("NVIDIA A1000", None),

@@ -1,4 +1,4 @@
-"""Ranks that only serve attention: the losses of one process, whoever serves, and an end together however a run ends."""
+"""Ranks that only serve attention: the losses of one process whoever serves, and an end together however it ends."""
 
 import json
 import signal

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from distca.kernels import dense_attention
 from distca.models import MODELS
@@ -20,6 +19,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, random_lengths, run_processes
+from distca.train.collectives import set_timeouts
 from distca.train.data import step_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.parallel import parallelize
@@ -73,8 +73,7 @@ class Rank:
         timeout = timedelta(seconds=timeout_seconds)
         self.mesh = init_device_mesh("cpu", (num_stages, num_data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
         self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
-        for group in (self.pool, *self.mesh.get_all_groups()):
-            _set_pg_timeout(timeout, group)
+        set_timeouts(timeout)
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         self.num_stages, self.num_data = num_stages, num_data
         self.stage, self.data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].get_local_rank()
