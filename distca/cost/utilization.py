@@ -1,7 +1,7 @@
 """Model FLOPs utilization: what a training step must compute over what its GPUs could in that time.
 
-Counted are the matrix products of the model and the pairs that its attention sees, once forward and twice backward. What
-is computed again (activation checkpointing, scores in attention's backward) is not the model's and does not count.
+Counted are the matrix products of the model and the pairs that its attention sees, once forward and twice backward.
+What is computed again (activation checkpointing, scores in attention's backward) is not the model's and is left out.
 """
 
 from __future__ import annotations

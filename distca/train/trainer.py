@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import resource
 import signal
 from dataclasses import asdict
@@ -81,6 +82,7 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         tensor = settings.parallel.tensor
         groups = groups_of(settings, device)
+        assert groups.homes is not None, "a rank that serves has no trainer"
         self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
         self.num_data = self.mesh["data"].size()
         dtype = dtype_for(settings, device)
@@ -142,12 +144,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.recorder.span("layers", "linear"):
-            total = self.forward_backward(batch)
+            own_total = self.forward_backward(batch)
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
         self.step += 1
         trace = self.recorder.end_step(self.rank, self.step)
-        total, attention, linear, wait = self.over_ranks(total, trace)
+        total, attention, linear, wait = self.over_ranks(own_total, trace)
         loss = total / batch.num_labels
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
@@ -297,8 +299,9 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s that this rank could reach: its GPU's, or its share where ranks share one; None where that is unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    peak = peak_flops(torch.cuda.get_device_name(device))
-    return None if peak is None else peak * min(1.0, torch.cuda.device_count() / launch.here().local_world)
+    peak, place = peak_flops(torch.cuda.get_device_name(device)), launch.place_in(os.environ)
+    sharing = 1 if place is None else max(1.0, place.local_world / torch.cuda.device_count())
+    return None if peak is None else peak / sharing
 
 
 def memory_in_use(device: torch.device) -> int:
