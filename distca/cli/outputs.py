@@ -48,7 +48,7 @@ def plot_writer(option: str, path: Path) -> Callable[[PlannedBatch], None]:
     try:
         from distca.report.plots import save_plot
     except ModuleNotFoundError as error:
-        raise ValueError(f"{option} needs {error.name}, which is not installed; run: pip install 'distca[plot]'"
+        raise ValueError(f"{option} needs {error.name}, which is not installed; run: pip install {error.name}"
                          ) from None
     return _writer(option, path, PLOT_SUFFIXES, save_plot)
 

@@ -80,7 +80,7 @@ def _plotter(folder: Path) -> Callable[[dict[str, list[Row]]], list[Path]]:
     try:
         from distca.paper.plots import save_plots
     except ModuleNotFoundError as error:
-        raise ValueError(f"plots need {error.name}, which is not installed; run: pip install 'distca[plot]', or give "
+        raise ValueError(f"plots need {error.name}, which is not installed; run: pip install {error.name}, or give "
                          "--no-plots") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -41,8 +41,7 @@ def profile_command(
         from distca import profiling
         from distca.profiling.network import measure_network
     except ModuleNotFoundError as error:
-        raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install 'distca[train]'"
-                         ) from None
+        raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install {error.name}") from None
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
     network = measure_network(chosen.device, ranks)
     if network.measures_the_rest:

@@ -12,19 +12,22 @@ _SUPPORTED = {  # from, and below
 
 
 def check_version(package: str, version: str) -> None:
-    """One line for a package that its integration was not written for; extras are named like packages."""
+    """One line for a package that its integration was not written for."""
     first, below = _SUPPORTED[package]
     if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < below:
-        raise ImportError(f"{package} is {version} but distca supports {_range(package)}; pip install "
-                          f"'distca[{package}]'")
+        raise ImportError(f"{package} is {version} but distca supports {_range(package)}; {_remedy(package)}")
 
 
 def not_installed(package: str, error: ImportError) -> ImportError:
     """One line where an integration cannot import what it is for."""
-    return ImportError(f"this integration needs {package} {_range(package)}; pip install 'distca[{package}]' "
-                       f"({error})")
+    return ImportError(f"this integration needs {package} {_range(package)}; {_remedy(package)} ({error})")
 
 
 def _range(package: str) -> str:
     first, below = (".".join(map(str, edge)) for edge in _SUPPORTED[package])
     return f"from {first} to below {below}"
+
+
+def _remedy(package: str) -> str:
+    first, below = (".".join(map(str, edge)) for edge in _SUPPORTED[package])
+    return f"pip install '{package}>={first},<{below}'"

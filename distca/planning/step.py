@@ -87,7 +87,7 @@ class MicroBatch:
 class StepSummary:
     """A step in a few figures; work is causal pairs, or seconds where they are known."""
 
-    work_before: float        # largest work over the mean, summed over ticks: documents in order, attention at home
+    work_before: float        # largest work over the pool's mean, summed over ticks: in order, attention at home
     work_after: float         # the same as planned
     bytes_per_layer: int      # forward bytes that cross ranks, in all, counted in bf16
     served_in_bubbles: float  # share of attention that stages without a micro-batch did
@@ -168,10 +168,11 @@ class StepPlan:
 
     def summary(self) -> StepSummary:
         in_order = same_phase_ticks(self.num_stages, len(self.micro_batches))
-        cost, num_layers = self.plans()[0].cost, sum(self.layers)
+        any_plan, num_layers = self.plans()[0], sum(self.layers)
+        cost, servers = any_plan.cost, any_plan.num_servers / any_plan.layout.num_ranks  # for each rank with tokens
         at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
-        before = _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window)
-                                    for window, count in self._windows().items()] for tasks in at_home])
+        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window)
+                                              for window, count in self._windows().items()] for tasks in at_home])
         if not self.is_shared:
             calls = [[call for nano in range(self.num_nano_batches) for call in self._calls_of(number, nano)]
                      for number in range(len(self.micro_batches))]

@@ -107,6 +107,11 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
 
 def stop_servers(attention: CoreAttention, plan: Plan) -> None:
     """Ends the loop of every dedicated server of the plan's pool; any trainer may call it, the first one speaks."""
+    stop_servers_from(attention, plan.layout.num_ranks)
+
+
+def stop_servers_from(attention: CoreAttention, first: int) -> None:
+    """The same where no plan is at hand: `first` is the number of ranks that own tokens."""
     if attention.transport.rank == 0:
-        for server in range(plan.layout.num_ranks, plan.num_servers):
+        for server in range(first, attention.transport.size):
             attention.transport.tell(b"", server)

@@ -58,6 +58,7 @@ from distca.train.checkpoint_folder import (
 )
 from distca.train.collectives import first_says, gather_json
 from distca.train.folder_lock import FolderLock
+from distca.train.groups import group_of
 
 LOG = logging.getLogger("distca")
 
@@ -86,21 +87,22 @@ class Checkpointer:
     """Saves in the background, one checkpoint at a time, and resumes from the last good one; the same on every rank.
 
     `run` are the settings that must not change on a run's way, by name: a folder of a run with others is refused.
-    `config` is stored beside the weights for whoever exports them. The folder is this run's alone until `close`.
+    `config` is stored beside the weights for whoever exports them. `group` are the ranks that train, by default all.
+    The folder is this run's alone until `close`.
     """
 
     def __init__(
         self, folder: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2,
         resume: bool = True, timeout_seconds: float = 600.0, run: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None, group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
         self.folder, self.keep, self.model, self.optimizer = Path(folder), keep, model, optimizer
         self.run, self.config, self.timeout_seconds = dict(run or {}), dict(config or {}), timeout_seconds
-        self._group = (dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._group = (group_of(dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds), "gloo")
                        if dist.is_initialized() else None)
-        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._rank, self._num_ranks = _place(self._group)
         self._pending: _Save | None = None
         self._newest: int | None = None                          # saved, being saved, or resumed from
         self._writes: dict[bool, set[str]] = {}                  # names this rank writes, without and with optimizer
@@ -127,7 +129,7 @@ class Checkpointer:
                 continue
             error, state = None, None
             try:
-                state = load(path, self.model, self.optimizer, manifest_from(content.encode()))
+                state = load(path, self.model, self.optimizer, manifest_from(content.encode()), self._group)
             except DamagedError as found:
                 error = str(found)
             errors = [line for line in gather_json(error, self._group) if line is not None]
@@ -289,7 +291,8 @@ class Checkpointer:
 
 
 def load(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> TrainState:
     """Fill the model and the optimizer in place; DamagedError where a byte is not what was written.
 
@@ -300,7 +303,7 @@ def load(
     if not manifest.optimizer:
         optimizer.state.clear()                                  # of a newer checkpoint that turned out damaged
     tensors, optimizer_state = _named(model, optimizer, manifest.optimizer)
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, num_ranks = _place(group)
     rng = _rng_states(model)
     with_rng = (manifest.num_ranks, manifest.rng) == (num_ranks, sorted(rng))
     with Reader(path, manifest) as reader, torch.no_grad():
@@ -329,6 +332,11 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
                     for key, value in values.items()}
     assert all(isinstance(value, torch.Tensor) for value in tensors.values())
     return tensors, states
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number among those that train, and how many they are."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def _rng_states(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -56,5 +56,6 @@ def first_says(ask: Callable[[], Value], group: dist.ProcessGroup | None = None)
 
 def set_timeouts(timeout: timedelta) -> None:
     """Every process group of this process waits this long, also those that a mesh made with torch's 30 minutes."""
+    set_one = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # its name before torch 2.15
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timeout, group)
+        set_one(timeout, group)

@@ -306,8 +306,10 @@ def step_plan(
     elif attention.mode == "per_document_cp":
         step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     else:
+        servers = len(layers) * num_data + attention.dedicated // tp  # with this rank's heads
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
-                         placement=attention.placement, tolerance=attention.tolerance, cost=cost)
+                         placement=attention.placement, tolerance=attention.tolerance, speed=np.ones(servers),
+                         cost=cost)
     return with_windows(step, model.layer_windows)
 
 

@@ -1,4 +1,4 @@
-"""Check that tensor- and pipeline-parallel degrees divide the model, in the words of the settings.
+"""Check that tensor- and pipeline-parallel degrees divide the model and the ranks, in the words of the settings.
 
 Asked before any process starts: of a named shape by the settings, of a model to load by the machine that holds it.
 """
@@ -20,3 +20,21 @@ def check_pipeline(stages: int, model: str, num_layers: int, tied: bool) -> None
     if stages > 1 and tied:
         raise ValueError(f"parallel.pipeline is {stages} but the output layer of model {model!r} is its embedding "
                          "(model.tied), which another stage holds; untie them (model.untied), or use one stage")
+
+
+def check_dedicated(dedicated: int, ranks: int, tensor: int, mode: str, state: str) -> None:
+    """Refuse ranks that only serve where nobody would be left to train, or nobody would ask them."""
+    if not dedicated:
+        return
+    if dedicated >= ranks:
+        raise ValueError(f"attention.dedicated is {dedicated} but there are {ranks} ranks (run.ranks); leave at least "
+                         "one to train")
+    if dedicated % tensor:
+        raise ValueError(f"attention.dedicated is {dedicated} but heads are shared by {tensor} ranks "
+                         f"(parallel.tensor), each with servers of its own; give a multiple of {tensor}")
+    if mode != "disaggregated":
+        raise ValueError(f"attention.dedicated is {dedicated} but attention.mode is {mode!r}, in which the data ranks "
+                         "keep attention to themselves; use 'disaggregated', or set attention.dedicated to 0")
+    if state != "resend":
+        raise ValueError(f"attention.dedicated is {dedicated} but attention.state is {state!r} and dedicated servers "
+                         "keep nothing; use 'resend'")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections import deque
 from itertools import count, takewhile
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,13 +27,12 @@ from rich.table import Table
 
 from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json
 from distca.train.settings import Settings
+from distca.train.trackers import trackers_for
 from distca.validation import open_own, write_own
 
 REFRESH_PER_SECOND = 2
 NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
 BARS = "▁▂▃▄▅▆▇█"
-LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "work_before", "work_after", "bytes_per_layer",
-          "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles")
 
 
 class Observer:
@@ -50,7 +50,7 @@ class Observer:
         self.tally = Tally()
         self.start = perf_counter()
         self.log: TextIO | None = None
-        self.board = _tensorboard(self.folder) if settings.log.tensorboard else None
+        self.trackers = trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.display: Display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
 
@@ -61,11 +61,8 @@ class Observer:
             self.log = open_log(self.folder / "steps.jsonl", record.step)
         self.log.write(json.dumps(as_json(record)) + "\n")
         self.log.flush()
-        if self.board is not None:
-            for name in LOGGED:
-                self.board.add_scalar(name, getattr(record, name), record.step)
-            if record.eval_loss is not None:
-                self.board.add_scalar("eval_loss", record.eval_loss, record.step)
+        for tracker in self.trackers:
+            tracker.step(record)
         self.tally.add(record)
         self.display.show(record)
 
@@ -76,9 +73,9 @@ class Observer:
         self.display.close()
         if self.log is not None:
             self.log.close()
-        if self.board is not None:
-            self.board.close()
         summary = self.tally.summary()
+        for tracker in self.trackers:
+            tracker.close(finished=stopped or (summary is not None and summary.last_step >= self.settings.run.steps))
         wall_seconds = perf_counter() - self.start
         if summary is None:
             self.console.print("No step was left to take." if not stopped else "Stopped before the first step.")
@@ -86,7 +83,8 @@ class Observer:
         ended = _ended(summary, self.settings.run.steps, stopped)
         content = {"ended": ended, "wall_seconds": wall_seconds, **as_json(summary)}
         write_own(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-        for line in summary_lines(summary, ended, wall_seconds, self.folder, self.settings.attention.mode):
+        for line in (*summary_lines(summary, ended, wall_seconds, self.folder, self.settings.attention.mode),
+                     f"Its curves as a page: distca report {shlex.quote(str(self.folder))}"):
             self.console.print(line, markup=False, soft_wrap=True)
         return summary
 
@@ -102,7 +100,7 @@ class _Lines:
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.settings, self.console = settings, console
-        console.print(_title(settings, world), markup=False, soft_wrap=True)
+        console.print(title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
         told = record.step % self.settings.log.every == 0 or record.eval_loss is not None
@@ -116,7 +114,7 @@ class _LiveDisplay:
     """A panel that is redrawn in place, also while a slow step runs."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
-        self.steps, self.title = settings.run.steps, _title(settings, world)
+        self.steps, self.title = settings.run.steps, title(settings, world)
         self.recent: deque[StepRecord] = deque(maxlen=NUM_RECENT)
         self.evaluated: StepRecord | None = None
         self.start = perf_counter()
@@ -141,7 +139,9 @@ class _LiveDisplay:
             ("loss", f"{record.loss:.4f}  {curve([one.loss for one in recent])}"),
             *([("held out", f"{self.evaluated.eval_loss:.4f} at step {self.evaluated.step:,}")]
               if self.evaluated is not None else []),
-            ("speed", f"{record.tokens_per_second:,.0f} tokens/s, {record.seconds:.2f} s a step"),
+            ("speed", f"{record.tokens_per_second:,.0f} tokens/s, {record.seconds:.2f} s a step{used(record.mfu)}"),
+            ("computing", f"{_share(record.attention_seconds, record.seconds)} of the step in attention, "
+                          f"{_share(record.linear_seconds, record.seconds)} in linear layers"),
             ("attention work", f"{record.work_before:.2f} → {record.work_after:.2f} × the mean on the busiest rank"),
             *([("pipeline", bubbles(record.bubble_share, record.served_in_bubbles))] if record.bubble_share else []),
             ("moved", f"{size(record.bytes_per_layer)} a layer"),
@@ -185,8 +185,10 @@ def plain_line(record: StepRecord, steps: int) -> str:
     served = f"bubbles {100 * record.bubble_share:.0f} %  " if record.bubble_share else ""
     held_out = f"held out {record.eval_loss:.4f}  " if record.eval_loss is not None else ""
     return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  {held_out}lr {record.lr:.2e}  "
-            f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s  "
+            f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s{used(record.mfu)}  "
             f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{size(record.bytes_per_layer)}/layer  "
+            f"attention {_share(record.attention_seconds, record.seconds)}  "
+            f"linear {_share(record.linear_seconds, record.seconds)}  "
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
 
 
@@ -196,7 +198,9 @@ def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: 
         ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
                  f"{min(summary.steps, RECENT)} steps"),
         *([("held out", f"{summary.eval_loss:.4f} at the last evaluation")] if summary.eval_loss is not None else []),
-        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
+        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s{used(summary.mfu)}"),
+        ("computing", f"{100 * summary.attention_share:.1f} % of the steps in attention, "
+                      f"{100 * summary.linear_share:.1f} % in linear layers"),
         ("attention work", f"{summary.work_before:.2f} → {summary.work_after:.2f} × the mean on the busiest rank: "
                            f"{_gained(summary, mode)}"),
         *([("pipeline", bubbles(summary.bubble_share, summary.served_in_bubbles))] if summary.bubble_share else []),
@@ -231,6 +235,10 @@ def bubbles(share: float, served: float) -> str:
     return f"{100 * share:.0f} % of the stages' ticks are bubbles; {100 * served:.0f} % of the attention ran in them"
 
 
+def used(mfu: float | None) -> str:
+    return "" if mfu is None else f", MFU {100 * mfu:.1f} %"
+
+
 def size(num_bytes: float) -> str:
     units = ["B", "kB", "MB", "GB", "TB"]
     while num_bytes >= 1000 and len(units) > 1:
@@ -249,13 +257,16 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
 
 
-def _title(settings: Settings, world: int) -> str:
+def title(settings: Settings, world: int) -> str:
+    """What runs on how many ranks, in one line."""
     parallel, batch = settings.parallel, settings.batch
-    tokens = batch.tokens_per_rank * batch.micro_batches * world // (parallel.tensor * parallel.pipeline)
+    dedicated = settings.attention.dedicated
+    tokens = batch.tokens_per_rank * batch.micro_batches * (world - dedicated) // (parallel.tensor * parallel.pipeline)
     model = settings.model.load or settings.model.name
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     stages = f" in {parallel.pipeline} stages" if parallel.pipeline > 1 else ""
-    return f"{model} on {ranks}{stages}, {tokens:,} tokens a step, attention {settings.attention.mode}"
+    serving = f", {dedicated} of them only serving attention" if dedicated else ""
+    return f"{model} on {ranks}{stages}{serving}, {tokens:,} tokens a step, attention {settings.attention.mode}"
 
 
 def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:
@@ -263,12 +274,3 @@ def _ended(summary: RunSummary, steps: int, stopped: bool) -> str:
         return "Finished"
     return f"Stopped after step {summary.last_step:,} of {steps:,}" if stopped else (
         f"Ended early after step {summary.last_step:,} of {steps:,}")
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, or "
-                         "set it to false") from None
-    return SummaryWriter(str(folder))

@@ -80,12 +80,22 @@ def launch(settings: Settings, main: Main) -> int:
     if place is None:
         check_whole("run.ranks", settings.run.ranks, most=MAX_LOCAL_RANKS,
                     why="the most processes that one machine starts; torchrun and srun start more machines")
+    if place is None or place.rank == 0:
+        _say_what_starts(settings)
     check_machine(settings)
     if place is None:
         return _LocalRanks(settings, main).run()
     os.environ.update(place.environment())
     _prepare(settings, place)
     return main(settings)
+
+
+def _say_what_starts(settings: Settings) -> None:
+    """The first line of a run in a terminal, ahead of torch, which takes seconds to import here and on every rank."""
+    if sys.stderr.isatty():
+        from distca.train.display import title
+
+        print(f"Starting {title(settings, settings.run.ranks)} …", file=sys.stderr, flush=True)
 
 
 def here() -> Place:

@@ -31,6 +31,9 @@ class StepRecord:
     bubble_share: float = 0.0  # of the pipeline's ticks, over its stages, in which a stage has no micro-batch
     served_in_bubbles: float = 0.0  # share of the attention that was computed in them
     eval_loss: float | None = None  # on held-out documents, where this step was followed by an evaluation
+    attention_seconds: float = 0.0  # computing core attention, mean over the ranks that train
+    linear_seconds: float = 0.0  # computing the rest of the model, mean over the ranks that train
+    mfu: float | None = None  # model FLOPs over what the GPUs' peak would do in the step; None where that is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class RunSummary:
     bubble_share: float = 0.0
     served_in_bubbles: float = 0.0
     eval_loss: float | None = None  # the latest
+    attention_share: float = 0.0  # of the time inside steps
+    linear_share: float = 0.0
+    mfu: float | None = None  # over the time inside steps
 
     @property
     def work_gain(self) -> float:
@@ -67,6 +73,7 @@ class Tally:
     def __init__(self) -> None:
         self.steps = self.tokens = self.memory_bytes = 0
         self.seconds = self.exposed_seconds = self.host_seconds = 0.0
+        self.attention_seconds = self.linear_seconds = self.used_seconds = 0.0
         self.work_before = self.work_after = self.bytes_per_layer = self.served_in_bubbles = 0.0
         self.first: StepRecord | None = None
         self.last: StepRecord | None = None
@@ -80,8 +87,9 @@ class Tally:
         self.steps += 1
         self.memory_bytes = max(self.memory_bytes, record.memory_bytes)
         for name in ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after",
-                     "bytes_per_layer", "served_in_bubbles"):
+                     "bytes_per_layer", "served_in_bubbles", "attention_seconds", "linear_seconds"):
             setattr(self, name, getattr(self, name) + getattr(record, name))
+        self.used_seconds += (record.mfu or 0.0) * record.seconds
 
     def summary(self) -> RunSummary | None:
         """None while nothing was added."""
@@ -96,10 +104,12 @@ class Tally:
             bytes_per_layer=self.bytes_per_layer / self.steps, exposed_share=self.exposed_seconds / seconds,
             host_share=self.host_seconds / seconds, memory_bytes=self.memory_bytes,
             bubble_share=self.last.bubble_share, served_in_bubbles=self.served_in_bubbles / self.steps,
-            eval_loss=self.eval_loss)
+            eval_loss=self.eval_loss,
+            attention_share=self.attention_seconds / seconds, linear_share=self.linear_seconds / seconds,
+            mfu=None if self.last.mfu is None else self.used_seconds / seconds)
 
 
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | None]:
-    """The fields by name; what is no finite number is None, which JSON can say."""
-    return {name: value if value is not None and math.isfinite(value) else None
-            for name, value in asdict(record).items()}
+    """The fields by name, but those that are unknown; what is no finite number is None, which JSON can say."""
+    return {name: value if math.isfinite(value) else None for name, value in asdict(record).items()
+            if value is not None}

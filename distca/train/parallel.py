@@ -47,9 +47,9 @@ def parallelize(
     """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
 
     A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
-    mesh, since all ranks make process groups together. Compute runs in `dtype`, parameters and the reduction of
-    gradients stay in the parameters' own. Without `fsdp` every data rank keeps whole parameters. A decoder on the
-    "meta" device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
+    mesh. Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own. Without `fsdp`
+    every data rank keeps whole parameters. A decoder on the "meta" device stays there: follow with `to_empty` and
+    `reset_parameters` or `load_hf`.
     """
     if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
         raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
@@ -68,13 +68,13 @@ def parallelize(
 
 
 def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with "replica" in place of "data", and a "data" of one rank after it."""
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(f"mesh has {mesh.size()} of {dist.get_world_size()} ranks; without fsdp all ranks make "
-                         "process groups together: give the whole mesh, with its pipeline dimension")
+    """The same ranks and groups with "replica" in place of "data", and a "data" of one rank after it."""
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], "replica", "data", "tensor")
-    return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-2), mesh_dim_names=names)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    *outer, tensor = mesh.get_all_groups()
+    return DeviceMesh.from_group([*outer, alone, tensor], mesh.device_type, mesh.mesh.unsqueeze(-2),
+                                 mesh_dim_names=names)
 
 
 def check_tensor(model: ModelShape, tensor: int) -> None:

@@ -88,8 +88,9 @@ def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]
 
 def _require_packages(settings: Settings) -> None:
     if find_spec("torch") is None:
-        raise ValueError("train needs torch, which is not installed; run: pip install 'distca[train]'")
+        raise ValueError("train needs torch, which is not installed; run: pip install torch safetensors xxhash")
     for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
+                                 ("wandb", "log.wandb", settings.log.wandb),
                                  ("safetensors", "model.load", settings.model.load),
                                  ("xxhash", "checkpoint.folder", settings.checkpoint.folder)):
         if value and find_spec(package) is None:

@@ -46,7 +46,8 @@ class Known:
     choices: tuple[str, ...]
     limits: Limits
     common: bool  # listed by `distca train --help`
-    counted: bool  # tokens or ranks, which people write as 64k
+    counted: bool = False  # tokens or ranks, which people write as 64k
+    when_true: str = ""  # of a text that may also be true or false: what true stands for
 
     @property
     def meaning(self) -> str:
@@ -55,10 +56,10 @@ class Known:
 
 def setting(
     default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, counted: bool = False,
-    **limits: float
+    when_true: str = "", **limits: float,
 ) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "limits": Limits(**limits),
-                                            "common": common, "counted": counted})
+                                            "common": common, "counted": counted, "when_true": when_true})
 
 
 def typed(known: Known, value: object, where: str = "") -> Value:
@@ -67,6 +68,8 @@ def typed(known: Known, value: object, where: str = "") -> Value:
         return parse_count(f"{where}{known.name}", value)
     if known.type is float and type(value) is int and abs(value) < MAX_NUMBER:
         return float(value)
+    if known.when_true and isinstance(value, bool):
+        return known.when_true if value else ""
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
         raise ValueError(f"{where}{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]}")
     return value
@@ -77,6 +80,8 @@ def from_text(known: Known, text: str) -> Value:
         return parse_count(known.name, text)
     if known.type is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if known.when_true and text.lower() in ("true", "false"):
+        return known.when_true if text.lower() == "true" else ""
     try:
         if known.type is not bool:
             return known.type(text)

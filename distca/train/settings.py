@@ -15,7 +15,7 @@ from distca.models import TRAINABLE
 from distca.planning.tick_plans import layers_of_stages
 from distca.planning.windows import windows_by_depth
 from distca.train.decoder_shape import DecoderShape, check_model, decoder_shape
-from distca.train.degrees import check_pipeline, check_tensor
+from distca.train.degrees import check_dedicated, check_pipeline, check_tensor
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
 
@@ -134,6 +134,8 @@ class Attention:
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
                                      "inside one node (symmetric), or the latter where it is possible (auto).",
                              choices=("c10d", "symmetric", "auto"))
+    dedicated: int = setting(0, "How many of the ranks only serve attention: the last ones hold no layers and no "
+                                "tokens.", least=0, most=MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,8 @@ class Log:
     folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
     every: int = setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
     tensorboard: bool = setting(False, "Also write TensorBoard events into the folder.")
+    wandb: str = setting("", "Also log to this project of Weights & Biases; true for one named distca.",
+                         when_true="distca")
     trace_step: int = setting(0, "Write a Chrome/Perfetto trace of this step into the folder; 0 for none.", least=0,
                               most=MAX_STEPS)
 
@@ -246,13 +250,16 @@ class Settings:
         return value
 
     def _check_ranks(self) -> None:
-        tensor, ranks, batch = self.parallel.tensor, self.run.ranks, self.batch
+        tensor, batch = self.parallel.tensor, self.batch
         stages = self.parallel.pipeline
+        check_dedicated(self.attention.dedicated, self.run.ranks, tensor, self.attention.mode, self.attention.state)
+        ranks = self.run.ranks - self.attention.dedicated
+        counted = "run.ranks less attention.dedicated" if self.attention.dedicated else "run.ranks"
         if ranks % tensor:
-            raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks (run.ranks); choose a size that "
+            raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks ({counted}); choose a size that "
                              "divides them")
         if ranks // tensor % stages:
-            raise ValueError(f"parallel.pipeline is {stages} but there are {ranks} ranks (run.ranks), {tensor} to a "
+            raise ValueError(f"parallel.pipeline is {stages} but there are {ranks} ranks ({counted}), {tensor} to a "
                              "layer (parallel.tensor); choose stages that divide the rest")
         if stages > 1 and (self.attention.state, self.attention.mode) == ("keep", "disaggregated"):
             raise ValueError(f"attention.state is 'keep' but with parallel.pipeline {stages} others serve a backward "

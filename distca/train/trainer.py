@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import resource
 import signal
 from dataclasses import asdict, replace
@@ -20,10 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from distca.cost.utilization import peak_flops, training_flops
+from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import stop_servers_from
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import C10dPointToPoint
@@ -37,12 +41,14 @@ from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.display import Observer
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.export import export_newest
+from distca.train.groups import groups_of, num_training
 from distca.train.hf_config import config_of
 from distca.train.hf_weights import load_hf
 from distca.train.metrics import StepRecord
 from distca.train.model import Decoder
 from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.preflight import device_for, dtype_for
+from distca.train.serving import serve
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
 from distca.train.tokenizer_files import keep_tokenizer, token_ids
@@ -56,10 +62,15 @@ def run(settings: Settings) -> int:
     place = launch.here()
     device = device_for(settings, place.local_rank)
     start_group(settings, device, place.local_world)
-    trainer = Trainer(settings, device)
-    trainer.train()
+    finished = False
+    if place.rank < num_training(settings, place.world):
+        trainer = Trainer(settings, device)
+        trainer.train()
+        finished = trainer.step >= settings.run.steps
+    else:
+        serve(settings, device)
     dist.destroy_process_group()                                 # not after a failure, which others must not tell first
-    if trainer.rank == 0 and trainer.step >= settings.run.steps and settings.checkpoint.export:
+    if place.rank == 0 and finished and settings.checkpoint.export:
         export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))
     return 0
 
@@ -79,10 +90,10 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        tensor, stages = settings.parallel.tensor, settings.parallel.pipeline
-        self.mesh = init_device_mesh(device.type, (stages, self.world // tensor // stages, tensor),
-                                     mesh_dim_names=("pipeline", "data", "tensor"))
-        self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
+        tensor = settings.parallel.tensor
+        groups = groups_of(settings, device)
+        assert groups.homes is not None, "a rank that serves has no trainer"
+        self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
         self.num_data = self.mesh["data"].size()
         dtype = dtype_for(settings, device)
         corpus, held_out = corpora(settings)
@@ -95,7 +106,8 @@ class Trainer:
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
-        shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
+        self.peak_flops = peak_of(device, dtype)
+        shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=settings.attention.transport, recorder=self.recorder)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
@@ -114,7 +126,7 @@ class Trainer:
             chosen.folder, self.decoder, self.optimizer, keep=chosen.keep, resume=chosen.resume,
             timeout_seconds=self.settings.run.timeout_seconds, run=lasting(self.settings, shape, dtype),
             config=config_of(shape, str(next(self.decoder.parameters()).dtype).removeprefix("torch."))
-            | token_ids(self.settings))
+            | token_ids(self.settings), group=self.trainers)
         if self.rank == 0:
             keep_tokenizer(self.settings, Path(chosen.folder))
         state = checkpoints.resume() if chosen.resume else None
@@ -135,6 +147,7 @@ class Trainer:
                 observer.step(record)
                 if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
                     self.save()
+            self.release_servers()
             self.save()
         finally:
             self.loader.close()
@@ -150,13 +163,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.recorder.span("layers", "linear"):
-            total = self.forward_backward(batch)
+            own_total = self.forward_backward(batch)
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
         self.step += 1
-        dist.all_reduce(total, group=self.pool)
-        loss = float(total) / batch.num_labels
         trace = self.recorder.end_step(self.rank, self.step)
+        total, attention, linear, wait = self.over_ranks(own_total, trace)
+        loss = total / batch.num_labels
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
@@ -165,8 +178,9 @@ class Trainer:
             step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=plan.num_tokens, seconds=seconds,
             tokens_per_second=plan.num_tokens / seconds, work_before=summary.work_before,
             work_after=summary.work_after, bytes_per_layer=summary.bytes_per_layer,
-            exposed_seconds=trace.exposed_seconds,
-            host_seconds=batch.wait_seconds, memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
+            exposed_seconds=wait, attention_seconds=attention, linear_seconds=linear,
+            mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
+            memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -174,7 +188,8 @@ class Trainer:
         self.work.begin(batch)
         stage = self.mesh["pipeline"].get_local_rank()
         plans = batch.plan.by_stage[stage]
-        self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
+        if not self.settings.attention.dedicated:                # which hear of a plan when it is called
+            self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
 
@@ -189,12 +204,31 @@ class Trainer:
         Pipeline(self.work, self.attention, self.neighbours).forward_only(ticks, plans)
         return self.work.total
 
+    def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
+        """The sum of all ranks' losses, and the mean of each one's seconds of attention, of the rest, and waiting."""
+        lanes = total.new_tensor([trace.seconds(lane) for lane in ("attention", "linear", "wait")])
+        together = torch.cat([total.view(1), lanes / dist.get_world_size(self.pool)])
+        dist.all_reduce(together, group=self.pool)
+        return together.tolist()
+
+    def utilization(self, plan: StepPlan, seconds: float) -> float | None:
+        """MFU of a step, over the GPUs of all ranks, those that only serve included."""
+        if self.peak_flops is None:
+            return None
+        flops = training_flops((micro_batch.lengths for micro_batch in plan.micro_batches), plan.model)
+        return flops / (self.peak_flops * self.world * seconds)
+
     def update(self) -> float:
         norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm,
                               self.mesh["pipeline"].get_group())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    def release_servers(self) -> None:
+        """Ranks that only serve attention are done; saving may take long."""
+        if self.settings.attention.dedicated:
+            stop_servers_from(self.attention, dist.get_world_size(self.pool))
 
     def save(self) -> None:
         if self.checkpoints is not None:
@@ -218,14 +252,14 @@ class Trainer:
         """Every rank stops at the same step, when any was asked to; and hears of a save that failed at the same one."""
         failed = self.checkpoints is not None and self.checkpoints.failed
         asked = torch.tensor([int(self.stopping), int(failed)])
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.trainers)
         self.stopping = bool(asked[0])
         if asked[1]:
             self.finish_save()
         return self.stopping
 
     def write_trace(self, trace: StepTrace) -> None:
-        gathered = gather_json(trace.to_json())
+        gathered = gather_json(trace.to_json(), self.trainers)
         if self.rank == 0:
             folder = Path(self.settings.log.folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -291,6 +325,15 @@ def learning_rate(step: int, settings: Settings) -> float:
     progress = (step - chosen.warmup_steps) / max(1, settings.run.steps - chosen.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
     return chosen.lr * (chosen.min_lr_ratio + (1.0 - chosen.min_lr_ratio) * cosine)
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that this rank could reach: its GPU's, or its share where ranks share one; None where that is unknown."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    peak, place = peak_flops(torch.cuda.get_device_name(device)), launch.place_in(os.environ)
+    sharing = 1 if place is None else max(1.0, place.local_world / torch.cuda.device_count())
+    return None if peak is None else peak / sharing
 
 
 def memory_in_use(device: torch.device) -> int:

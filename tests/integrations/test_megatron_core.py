@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
 HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAVE_MEGATRON, reason="megatron-core is not installed: pip install "
-                                                              "'distca[megatron-core]'")
+                                                              "'megatron-core>=0.16,<0.17'")
 VOCAB = 64
 ROWS = {
     2: [[40, 1, 300, 7], [1, 25, 1]],

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from distca.kernels import dense_attention
@@ -27,6 +26,7 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, gradient, random_lengths, run_processes
+from distca.train.collectives import set_timeouts
 from distca.train.data import step_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.parallel import parallelize
@@ -86,8 +86,7 @@ class Rank:
         timeout = timedelta(seconds=timeout_seconds)
         self.mesh = init_device_mesh("cpu", (num_stages, num_data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
         self.pool = self.mesh["pipeline", "data"]._flatten("pool").get_group()
-        for group in (self.pool, *self.mesh.get_all_groups()):
-            _set_pg_timeout(timeout, group)
+        set_timeouts(timeout)
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         self.num_stages, self.num_data = num_stages, num_data
         self.stage, self.data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].get_local_rank()

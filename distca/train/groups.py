@@ -1,0 +1,56 @@
+"""Which ranks of a run train and which only serve attention, and the process groups that follow from it.
+
+Ranks that train come first, a mesh of pipeline × data × tensor ranks; the last `attention.dedicated` ranks hold no
+layers and serve. Heads are sharded under tensor parallelism, so a server belongs to one tensor index, and since the
+index runs fastest everywhere, the ranks of one index are every `parallel.tensor`-th of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distca.train.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What every rank of a run constructs at the same time."""
+
+    mesh: DeviceMesh                        # of the ranks that train; those that serve are outside
+    servers: dist.ProcessGroup              # attention's pool: this tensor index's ranks, dedicated ones last
+    homes: dist.ProcessGroup | None         # those of them that train; None on a rank that serves
+    trainers: dist.ProcessGroup | None      # all ranks that train; None on a rank that serves
+
+
+def num_training(settings: Settings, world: int) -> int:
+    """Ranks 0 to this number train, those from it on serve."""
+    return world - settings.attention.dedicated
+
+
+def groups_of(settings: Settings, device: torch.device) -> Groups:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    training, tensor, stages = num_training(settings, world), settings.parallel.tensor, settings.parallel.pipeline
+    timeout = timedelta(seconds=settings.run.timeout_seconds)
+    servers = group_of(range(rank % tensor, world, tensor), timeout)  # while all ranks are in as many groups
+    mesh = init_device_mesh(device.type, (stages, training // tensor // stages, tensor),
+                            mesh_dim_names=("pipeline", "data", "tensor"))
+    if training == world:
+        return Groups(mesh, servers, servers, dist.group.WORLD)
+    if rank >= training:
+        return Groups(mesh, servers, None, None)
+    return Groups(mesh, servers, group_of(range(rank % tensor, training, tensor), timeout),
+                  group_of(range(training), timeout))
+
+
+def group_of(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group that only its own ranks construct, as ranks that serve take no part in what trainers do.
+
+    torch names it by its ranks and by the number of groups that a rank is in already: that must be the same on all.
+    """
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
