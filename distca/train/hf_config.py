@@ -44,7 +44,7 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
     for field, value in _EXPECTED.items():
         if config.get(field, value) != value:
             raise ValueError(f"{file} has {field} {short(config[field])}; only {value!r} can be trained")
-    config = _DEFAULTS[kind] | config
+    config = _DEFAULTS[kind] | {field: value for field, value in config.items() if field != "text_config"}
     model = shape_of_config(config, file.resolve().parent.name, windows=_windows(config, file))
     if model.experts is not None or model.latent is not None:
         what = "experts" if model.experts is not None else "latent attention"
@@ -105,13 +105,15 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
         return () if window is None else (check_whole(f"{file}: sliding_window", window),) * layers
     window = check_whole(f"{file}: sliding_window", window) if config.get("use_sliding_window") and (
         window is not None) else None
-    first = check_whole(f"{file}: max_window_layers", config["max_window_layers"], least=0)
-    if kinds is None:
-        kinds = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
-    if SLIDING in kinds and window is None:
+    if kinds is None and window is not None:
+        first = check_whole(f"{file}: max_window_layers", config["max_window_layers"], least=0)
+        kinds = [SLIDING if layer >= first else FULL for layer in range(layers)]
+    if kinds is None or SLIDING not in kinds:
+        return ()
+    if window is None:
         raise ValueError(f"{file} has layers of type {SLIDING!r} but no sliding_window that is used; set "
                          "use_sliding_window and sliding_window")
-    return tuple(window if one == SLIDING else None for one in kinds) if SLIDING in kinds else ()
+    return tuple(window if one == SLIDING else None for one in kinds)
 
 
 def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: float) -> RopeScaling | None:

@@ -54,7 +54,8 @@ def token_ids(settings: Settings) -> dict[str, Any]:
         return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     end: int | None = END_OF_DOCUMENT
     if settings.data.tokenizer:
-        found = _end_of(_files(settings)[TOKENIZER])
+        file = _files(settings).get(TOKENIZER)
+        found = None if file is None else _end_of(file)
         end = None if found is None else found[1]
     elif settings.data.source == "megatron" or settings.data.content == "tokens":
         end = None

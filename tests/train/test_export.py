@@ -132,8 +132,7 @@ def write_tokenizer(path: Path, tokens: int) -> None:
 
 
 def command(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    words = ["--run.steps", "2", "--run.threads", "1", "--batch.tokens_per_rank", "64", "--model.layers", "2",
-             "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "56",
+    words = ["--run.steps", "2", "--run.threads", "1", "--batch.tokens_per_rank", "64", "--model.config", "mine",
              "--data.source", "text", "--data.path", "texts", "--log.folder", "log", "--run.timeout_seconds", "120"]
     return subprocess.run([sys.executable, "-m", "distca", "train", *words, *more], cwd=folder, capture_output=True,
                           text=True, timeout=240)
@@ -145,14 +144,16 @@ def test_a_run_exports_all_stages_with_its_tokenizer(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"texts/{number}.txt").write_text("to be or not to be, " * 20)
     write_tokenizer(tmp_path / "tokenizer.json", 96)
-    options = ("--run.ranks", "2", "--parallel.pipeline", "2", "--batch.micro_batches", "2", "--model.name",
-               "qwen3-0.6b", "--model.untied", "true", "--model.head_dim", "8", "--model.vocab", "96",
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text(json.dumps(config_of(SHAPES["qwen3"], "float32") | {
+        "tie_word_embeddings": True}))
+    options = ("--run.ranks", "2", "--parallel.pipeline", "2", "--batch.micro_batches", "2", "--model.untied", "true",
                "--data.tokenizer", "tokenizer.json", "--checkpoint.folder", "saved", "--checkpoint.export", "out")
     done = command(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     model = opened(tmp_path / "out")
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.eos_token_id == 95
-    assert model.config.num_hidden_layers == 2
+    assert model.config.tie_word_embeddings is False
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer("to be")["input_ids"]
     assert ids == [ord(char) - 32 for char in "to be"] and tokenizer.eos_token == "</s>"

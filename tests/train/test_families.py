@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,28 @@ def test_what_we_do_not_compute_is_refused(
     with pytest.raises(ValueError, match=words) as refused:
         shape_from_hf(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"num_attention_heads": None}, "model.config: model 'mine': its config.json has no num_attention_heads"),
+    ({"model_type": "gpt_neox"}, "model_type 'gpt_neox', which is not known and cannot be trained; supported are"),
+    ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe', which has experts"),
+    ({"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),
+    ({"tie_word_embeddings": True}, "model.untied"),
+    ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}, "stages share their attention calls"),
+    (None, "mine has no config.json"),
+])
+def test_a_bad_config_ends_the_command_in_one_line(
+    changes: dict[str, Any] | None, words: str, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    if changes is not None:
+        small = SMALL | {"num_hidden_layers": 4}
+        transformers.AutoConfig.for_model("llama", **small).save_pretrained(tmp_path / "mine")
+        config = json.loads((tmp_path / "mine/config.json").read_text())
+        (tmp_path / "mine/config.json").write_text(json.dumps(config | changes))
+    code, _, err = run("train", "--model.config", "mine", "--parallel.pipeline", "2")
+    assert code == 2 and err.count("\n") == 1 and words in err, err
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
