@@ -226,7 +226,7 @@ class _ZstdStream(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
         self._file, self._decompressor = file, decompressor
-        self._frame, self._ready = decompressor.decompressobj(), b""
+        self._frame, self._ready = decompressor.decompressobj(), memoryview(b"")  # a view: its rest is no copy
         self._frame_bytes = 0  # compressed, of this frame
 
     def readable(self) -> bool:
@@ -245,7 +245,7 @@ class _ZstdStream(io.RawIOBase):
                     raise EOFError("it ends within a frame")
                 return 0
             self._frame_bytes += len(chunk)
-            self._ready = self._frame.decompress(chunk)
+            self._ready = memoryview(self._frame.decompress(chunk))
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count

@@ -30,7 +30,7 @@ def verdict(strategies: Sequence[StrategyFigures]) -> str:
     ratio = ours.tokens_per_second.mean / best.tokens_per_second.mean
     gain = ours.speedup_over.get(best.name, Spread(ratio, ratio, ratio))
     spread = "" if gain.low == gain.high else f" ({gain.low:.2f} to {gain.high:.2f} over the batches)"
-    speeds = f"{ours.tokens_per_second.mean:,.0f} tokens/s instead of {best.tokens_per_second.mean:,.0f}"
+    speeds = f"{ours.tokens_per_second.mean:,.0f} tokens/s against {best.tokens_per_second.mean:,.0f}"
     bound = _bound_words(strategies, ours)
     if gain.mean >= NO_GAIN:
         return (f"{ours.name} trains {gain.mean:.2f}× as fast as {best.name}, the best baseline{spread}: {speeds}"

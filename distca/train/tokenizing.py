@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from distca.workload.token_counts import END_NAMES
+
 END_OF_DOCUMENT = 256  # behind the bytes 0 to 255
-END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 TEXTS_PER_CALL = 512   # the tokenizer spreads the texts of one call over threads
 MAX_CALL_CHARS = 2**24  # and holds all of their tokens, tens of bytes each
 

@@ -21,7 +21,8 @@ from distca.workload.token_counts import TokenCounter
 LENGTH, TOKENS, TEXT = "length", "input_ids", "text"
 NO_TOKENIZER = "is text; give --tokenizer with its tokenizer.json, or a column of lengths"
 MAX_NAMES_SHOWN = 20
-TEXTS_PER_CALL = 512  # the tokenizer spreads the texts of one call over threads
+TEXTS_PER_CALL = 512    # the tokenizer spreads the texts of one call over threads
+MAX_CALL_CHARS = 2**24  # and holds all of their tokens, tens of bytes each
 
 _PLAIN_LINES = b"0123456789\n"
 _COMMENT = re.compile(rb"#[^\n]*")
@@ -90,9 +91,13 @@ def lengths_of_values(values: list[Any], wanted: Wanted, where: Where) -> IntArr
 def counted(texts: Sequence[str], counter: TokenCounter | None) -> list[int]:
     """Tokens of each text."""
     counts: list[int] = []
-    for first in range(0, len(texts), TEXTS_PER_CALL):
-        assert counter is not None
-        counts += counter(texts[first:first + TEXTS_PER_CALL])
+    first, size = 0, 0
+    for stop, text in enumerate(texts, 1):
+        size += len(text)
+        if stop == len(texts) or stop - first == TEXTS_PER_CALL or size > MAX_CALL_CHARS:
+            assert counter is not None
+            counts += counter(texts[first:stop])
+            first, size = stop, 0
     return counts
 
 

@@ -19,8 +19,8 @@ def token_counter(path: str) -> TokenCounter:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
-        raise ValueError("--tokenizer needs tokenizers, which is not installed; run: pip install 'distca[text]'"
-                         ) from None
+        raise ValueError("--tokenizer needs the package tokenizers, which is not installed; run: pip install "
+                         "tokenizers") from None
     file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"tokenizer is {path!r}, which is no file and no folder with a tokenizer.json; name one")
