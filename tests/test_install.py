@@ -98,8 +98,7 @@ def test_the_wheel_has_the_package_and_its_data_alone(built: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--version"], ["--help"], ["-h"], ["train", "-h"], ["train", "--show-settings"],
-    ["plan", "prolong", "--ranks", "4", "--html", "plan.html"],
+    ["--version"], ["-h"], ["train", "--help"], ["plan", "prolong", "--ranks", "4", "--html", "plan.html"],
 ])
 def test_an_installed_wheel_runs_elsewhere(installed: Path, arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run([installed / "distca", *arguments], cwd=tmp_path, capture_output=True, text=True,
@@ -114,11 +113,10 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
     assert Path(done.stdout.strip()).is_relative_to(installed.parent)
 
 
-@pytest.mark.parametrize(("typed", "offered"), [("distca pl", "plan"), ("distca si", "simulate")])
-def test_a_shell_completes_commands(installed: Path, typed: str, offered: str) -> None:
+def test_a_shell_completes_commands(installed: Path) -> None:
     done = subprocess.run([installed / "distca"], capture_output=True, text=True, check=True, env={
-        "PATH": str(installed), "_DISTCA_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": "1"})
-    assert done.stdout.split() == [offered]
+        "PATH": str(installed), "_DISTCA_COMPLETE": "complete_bash", "COMP_WORDS": "distca p", "COMP_CWORD": "1"})
+    assert {"plan", "paper", "profile"} <= set(done.stdout.split())
 
 
 def test_the_readme_installs_by_lines_that_work_today() -> None:
@@ -136,5 +134,6 @@ def test_the_readme_installs_by_lines_that_work_today() -> None:
 def test_nothing_is_installed_from_an_index_that_does_not_have_us() -> None:
     """A hint names the package that is missing, or `pip install .` in a checkout."""
     wanted = re.compile(r"pip install[^\n`]*?['\"\s]distca(?![\w/.])|distca\[")
-    found = [path for path in TEXTS if wanted.search(path.read_text(encoding="utf-8"))]
-    assert len(TEXTS) > 100 and found == [Path(__file__)]
+    assert wanted.search("pip install distca") and wanted.search("pip install 'distca[plot]'")
+    others = [path for path in TEXTS if path.name != Path(__file__).name]
+    assert len(others) > 100 and not [path for path in others if wanted.search(path.read_text(encoding="utf-8"))]

@@ -33,6 +33,9 @@ def check_machine(settings: Settings) -> None:
 
     if settings.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
+    if settings.attention.transport == "symmetric" and device_for(settings, local_rank=0).type != "cuda":
+        raise ValueError("attention.transport is 'symmetric', the memory of GPUs, but the run is on a CPU; use 'c10d' "
+                         "or 'auto'")
     shape = _model(settings)
     if settings.attention.cost:
         _check_cost(settings, shape.model)

@@ -336,6 +336,7 @@ def _llama_folder(tmp_path: Path, **changes: Any) -> str:
     ({"checkpoint.folder": "file"}, ["checkpoint.folder", "'file'"]),
     ({"run.device": "cuda"}, ["run.device", "cuda", "cpu"]),
     ({"log.tensorboard": True}, ["log.tensorboard", "pip install tensorboard"]),
+    ({"attention.transport": "symmetric"}, ["attention.transport", "'symmetric'", "'c10d'"]),
     ({"model.load": "no/model"}, ["model.load", "no/model", "config.json"]),
 ])
 def test_what_this_machine_cannot_do_is_refused(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
