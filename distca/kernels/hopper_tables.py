@@ -138,7 +138,7 @@ def forward_tables(
     number = tile_count[piece] - 1 - number                      # the longest of a causal piece first
     q_first = cut.q_begin[piece] + number * tile_len             # [tiles]
     q_count = np.minimum(tile_len, cut.q_end[piece] - q_first)
-    tile, number = spread(segment_count[piece])                 # [tile, segment pairs]
+    tile, number = spread(segment_count[piece])                  # [tile, segment pairs]
     segment = segment_begin[piece][tile] + number
     lo, hi = cut.seen(segment, q_first[tile], (q_first + q_count)[tile], window)
     k_begin = cut.k_begin[segment]
@@ -170,7 +170,7 @@ def backward_tables(
     q_first = cut.q_begin[block_piece] + number * block_len      # [blocks]
     q_count = np.minimum(block_len, cut.q_end[block_piece] - q_first)
 
-    row, number = spread(block_count[cut.piece])                # [row, block pairs]
+    row, number = spread(block_count[cut.piece])                 # [row, block pairs]
     block = block_base[cut.piece][row] + number
     lo, hi = cut.seen(row, q_first[block], (q_first + q_count)[block], window)
     item, k_begin = first_item[region][row], region_begin[region][row]
