@@ -1,4 +1,4 @@
-"""What benchmarks of training share: random text for any step plan, and a loader that gives what it is told."""
+"""What benchmarks of training share: random text for step plans, a skewed batch, a loader that gives what one sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from distca.planning.step import MicroBatch, StepPlan
-from distca.train.data import Batch, Row
+from distca.spec import ModelShape
+from distca.train.data import Batch, Row, step_plan
+from distca.train.settings import Settings
 from distca.train.sources import IGNORED
 
 
@@ -22,6 +24,12 @@ def random_batch(plan: StepPlan, rank: int) -> Batch:
     rows = tuple(tuple(_row(micro_batch, number, nano, rank) for nano in range(len(micro_batch.nano_batches)))
                  for number, micro_batch in enumerate(plan.micro_batches))
     return Batch(rows, plan, plan.summary(), 0.0, 0.0, plan.num_labels)
+
+
+def skewed_batch(rank: int, ranks: int, long: int, short: int, settings: Settings, model: ModelShape) -> Batch:
+    """Two documents of `long` tokens, which in order are all that the first rank holds, and short ones."""
+    lengths = np.repeat([long, short], [2, 2 * (ranks - 1) * (long // short)])
+    return random_batch(step_plan([lengths], settings, model, ranks), rank)
 
 
 def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:

@@ -34,10 +34,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from common import GivenBatches, random_batch
+from common import GivenBatches, skewed_batch
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +46,6 @@ from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
-from distca.train.data import Batch, step_plan
 from distca.train.launch import Place, here, launch
 from distca.train.model import Decoder
 from distca.train.settings import Settings, load_settings
@@ -171,7 +169,7 @@ class VariantTrainer(Trainer):
     def __init__(self, settings: Settings, device: torch.device, batch_tokens: int, short: int) -> None:
         super().__init__(settings, device)
         self.loader = loader = GivenBatches()  # type: ignore[assignment]
-        loader.batch = skewed_batch(self.rank, batch_tokens, short, settings, self.decoder.shape.model)
+        loader.batch = skewed_batch(self.rank, RANKS, batch_tokens, short, settings, self.decoder.shape.model)
         self.one_byte = OneByteTransport(self.pool)
         few = CoreAttention(self.pool, kernel=settings.attention.kernel, state=settings.attention.state,
                             transport=self.one_byte, recorder=self.recorder)
@@ -204,12 +202,6 @@ class VariantTrainer(Trainer):
         trips = [Trip(int(num_bytes), int(num_segments), median(window)) for (num_bytes, num_segments, _, _), window
                  in zip(self.one_byte.noted, zip(*windows, strict=True), strict=True)]
         return median(seconds), trips
-
-
-def skewed_batch(rank: int, tokens: int, short: int, settings: Settings, model: ModelShape) -> Batch:
-    """Two nano-batches of `tokens` a rank: a long document on the first, short ones on the second; random bytes."""
-    lengths = np.repeat([tokens, short], [2, 2 * (tokens // short)])
-    return random_batch(step_plan([lengths], settings, model, RANKS), rank)
 
 
 def rank_main(settings: Settings) -> int:

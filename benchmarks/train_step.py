@@ -17,14 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
-from common import GivenBatches, random_batch
+from common import GivenBatches, skewed_batch
 from rich.console import Console
 from rich.table import Table
 
-from distca.spec import ModelShape
-from distca.train.data import Batch, step_plan
 from distca.train.launch import launch
 from distca.train.settings import Settings, load_settings
 
@@ -46,13 +43,6 @@ class Result:
     losses: list[float]
 
 
-def skewed_batch(rank: int, ranks: int, tokens: int, short: int, settings: Settings, model: ModelShape) -> Batch:
-    """Two long documents, which in order are all that the first rank holds, and short ones."""
-    long = tokens // 2
-    lengths = np.repeat([long, short], [2, 2 * (ranks - 1) * (long // short)])
-    return random_batch(step_plan([lengths], settings, model, ranks), rank)
-
-
 def rank_main(settings: Settings) -> int:
     """Every rank: train both modes in turn, the first rank writes what it saw."""
     from distca.train import launch as place
@@ -69,7 +59,7 @@ def rank_main(settings: Settings) -> int:
             chosen = settings.with_values({"attention.mode": mode})
             trainer = Trainer(chosen, device)
             trainer.loader = loader = GivenBatches()  # type: ignore[assignment]
-            loader.batch = skewed_batch(here.rank, here.world, options["tokens"], options["short"], chosen,
+            loader.batch = skewed_batch(here.rank, here.world, options["tokens"] // 2, options["short"], chosen,
                                         trainer.decoder.shape.model)
             trainer.one_step()                                   # warm-up
             for _ in range(options["steps"]):

@@ -45,13 +45,16 @@ def plain(text: str) -> str:
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether one of our modules raised the error by a `raise` of its own: a refusal, not an accident underneath."""
+    """Whether one of our modules refused something, rather than an accident underneath: then the message is for people.
+
+    By a `raise` of its own, or by a system call of its own, whose OSError names the file.
+    """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     if last is None or not str(last.tb_frame.f_globals.get("__name__")).startswith("distca."):
         return False
-    return opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return isinstance(error, OSError) or opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
 def check_whole(

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "simulate": _PLANNING | {"baselines"},
     "paper": _PLANNING | {"baselines", "simulate"},
     "dispatch": _PLANNING,
-    "kernels": {"validation", "spec"},
+    "kernels": {"validation", "columns", "spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
     "train": _PLANNING | {"baselines", "dispatch", "kernels", "runtime"},

@@ -98,3 +98,5 @@ def test_only_what_our_modules_raise_is_a_refusal() -> None:
     assert not was_refused(_caught(lambda: np.zeros(3).reshape(2)))
     assert not was_refused(_caught(short))
     assert not was_refused(ValueError("never raised"))
+    assert was_refused(_caught(lambda: write_own(Path("/no/such/folder/x"), "x")))   # our own system call
+    assert not was_refused(_caught(lambda: Path("/no/such/folder/x").read_text()))

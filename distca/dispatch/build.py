@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.columns import Positions
 from distca.dispatch.tables import LocalRuns, RankTables, Runs, Side
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
@@ -26,9 +27,10 @@ def build(plan: Plan, rank: int) -> RankTables:
     owns = rank < layout.num_ranks
     row_tokens = int(layout.tokens_per_rank()[rank]) if owns else 0
     key_row_tokens = int(layout.key_tokens_per_rank()[rank]) if owns else 0
-    places = _Places.of(layout)
-    query_side, query_start = _side(layout, places, query_ranges(layout, tasks), rank, row_tokens)
-    key_side, key_start = _side(layout, places, key_ranges(layout, tasks), rank, key_row_tokens)
+    slices = layout.keys()                                       # own tokens have the same place in row and key row
+    rows = _Places.of(layout, slices.document, slices.start, layout.key_row_offset())
+    query_side, query_start = _side(layout, rows, query_ranges(layout, tasks), rank, row_tokens)
+    key_side, key_start = _side(layout, rows, key_ranges(layout, tasks), rank, key_row_tokens)
 
     mine = np.flatnonzero((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
     q_begin = query_start(tasks.document[mine], tasks.q_start[mine])
@@ -71,42 +73,23 @@ def _touching(plan: Plan, rank: int) -> TaskTable:
 
 
 class _Places(NamedTuple):
-    """Where a document's position stands in its home's row; own tokens have the same place in row and key row."""
+    """Where positions of documents stand in rows or in a buffer, each of whose intervals begins somewhere in it."""
 
-    span: int
-    begin: np.ndarray   # [slices] document and start as one number, ascending
-    offset: np.ndarray  # [slices] place in the row, less that number
+    intervals: Positions
+    offset: np.ndarray  # [intervals] place of an interval, less its start
 
     @classmethod
-    def of(cls, layout: Layout) -> _Places:
-        span, slices = int(layout.lengths.max()) + 1, layout.keys()
-        begin = slices.document * span + slices.start
-        order = np.argsort(begin, kind="stable")
-        return cls(span, begin[order], (layout.key_row_offset() - begin)[order])
-
-    def of_ranges(self, ranges: TokenRanges) -> np.ndarray:
-        at = ranges.document * self.span + ranges.start
-        return at + self.offset[np.searchsorted(self.begin, at, side="right") - 1]
-
-
-class _Finder:
-    """Where a document's position stands in a server's buffer."""
-
-    def __init__(self, span: int, document: np.ndarray, start: np.ndarray, buffer: np.ndarray) -> None:
-        key = document * span + start
-        order = np.argsort(key, kind="stable")
-        self.span, self.key, self.buffer = span, key[order], buffer[order]
+    def of(cls, layout: Layout, document: np.ndarray, start: np.ndarray, place: np.ndarray) -> _Places:
+        return cls(Positions.of(document, start, layout.lengths), place - start)
 
     def __call__(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        key = document * self.span + position
-        at = np.searchsorted(self.key, key, side="right") - 1
-        return self.buffer[at] + key - self.key[at]
+        return self.offset[self.intervals.holding(document, position)] + position
 
 
 def _side(
-    layout: Layout, places: _Places, ranges: TokenRanges, rank: int, row_tokens: int
-) -> tuple[Side, _Finder]:
-    row = places.of_ranges(ranges)                               # [ranges] first token in its home's row
+    layout: Layout, rows: _Places, ranges: TokenRanges, rank: int, row_tokens: int
+) -> tuple[Side, _Places]:
+    row = rows(ranges.document, ranges.start)                    # [ranges] first token in its home's row
     length = ranges.stop - ranges.start
 
     away = np.flatnonzero((ranges.home == rank) & (ranges.server != rank))
@@ -126,7 +109,7 @@ def _side(
     receive = Runs(ranges.home[held[far]], buffer[far], length[held[far]])
     local = _joined(row[held[near]], buffer[near], length[held[near]])
     side = Side(send, receive, local, int(length[held].sum()), _parts(send, local, row_tokens))
-    return side, _Finder(places.span, ranges.document[held], ranges.start[held], buffer)
+    return side, _Places.of(layout, ranges.document[held], ranges.start[held], buffer)
 
 
 def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRuns:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.columns import spread
 from distca.kernels.interface import TaskRows
 
 TILE_KEYS = 128                                                  # keys of one matrix tile
@@ -133,11 +134,11 @@ def forward_tables(
     segment_count = np.bincount(cut.piece, minlength=len(cut.q_begin))
     segment_begin = np.cumsum(segment_count) - segment_count     # [pieces]
     tile_count = _ceil_div(cut.q_end - cut.q_begin, tile_len)
-    piece, number = _spread(tile_count)
+    piece, number = spread(tile_count)
     number = tile_count[piece] - 1 - number                      # the longest of a causal piece first
     q_first = cut.q_begin[piece] + number * tile_len             # [tiles]
     q_count = np.minimum(tile_len, cut.q_end[piece] - q_first)
-    tile, number = _spread(segment_count[piece])                 # [tile, segment pairs]
+    tile, number = spread(segment_count[piece])                  # [tile, segment pairs]
     segment = segment_begin[piece][tile] + number
     lo, hi = cut.seen(segment, q_first[tile], (q_first + q_count)[tile], window)
     k_begin = cut.k_begin[segment]
@@ -158,18 +159,18 @@ def backward_tables(
     block_len = tokens_per_block(group, block_rows)
     cut = _cut(rows)
     region, region_begin, region_end = _regions(cut.k_begin, cut.k_end)
-    item_region, number = _spread(_ceil_div(region_end - region_begin, TILE_KEYS))
+    item_region, number = spread(_ceil_div(region_end - region_begin, TILE_KEYS))
     k_first = region_begin[item_region] + number * TILE_KEYS     # [items]
     k_count = np.minimum(TILE_KEYS, region_end[item_region] - k_first)
     first_item = np.flatnonzero(number == 0)                     # [regions]
 
     block_count = _ceil_div(cut.q_end - cut.q_begin, block_len)
     block_base = np.cumsum(block_count) - block_count            # [pieces]
-    block_piece, number = _spread(block_count)
+    block_piece, number = spread(block_count)
     q_first = cut.q_begin[block_piece] + number * block_len      # [blocks]
     q_count = np.minimum(block_len, cut.q_end[block_piece] - q_first)
 
-    row, number = _spread(block_count[cut.piece])                # [row, block pairs]
+    row, number = spread(block_count[cut.piece])                 # [row, block pairs]
     block = block_base[cut.piece][row] + number
     lo, hi = cut.seen(row, q_first[block], (q_first + q_count)[block], window)
     item, k_begin = first_item[region][row], region_begin[region][row]
@@ -218,7 +219,7 @@ class _Cut:
 def _cut(rows: TaskRows) -> _Cut:
     cuts = np.unique(np.concatenate([rows.q_begin, rows.q_end]))
     first = np.searchsorted(cuts, rows.q_begin)
-    row, number = _spread(np.searchsorted(cuts, rows.q_end) - first)
+    row, number = spread(np.searchsorted(cuts, rows.q_end) - first)
     between = first[row] + number                                # the cut that the piece follows
     order = np.argsort(between, kind="stable")
     row, (used, piece) = row[order], np.unique(between[order], return_inverse=True)
@@ -260,12 +261,6 @@ def _heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
     total = int(length.sum())
     end = ((kv_heads - 1) * total + np.cumsum(length) - length) / num_sms + length
     return bool(end.max(initial=0) <= LATE * max(kv_heads * total / num_sms, int(length.max(initial=0))))
-
-
-def _spread(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For owners with that many parts each: every part's owner, and its number in it."""
-    owner = np.repeat(np.arange(len(count)), count)
-    return owner, np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
 
 
 def _ceil_div(length: Any, part: int) -> Any:

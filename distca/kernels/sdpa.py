@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from distca.columns import spread
 from distca.kernels.interface import (
     BackwardInputs,
     TaskRows,
@@ -115,8 +116,8 @@ class SdpaKernel:
         masks = [_bias(mask, wide) for mask in prepared.masks]
         for part in prepared.parts:
             mask = None if part.mask is None else masks[part.mask]
-            saved = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q]
-            dq_part, dk_part, dv_part = attend(*saved, part.causal, mask, scale)
+            saved = BackwardInputs(dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q])
+            dq_part, dk_part, dv_part = attend(saved, part.causal, mask, scale)
             dq[part.q] += dq_part
             dk[part.k] += dk_part
             dv[part.k] += dv_part
@@ -127,8 +128,8 @@ def _query_blocks(rows: TaskRows, window: int) -> TaskRows:
     """Rows cut into blocks of queries, so that a block's keys are little more than its window."""
     block = min(max(window // 2, WINDOW_BLOCK_MIN), WINDOW_BLOCK_MAX)
     num_blocks = -(-rows.q_len // block)
-    whole = rows.take(np.repeat(np.arange(len(rows)), num_blocks))
-    index = np.arange(len(whole)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)  # within the row
+    row, index = spread(num_blocks)
+    whole = rows.take(row)
     q_begin = whole.q_begin + index * block
     blocks = replace(
         whole, q_begin=q_begin, q_end=np.minimum(whole.q_end, q_begin + block), q_offset=whole.q_offset + index * block
@@ -163,17 +164,9 @@ def _fused_forward(
 
 
 def _fused_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
+    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = (_heads_first(x) for x in (dout, q, k, v, out, lse))
+    tensors = (_heads_first(x) for x in inputs)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -215,16 +208,9 @@ def _plain_forward(
 
 
 def _plain_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
+    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout, q, k, v, out, lse = inputs
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
     dk, dv = (torch.zeros_like(keys[:, 0]) for _ in range(2))  # [kv_heads, k, dim]

@@ -14,6 +14,7 @@ from math import gcd
 import numpy as np
 import torch
 
+from distca.columns import spread
 from distca.dispatch.tables import Side
 from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES, Combine, Dispatch, WireLayout
 
@@ -114,8 +115,8 @@ def intervals(side: Side) -> Intervals:
     edges = np.unique(np.concatenate([[0, len(side.parts)], start, stop]))
     first = np.searchsorted(edges, start)
     num = np.searchsorted(edges, stop) - first
-    run = np.repeat(np.arange(len(start)), num)
-    interval = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
+    run, within = spread(num)
+    interval = first[run] + within
     order = np.lexsort((run, interval))
     run, interval = run[order], interval[order]
     return Intervals(edges[:-1], np.diff(edges), np.searchsorted(interval, np.arange(len(edges))), run,

@@ -33,7 +33,7 @@ from typing import Any
 from distca.train.memory_kills import MemoryKills
 from distca.train.preflight import check_machine, threads_for
 from distca.train.settings import Settings
-from distca.validation import MAX_LOCAL_RANKS, check_whole, plain
+from distca.validation import MAX_LOCAL_RANKS, check_whole, plain, was_refused
 
 Main = Callable[[Settings], int]
 
@@ -310,7 +310,7 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
         code = main(settings)
     except Exception as error:
         text = f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip()
-        if isinstance(error, (ValueError, OSError)) and _is_ours(error):
+        if isinstance(error, (ValueError, OSError)) and was_refused(error):
             code = 2 if isinstance(error, ValueError) else 1
             text = f"distca: error: {plain(' '.join(str(error).split()))}"
         tell.send(Failure(time.time(), place.rank, code, text))
@@ -318,11 +318,6 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the interpreter's own end would race with threads of torch that are still ending
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether this package raised it: then the message is for people and says the remedy."""
-    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _end_with_launcher() -> None:

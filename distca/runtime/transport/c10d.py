@@ -106,15 +106,7 @@ class C10dPointToPoint:
 
     def __init__(self, chain: Sequence[int], *, down: dist.ProcessGroup, up: dist.ProcessGroup) -> None:
         self.chain, self._groups = list(chain), {False: down, True: up}
-        self._stage = self.chain.index(dist.get_rank())
-
-    @property
-    def stage(self) -> int:
-        return self._stage
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.chain)
+        self.stage, self.num_stages = self.chain.index(dist.get_rank()), len(self.chain)
 
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
         group = self._groups[stage < self.stage]

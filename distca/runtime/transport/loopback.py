@@ -134,15 +134,8 @@ class LoopbackPointToPoint:
     """Stages as threads of one process; `chain` names their ranks in the world."""
 
     def __init__(self, world: LoopbackWorld, chain: Sequence[int], stage: int) -> None:
-        self.world, self.chain, self._stage = world, list(chain), stage
-
-    @property
-    def stage(self) -> int:
-        return self._stage
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.chain)
+        self.world, self.chain = world, list(chain)
+        self.stage, self.num_stages = stage, len(self.chain)
 
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
         with self.world.changed:
