@@ -42,13 +42,13 @@ def parallelize(
     tensor: int,
     fsdp: bool,
     dtype: torch.dtype,
-    activation_checkpointing: bool,
+    recompute: str = "none",
 ) -> None:
     """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
 
     A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
     mesh, since all ranks make process groups together. Compute runs in `dtype`, parameters and the reduction of
-    gradients stay in the parameters' own. Without `fsdp` every data rank keeps whole parameters. A decoder on the
+    gradients stay in the parameters' own; `recompute` says what of it backward does again. Without `fsdp` every data rank keeps whole parameters. A decoder on the
     "meta" device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
     """
     if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
@@ -59,7 +59,7 @@ def parallelize(
     check_tensor(decoder.shape.model, tensor)
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
-        segment.recompute = activation_checkpointing
+        segment.recompute = recompute
     if not fsdp:                                                 # one shard, replicated: the same engine throughout
         mesh = _with_replicas(mesh)
     if tensor > 1:

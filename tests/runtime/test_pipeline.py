@@ -70,7 +70,7 @@ class Step:
         """The same wherever it is made, with weights large enough for attention to be anything but uniform."""
         whole = Decoder(replace(SHAPE, model=self.model), generator=torch.Generator().manual_seed(3)).double()
         for segment in whole.segments:
-            segment.recompute = self.recompute
+            segment.recompute = "full" if self.recompute else "none"
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)
