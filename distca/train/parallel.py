@@ -121,10 +121,12 @@ def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     own = next(decoder.parameters()).dtype
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own, cast_forward_inputs=False)
     modules: list[nn.Module] = [*list(decoder.segments)[1:], decoder]
+    alone = mesh.size() == 1                                     # then sharding again frees little, for a cast and a copy
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if alone else None)
         assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
+        if not alone:                                            # else one more copy of every gradient, divided by one
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)           # gloo knows no other
     decoder.register_forward_hook(_reshard_after_look)
 
