@@ -33,16 +33,18 @@ class OneGpu:
 
     def __init__(
         self, model: ModelShape, loss_chunk_tokens: int, attention: type[CoreAttention] = CoreAttention,
-        device: str = "cuda",
+        device: str = "cuda", tied: bool = False,
     ) -> None:
         self.device, self.dtype = torch.device(device, 0), torch.bfloat16 if device == "cuda" else torch.float32
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.settings = load_settings(None, {"run.ranks": "1", "batch.ping_pong": "false"})
         self.model, self.loss_chunk_tokens = model, loss_chunk_tokens
         self.mesh = init_device_mesh(device, (1, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
-        self.decoder = Decoder(DecoderShape(model), device="meta").to(torch.float32)
+        self.decoder = Decoder(DecoderShape(model, tied=tied), device="meta").to(torch.float32)
         parallelize(self.decoder, self.mesh, tensor=1, fsdp=True, dtype=self.dtype)
         self.decoder.to_empty(device=self.device)
         self.decoder.reset_parameters(torch.Generator(self.device).manual_seed(0))

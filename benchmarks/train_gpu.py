@@ -1,14 +1,15 @@
 """How close to its matrix products is a training step on one GPU? Eager, compiled, recomputed, and the products alone.
 
-A slice of llama3-8b, 8 layers with the whole vocabulary, trains 32K packed tokens a step the way the trainer does. The
-same weights take turns: plain eager, compiled, and both again with activations recomputed. In the same run, by
-themselves: every matrix product of forward and backward at the step's shapes, and every attention call. Afterwards
-batches of other lengths show whether anything is compiled again.
+A slice of llama3-8b, 8 layers, trains 32K packed tokens a step the way the trainer does: with a vocabulary of 32,000
+(2.0B parameters) and with its own of 128,256 (2.8B). The same weights take turns: plain eager, compiled, compiled with
+activations recomputed. In the same run, by themselves: every matrix product of forward and backward at the step's
+shapes, and every attention call. Afterwards batches of other lengths show whether anything is compiled again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import time
@@ -43,6 +44,7 @@ WAYS = {
 class Result:
     """One way to run the step; medians."""
 
+    vocab: int
     way: str
     step_seconds: float
     tokens_per_second: float
@@ -52,6 +54,24 @@ class Result:
     first_step_seconds: float  # with compilation
     losses: list[float]
     graphs_after_warm_up: int  # compiled for batches of other lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A step's matrix products and attention by themselves."""
+
+    vocab: int
+    products_seconds: float
+    attention_seconds: float
+    seconds: float
+    model_flops: float
+    flops_per_second: float
+
+    @classmethod
+    def measured(cls, model: ModelShape, chunk: int) -> Alone:
+        products_seconds, attention_seconds = products(model, sum(LENGTHS), chunk), attention(model, LENGTHS)
+        seconds, flops = products_seconds + attention_seconds, model_flops(model, LENGTHS)
+        return cls(model.vocab, products_seconds, attention_seconds, seconds, flops, flops / seconds)
 
 
 def timed(run: Callable[[], object], repeats: int = 5) -> float:
@@ -123,7 +143,7 @@ def measure(gpu: OneGpu, way: str, steps: int, alone: float, peak: float, others
     for number, lengths in enumerate(OTHERS if others else []):
         gpu.step(gpu.batch(lengths, seed=number))
     return Result(
-        way=way, step_seconds=seconds, tokens_per_second=sum(LENGTHS) / seconds,
+        vocab=gpu.model.vocab, way=way, step_seconds=seconds, tokens_per_second=sum(LENGTHS) / seconds,
         model_flops_utilization=model_flops(gpu.model, LENGTHS) / seconds / peak, alone_over_step=alone / seconds,
         memory_bytes=memory, first_step_seconds=first, losses=[loss for _, loss in records],
         graphs_after_warm_up=counters["stats"]["unique_graphs"] - graphs)
@@ -143,42 +163,42 @@ def profile(gpu: OneGpu, way: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 128_256])
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each way")
     parser.add_argument("--chunk", type=int, default=4096, help="optimizer.loss_chunk_tokens")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3])
     parser.add_argument("--profile", type=Path, help="also write tables of the kernels into this folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "train_gpu.json")
     arguments = parser.parse_args()
-    began = time.perf_counter()
-    model = replace(model_named("llama3-8b"), num_layers=arguments.layers)
+    began, console = time.perf_counter(), Console(width=150)
     name = torch.cuda.get_device_name()
-    console = Console(width=150)
-    by_products, by_attention = products(model, sum(LENGTHS), arguments.chunk), attention(model, LENGTHS)
-    alone = by_products + by_attention
-    flops, peak = model_flops(model, LENGTHS), PEAK_FLOPS.get(name, float("nan"))
-    console.print(f"alone: products {by_products:.3f} s, attention {by_attention:.3f} s, {flops / alone / 1e12:.0f} "
-                  f"TFLOP/s ({time.perf_counter() - began:.0f} s)")
-    gpu = OneGpu(model, arguments.chunk)
-    results = []
-    for way in arguments.ways:
-        results.append(measure(gpu, way, arguments.steps, alone, peak, others="compiled" in way))
-        console.print(f"{results[-1]} ({time.perf_counter() - began:.0f} s)")
-        if arguments.profile:
-            profile(gpu, way, arguments.profile)
-    table = Table("way", "s a step", "tokens/s", "MFU", "alone / step", "GiB", "new graphs", "first step s",
+    peak, results, alone = PEAK_FLOPS.get(name, float("nan")), [], []
+    for vocab in arguments.vocab:
+        model = replace(model_named("llama3-8b"), num_layers=arguments.layers, vocab=vocab)
+        alone.append(Alone.measured(model, arguments.chunk))
+        console.print(f"{alone[-1]} ({time.perf_counter() - began:.0f} s)")
+        gpu = OneGpu(model, arguments.chunk)
+        for way in arguments.ways:
+            results.append(measure(gpu, way, arguments.steps, alone[-1].seconds, peak, others="compiled" in way))
+            console.print(f"{results[-1]} ({time.perf_counter() - began:.0f} s)")
+            if arguments.profile:
+                profile(gpu, way, arguments.profile)
+        del gpu
+        gc.collect()
+        torch.cuda.empty_cache()
+    table = Table("vocabulary", "way", "s a step", "tokens/s", "MFU", "alone / step", "GiB", "new graphs",
+                  "first step s",
                   title=f"{arguments.layers} layers of llama3-8b, {sum(LENGTHS):,} packed tokens, {name}")
     for row in results:
-        table.add_row(row.way, f"{row.step_seconds:.3f}", f"{row.tokens_per_second:,.0f}",
+        table.add_row(f"{row.vocab:,}", row.way, f"{row.step_seconds:.3f}", f"{row.tokens_per_second:,.0f}",
                       f"{row.model_flops_utilization:.1%}", f"{row.alone_over_step:.1%}",
                       f"{row.memory_bytes / 2**30:.1f}", str(row.graphs_after_warm_up),
                       f"{row.first_step_seconds:.1f}")
     console.print(table)
     host = {"device": name, "python": platform.python_version(), "torch": torch.__version__}
-    content = {"host": host, "options": {"layers": arguments.layers, "steps": arguments.steps, "chunk": arguments.chunk,
-                                         "lengths": LENGTHS, "others": OTHERS},
-               "alone": {"products_seconds": by_products, "attention_seconds": by_attention, "seconds": alone,
-                         "model_flops": flops, "flops_per_second": flops / alone},
-               "rows": [asdict(row) for row in results]}
+    options = {name: getattr(arguments, name) for name in ("layers", "vocab", "steps", "chunk")}
+    content = {"host": host, "options": options | {"lengths": LENGTHS, "others": OTHERS},
+               "alone": [asdict(row) for row in alone], "rows": [asdict(row) for row in results]}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
 

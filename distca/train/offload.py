@@ -90,7 +90,7 @@ class Offload:
         self.sent: list[Kept] = []                               # in order; backward asks in the opposite one
 
     def keeping(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)  # type: ignore[return-value]
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Start on its way to the host what backward will ask for; `settle` when it is used no more in forward."""

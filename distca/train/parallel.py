@@ -48,8 +48,9 @@ def parallelize(
 
     A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
     mesh, since all ranks make process groups together. Compute runs in `dtype`, parameters and the reduction of
-    gradients stay in the parameters' own; `recompute` says what of it backward does again. Without `fsdp` every data rank keeps whole parameters. A decoder on the
-    "meta" device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
+    gradients stay in the parameters' own; `recompute` says what of it backward does again. Without `fsdp` every data
+    rank keeps whole parameters. A decoder on the "meta" device stays there: follow with `to_empty` and
+    `reset_parameters` or `load_hf`.
     """
     if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
         raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
@@ -121,7 +122,7 @@ def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     own = next(decoder.parameters()).dtype
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own, cast_forward_inputs=False)
     modules: list[nn.Module] = [*list(decoder.segments)[1:], decoder]
-    alone = mesh.size() == 1                                     # then sharding again frees little, for a cast and a copy
+    alone = mesh.size() == 1                                     # sharding again after forward would only cast again
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if alone else None)
         assert isinstance(module, FSDPModule)

@@ -37,8 +37,8 @@ def check_machine(settings: Settings) -> None:
         raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
     compiles(settings, device_for(settings, local_rank=0))
     if settings.model.offload and device_for(settings, local_rank=0).type != "cuda":
-        raise ValueError(f"model.offload is {settings.model.offload:g} but this run is on cpu, where activations are in "
-                         "host memory anyway; set it to 0")
+        raise ValueError(f"model.offload is {settings.model.offload:g} but this run is on cpu, where activations are "
+                         "in host memory anyway; set it to 0")
     head_dim = _loaded_head_dim(settings) if settings.model.load else model_named(settings.model.name).head_dim
     if settings.attention.cost:
         _check_cost(settings)

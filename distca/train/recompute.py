@@ -23,9 +23,13 @@ def again(recompute: str, function: Callable[..., Result], *inputs: Any) -> Resu
         recompute = "none"                                       # what the compiler does by itself
     if recompute == "none" or not torch.is_grad_enabled():
         return function(*inputs)
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps)} if recompute == "selective" else {}
-    result: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
+    kept = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    result: Result = kept(context_fn=_selective) if recompute == "selective" else kept()
     return result
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_keeps)
 
 
 def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

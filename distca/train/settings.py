@@ -52,8 +52,8 @@ class Model:
     compile: str = setting("auto", "Compile what runs between attention calls, once for rows of any length; auto is on "
                                    "on cuda and off on cpu.",
                            choices=("auto", "on", "off"))
-    recompute: str = setting("none", "What backward computes again instead of keeping it: nothing, what is cheap beside "
-                                     "matrix products, or everything but attention.",
+    recompute: str = setting("none", "What backward computes again instead of keeping it: nothing, what is cheap "
+                                     "beside matrix products, or everything but attention.",
                              choices=("none", "selective", "full"))
     tile_tokens: int = setting(0, "Run what lies between attention calls over this many tokens at a time, so that the "
                                   "widest activations never exist for all; needs model.recompute full; 0 for all "

@@ -1,9 +1,9 @@
 """Run a segment over a tile of its tokens at a time, so that what is widest in it never exists for all of them.
 
-Outside of attention tokens do not see each other: a segment over a row is the same segment over its tiles. Forward keeps
-the inputs alone; backward computes each tile again and differentiates it on the spot, and adds up the weights' gradients
-in float32 at least. Under tensor parallelism a rank holds its share of x and its heads of all tokens: a tile is then the
-same part of every share.
+Outside of attention tokens do not see each other: a segment over a row is the same segment over its tiles. Forward
+keeps the inputs alone; backward computes each tile again, differentiates it on the spot, and adds up the weights'
+gradients in float32 at least. Under tensor parallelism a rank holds its share of x and its heads of all tokens: a tile
+is then the same part of every share.
 """
 
 from __future__ import annotations

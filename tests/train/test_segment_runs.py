@@ -1,4 +1,4 @@
-"""Compiled, in tiles, offloaded: the losses and gradients of plain segments in float64, on any mesh, for any lengths."""
+"""Compiled, in tiles, offloaded: losses and gradients of plain segments in float64, on any mesh, for any lengths."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def farthest(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> floa
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 30), st.sampled_from([None, 0, 5000, 2**20]))
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 30),
+       st.sampled_from([None, 0, 5000, 2**20]))
 def test_tiles_and_offloading_change_nothing(lengths: list[int], tile_tokens: int, host_bytes: int | None) -> None:
     offload = None if host_bytes is None else small_offload(host_bytes)
     got = one_step(lengths, tile_tokens=tile_tokens, offload=offload)
