@@ -1,24 +1,29 @@
 """Cross-entropy without the logits: 64K tokens against a vocabulary of 128K would be 32 GiB of them.
 
-Logits exist for one chunk of tokens at a time. Forward keeps one log-sum-exp per token; backward computes each chunk's
-logits again and turns them into gradients on the spot. Where tensor ranks share out the vocabulary each works on its
-own part of it, and two small reductions at the end make the log-sum-exp and the labels' logits whole.
+Logits exist for one chunk of tokens at a time, in one buffer: forward turns them into their gradient where they stand
+and multiplies that into the gradients of hidden and of the head at once, so that no logit is computed twice; backward
+only scales. Where tensor ranks share out the vocabulary each works on its own part of it, and two small reductions for
+each chunk make the log-sum-exp and the labels' logits whole. The two passes over the logits are what a compiler fuses;
+without one they are several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from distca.train.compiled import any_rows
+
 IGNORED = -100                                                   # the label of a token that has no next token
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, head_weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int
+    hidden: torch.Tensor, head_weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, compiled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of -log softmax(hidden · head_weightᵀ)[label] over the tokens that have a label, and how many have one.
 
@@ -43,49 +48,89 @@ def chunked_cross_entropy(
             mesh = head_weight.device_mesh
             begin, group = mesh.get_local_rank() * -(-vocab // mesh.size()), mesh.get_group()
         head_weight = head_weight.to_local()
-    total = _ChunkedCrossEntropy.apply(hidden, head_weight, labels, wrong, chunk_tokens, begin, group)
+    how = _How(chunk_tokens, begin, group, compiled, torch.is_grad_enabled())
+    total = _ChunkedCrossEntropy.apply(hidden, head_weight, labels, wrong, how)
     return total, (labels != IGNORED).sum()
+
+
+class _How(NamedTuple):
+    chunk_tokens: int
+    begin: int                                                   # of this rank's part of the vocabulary
+    group: dist.ProcessGroup | None                              # of the ranks that have the other parts
+    compiled: bool
+    differentiate: bool
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wrong: torch.Tensor,
-        chunk_tokens: int, begin: int, group: dist.ProcessGroup | None,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wrong: torch.Tensor, how: _How
     ) -> torch.Tensor:
-        lse = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        target = torch.zeros_like(lse)                           # the label's logit, where the label is in this part
-        for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            logits = _logits(hidden[chunk], weight)              # [chunk, part of the vocabulary]
-            lse[chunk] = logits.logsumexp(dim=1)
-            column, mine = _columns(labels[chunk], begin, weight.shape[0])
-            target[chunk] = (logits.gather(1, column) * mine)[:, 0]
-        if group is not None:
-            lse, target = _over_parts(lse, target, group)
-        ctx.save_for_backward(hidden, weight, labels, lse)
-        ctx.about = chunk_tokens, begin, group
-        losses = (lse - target).masked_fill(labels == IGNORED, 0.0)
+        wanted = [how.differentiate and needed for needed in ctx.needs_input_grad[:2]]
+        dhidden = torch.empty_like(hidden) if wanted[0] else None
+        dweight = torch.zeros_like(weight, dtype=_wide(weight)) if wanted[1] else None
+        sums, to_gradient = (_compiled() if how.compiled else (_sums, _to_gradient))
+        losses = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
+        for chunk in _chunks(hidden.shape[0], how.chunk_tokens):
+            logits = hidden[chunk] @ weight.T                    # [chunk, part of the vocabulary]
+            column = labels[chunk] - how.begin
+            lse, target = sums(logits, column)
+            if how.group is not None:
+                lse, target = _over_parts(lse, target, how.group)
+            losses[chunk] = lse - target
+            if any(wanted):
+                to_gradient(logits, lse, column, labels[chunk] != IGNORED)
+            if dhidden is not None:
+                torch.mm(logits, weight, out=dhidden[chunk])
+            if dweight is not None:
+                _add_product(dweight, logits.T, hidden[chunk])
+        if how.group is not None and dhidden is not None:
+            dist.all_reduce(dhidden, group=how.group)
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.dtype = weight.dtype
+        losses = losses.masked_fill(labels == IGNORED, 0.0)
         return losses.masked_fill(wrong, torch.nan).sum()        # on a GPU nobody waits to look at labels: it shows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, labels, lse = ctx.saved_tensors
-        chunk_tokens, begin, group = ctx.about
-        dhidden = torch.empty_like(hidden)
-        dweight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            dlogits = _logits(hidden[chunk], weight).sub_(lse[chunk, None]).exp_()
-            column, mine = _columns(labels[chunk], begin, weight.shape[0])
-            dlogits.scatter_add_(1, column, -mine.to(dlogits.dtype))
-            dlogits *= (grad * (labels[chunk] != IGNORED))[:, None]
-            narrow = dlogits.to(hidden.dtype)
-            torch.mm(narrow, weight, out=dhidden[chunk])
-            if dweight is not None:
-                dweight += narrow.T @ hidden[chunk]
-        if group is not None:
-            dist.all_reduce(dhidden, group=group)
-        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None
+        dhidden, dweight = ctx.saved_tensors
+        return (None if dhidden is None else _times(dhidden, grad, dhidden.dtype),
+                None if dweight is None else _times(dweight, grad, ctx.dtype), None, None, None)
+
+
+def _sums(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of each row, and its label's logit where the label's column is among these; [chunk] each."""
+    wide = logits.to(_wide(logits))
+    mine = (column >= 0) & (column < logits.shape[1])
+    target = wide.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0] * mine
+    return wide.logsumexp(dim=1), target
+
+
+def _to_gradient(logits: torch.Tensor, lse: torch.Tensor, column: torch.Tensor, counted: torch.Tensor) -> None:
+    """Put softmax minus one-hot where the logits were; zeros in rows that do not count."""
+    gradient = (logits.to(_wide(logits)) - lse[:, None]).exp()
+    labelled = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
+    logits.copy_((gradient - labelled.to(gradient.dtype)) * counted[:, None])
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return any_rows(torch.compile(_sums)), any_rows(torch.compile(_to_gradient))
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, without rounding the product to a's dtype first where the GPU can do so."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
@@ -94,16 +139,6 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (hidden @ weight.T).to(_wide(hidden))
-
-
-def _columns(labels: torch.Tensor, begin: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each label's column in the vocabulary's part [begin, begin + size), and whether it lies there; [chunk, 1]."""
-    column = labels[:, None] - begin
-    return column.clamp(0, size - 1), (column >= 0) & (column < size)
 
 
 def _over_parts(

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
 
 from distca.spec import ModelShape
 from distca.train.decoder_shape import DecoderShape
 from distca.train.loss import chunked_cross_entropy
+from distca.train.recompute import again
 from distca.train.rotary import Rotary, rotary_table
 
 __all__ = ["Decoder", "DecoderShape", "Rotary", "chunked_cross_entropy", "write_parameter"]
@@ -75,9 +75,10 @@ class Post(nn.Module):
         self.norm = _norm(shape, device)
         self.mlp = SwiGlu(model, device)
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x with attention's part, and the feed-forward's part that is still to be added."""
         x = x + self.output(out.flatten(1))
-        return x + self.mlp(self.norm(x))
+        return x, self.mlp(self.norm(x))
 
 
 class SwiGlu(nn.Module):
@@ -92,18 +93,28 @@ class SwiGlu(nn.Module):
 
 
 class Segment(nn.Module):
-    """What runs between two attention calls. `compute` is the work; forward may do it again in backward instead."""
+    """What runs between two attention calls. `compute` is the work, `run` another way to do it: compiled, in tiles."""
 
-    recompute: bool = False                                      # keep only the inputs for backward
+    recompute: str = "none"                                      # how much is computed again in backward
     rows_multiple: int = 1                                       # tokens are padded to a multiple of this
+    run: Callable[..., Any] | None = None
+    post: Post
+    pre: Pre
 
     def forward(self, *inputs: Any) -> Any:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self.compute(*inputs)
+        return self.compute(*inputs) if self.run is None else self.run(*inputs)
 
     def compute(self, *inputs: Any) -> Any:
         raise NotImplementedError
+
+    def after(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """What follows attention."""
+        x, added = again(self.recompute, self.post, x, self.pad(out))
+        return x + added
+
+    def before(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What precedes attention; of it "selective" would keep all the same."""
+        return again("none" if self.recompute == "selective" else self.recompute, self.pre, x, rotary)
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
         missing = -rows.shape[0] % self.rows_multiple
@@ -119,7 +130,7 @@ class First(Segment):
 
     def compute(self, tokens: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
         x = self.embed(self.pad(tokens))
-        return x, *self.pre(x, rotary)
+        return x, *self.before(x, rotary)
 
 
 class Middle(Segment):
@@ -129,8 +140,8 @@ class Middle(Segment):
         self.pre = Pre(shape, device)
 
     def compute(self, x: torch.Tensor, out: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
-        x = self.post(x, self.pad(out))
-        return x, *self.pre(x, rotary)
+        x = self.after(x, out)
+        return x, *self.before(x, rotary)
 
 
 class Last(Segment):
@@ -141,7 +152,7 @@ class Last(Segment):
         self.whole = nn.Identity()                               # where shares of the tokens come together again
 
     def compute(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        hidden = self.whole(self.norm(self.post(x, self.pad(out))))
+        hidden = self.whole(self.norm(self.after(x, out)))
         return hidden if self.rows_multiple == 1 else hidden[: out.shape[0]].clone()
 
 

@@ -42,14 +42,14 @@ def parallelize(
     tensor: int,
     fsdp: bool,
     dtype: torch.dtype,
-    activation_checkpointing: bool,
+    recompute: str = "none",
 ) -> None:
     """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
 
     A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
-    mesh. Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own. Without `fsdp`
-    every data rank keeps whole parameters. A decoder on the "meta" device stays there: follow with `to_empty` and
-    `reset_parameters` or `load_hf`.
+    mesh. Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own; `recompute`
+    says what of it backward does again. Without `fsdp` every data rank keeps whole parameters. A decoder on the "meta"
+    device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
     """
     if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
         raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
@@ -59,7 +59,7 @@ def parallelize(
     check_tensor(decoder.shape.model, tensor)
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
-        segment.recompute = activation_checkpointing
+        segment.recompute = recompute
     if not fsdp:                                                 # one shard, replicated: the same engine throughout
         mesh = _with_replicas(mesh)
     if tensor > 1:
@@ -124,10 +124,12 @@ def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     own = next(decoder.parameters()).dtype
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own, cast_forward_inputs=False)
     modules: list[nn.Module] = [*list(decoder.segments)[1:], decoder]
+    alone = mesh.size() == 1                                     # sharding again after forward would only cast again
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if alone else None)
         assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
+        if not alone:                                            # else one more copy of every gradient, divided by one
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)           # gloo knows no other
     decoder.register_forward_hook(_reshard_after_look)
 

@@ -7,7 +7,9 @@ package that is not installed, a file that does not exist. Both speak before any
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -33,9 +35,14 @@ def check_machine(settings: Settings) -> None:
 
     if settings.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
-    if settings.attention.transport == "symmetric" and device_for(settings, local_rank=0).type != "cuda":
+    device = device_for(settings, local_rank=0)
+    if settings.attention.transport == "symmetric" and device.type != "cuda":
         raise ValueError("attention.transport is 'symmetric', the memory of GPUs, but the run is on a CPU; use 'c10d' "
                          "or 'auto'")
+    compiles(settings, device)
+    if settings.model.offload and device.type != "cuda":
+        raise ValueError(f"model.offload is {settings.model.offload:g} but this run is on cpu, where activations are "
+                         "in host memory anyway; set it to 0")
     shape = _model(settings)
     if settings.attention.cost:
         _check_cost(settings, shape.model)
@@ -77,6 +84,26 @@ def dtype_for(settings: Settings, device: torch.device) -> torch.dtype:
     automatic = "bfloat16" if device.type == "cuda" else "float32"
     name = automatic if settings.run.dtype == "auto" else settings.run.dtype
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def compiles(settings: Settings, device: torch.device) -> bool:
+    """Whether segments are compiled; asked to without a compiler for the device, this refuses."""
+    chosen = settings.model.compile
+    if chosen == "off" or (chosen == "auto" and device.type != "cuda"):
+        return False
+    missing = _missing_compiler(device)
+    if missing and chosen == "on":
+        raise ValueError(f"model.compile is 'on' but {missing}; or set it to off")
+    if missing:
+        logging.getLogger("distca").warning("segments are not compiled: %s", missing)
+    return not missing
+
+
+def _missing_compiler(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "" if find_spec("triton") else "triton is not installed; run: pip install triton"
+    found = any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
+    return "" if found else "no C++ compiler (g++ or clang++) is on the PATH; install one"
 
 
 def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]) -> int:

@@ -68,7 +68,17 @@ class Model:
     vocab: int = setting(0, "Different tokens that the model knows; 0: as the model says.", least=0, most=MAX_LENGTH)
     window: int = setting(0, "Keys that a query sees in every layer, itself included; 0: as the model says, -1: all.",
                           least=-1, most=MAX_LENGTH)
-    activation_checkpointing: bool = setting(False, "Compute activations again in backward instead of keeping them.")
+    compile: str = setting("auto", "Compile what runs between attention calls, once for rows of any length; auto is on "
+                                   "on cuda and off on cpu.",
+                           choices=("auto", "on", "off"))
+    recompute: str = setting("none", "What backward computes again instead of keeping it: nothing, what is cheap "
+                                     "beside matrix products, or everything but attention.",
+                             choices=("none", "selective", "full"))
+    tile_tokens: int = setting(0, "Run what lies between attention calls over this many tokens at a time, so that the "
+                                  "widest activations never exist for all; needs model.recompute full; 0 for all "
+                                  "at once.", least=0, most=MAX_LENGTH, counted=True)
+    offload: float = setting(0.0, "GB of host memory of each rank for activations that wait for backward; needs cuda "
+                                  "and model.recompute full; 0 keeps them on the GPU.", least=0, most=MAX_FACTOR)
     rope_theta: float = setting(0.0, "Base of the rotary position angles; 0: as the model says.", least=0,
                                 most=MAX_FACTOR)
     tied: bool = setting(False, "Use the embedding as the output layer too, as some models do by themselves.")
@@ -156,7 +166,7 @@ class Optimizer:
     beta1: float = setting(0.9, "AdamW's memory of gradients.", least=0, below=1)
     beta2: float = setting(0.95, "AdamW's memory of squared gradients.", least=0, below=1)
     clip_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0, most=MAX_FACTOR)
-    loss_chunk_tokens: int = setting(1024, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH,
+    loss_chunk_tokens: int = setting(4096, "Tokens whose logits exist at the same time.", least=1, most=MAX_LENGTH,
                                      counted=True)
 
 
@@ -214,6 +224,10 @@ class Settings:
         self._check_ranks()
         self._check_data()
         self._check_eval()
+        for name in ("tile_tokens", "offload"):
+            if getattr(self.model, name) and self.model.recompute != "full":
+                raise ValueError(f"model.{name} is {getattr(self.model, name)} but model.recompute is "
+                                 f"{self.model.recompute!r}; set it to 'full', which keeps no more than inputs")
         if self.checkpoint.every and not self.checkpoint.folder:
             raise ValueError(f"checkpoint.every is {self.checkpoint.every} but checkpoint.folder is empty; name a "
                              "folder, or set checkpoint.every to 0")

@@ -14,7 +14,7 @@ rank then computes of a pipeline's micro-batches: its stage's segments, and on t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from distca.train.model import (
     Segment,
     chunked_cross_entropy,
 )
+from distca.train.offload import Offload
 from distca.train.parallel import accumulating
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
@@ -49,7 +50,7 @@ class Entry(Segment):
         self.pre = pre
 
     def compute(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
-        return x, *self.pre(x, rotary)
+        return x, *self.before(x, rotary)
 
 
 class Exit(Segment):
@@ -60,7 +61,7 @@ class Exit(Segment):
         self.post = post
 
     def compute(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self.post(x, self.pad(out))
+        return self.after(x, out)
 
 
 class Segments(nn.ModuleList):
@@ -109,9 +110,10 @@ class StageWork:
 
     def __init__(
         self, decoder: Decoder, attention: CoreAttention, *, tensor: int, dtype: torch.dtype, device: torch.device,
-        loss_chunk_tokens: int,
+        loss_chunk_tokens: int, compiled: bool = False, offload: Offload | None = None,
     ) -> None:
         self.decoder, self.attention, self.loss_chunk_tokens = decoder, attention, loss_chunk_tokens
+        self.compiled, self.offload = compiled, offload
         self.device, self.tensor = device, tensor
         model, segments = decoder.shape.model, list(decoder.segments)
         self.first, self.last = isinstance(segments[0], First), isinstance(segments[-1], Last)
@@ -141,17 +143,17 @@ class StageWork:
         def run(decoder: Decoder) -> list[torch.Tensor]:
             inputs = [(tokens,) for tokens, _, _ in rows] if self.first else [(x,) for x in received]
             rotaries = [decoder.rotary(positions) for _, _, positions in rows]
-            states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention, backward_plans,
-                                       self.reads[micro_batch])
+            with nullcontext() if self.offload is None else self.offload.keeping():
+                states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention,
+                                           backward_plans, self.reads[micro_batch])
             return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
 
         return self.decoder(run)
 
     def loss(self, decoder: Decoder, states: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
         """This micro-batch's part of the mean over all labels of all ranks."""
-        losses = [chunked_cross_entropy(hidden, decoder.head_weight, wanted, self.loss_chunk_tokens)[0]
-                  for hidden, wanted in zip(states, labels, strict=True)]
-        total = torch.stack(losses).sum()
+        hidden, wanted = (rows[0] if len(rows) == 1 else torch.cat(list(rows)) for rows in (states, labels))
+        total, _ = chunked_cross_entropy(hidden, decoder.head_weight, wanted, self.loss_chunk_tokens, self.compiled)
         self.total += total.detach()
         return total / self.num_labels
 

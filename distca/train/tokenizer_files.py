@@ -14,8 +14,9 @@ from typing import Any
 
 from distca.models import read_config
 from distca.train.settings import Settings
-from distca.train.tokenizing import END_NAMES, END_OF_DOCUMENT
+from distca.train.tokenizing import END_OF_DOCUMENT
 from distca.validation import read_json
+from distca.workload.token_counts import END_NAMES
 
 FOLDER = "tokenizer"             # in checkpoint.folder
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -46,8 +46,10 @@ from distca.train.hf_config import config_of
 from distca.train.hf_weights import load_hf
 from distca.train.metrics import StepRecord
 from distca.train.model import Decoder
+from distca.train.offload import Offload
 from distca.train.parallel import clip_grad_norm, parallelize
-from distca.train.preflight import device_for, dtype_for
+from distca.train.preflight import compiles, device_for, dtype_for
+from distca.train.segment_runs import run_segments
 from distca.train.serving import serve
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
@@ -104,6 +106,9 @@ class Trainer:
         self.evaluation = None if held_out is None or not settings.eval.every else Evaluation(
             held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model)
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
+        compile, host_bytes = compiles(settings, device), int(settings.model.offload * 1e9)
+        offload = Offload(device, host_bytes) if host_bytes else None
+        run_segments(self.decoder, compile=compile, tile_tokens=settings.model.tile_tokens, offload=offload)
         self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
         self.peak_flops = peak_of(device, dtype)
@@ -111,7 +116,8 @@ class Trainer:
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=settings.attention.transport, recorder=self.recorder)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
-                              loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
+                              loss_chunk_tokens=settings.optimizer.loss_chunk_tokens, compiled=compile,
+                              offload=offload)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         set_timeouts(timeout)
@@ -299,7 +305,7 @@ def build_decoder(
     decoder = stage_of(Decoder(shape, device="meta").to(own), mesh["pipeline"].get_local_rank(), stages,
                        layers_of_stages(shape.model.num_layers, stages))
     parallelize(decoder, mesh, tensor=settings.parallel.tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
-                activation_checkpointing=settings.model.activation_checkpointing)
+                recompute=settings.model.recompute)
     decoder.to_empty(device=device)
     if settings.model.load:
         load_hf(settings.model.load, decoder)

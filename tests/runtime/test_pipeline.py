@@ -75,7 +75,7 @@ class Step:
         whole = Decoder(replace(SHAPE, model=self.model), generator=torch.Generator().manual_seed(3)).double()
         for segment in whole.segments:
             assert isinstance(segment, Segment)
-            segment.recompute = self.recompute
+            segment.recompute = "full" if self.recompute else "none"
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.mul_(10.0 if parameter.ndim > 1 else 1.0)

@@ -68,7 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("ranks", "dedicated", "tensor", "pipeline", "more"), [
-    (3, 1, 1, 2, ("--model.activation_checkpointing", "true", "--attention.transport", "auto")),
+    (3, 1, 1, 2, ("--model.recompute", "full", "--attention.transport", "auto")),
     pytest.param(3, 1, 1, 1, (), marks=pytest.mark.slow),
     pytest.param(4, 2, 1, 1, ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
     pytest.param(4, 2, 2, 1, ("--batch.ping_pong", "false"), marks=pytest.mark.slow),

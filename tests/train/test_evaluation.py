@@ -159,7 +159,7 @@ def test_stages_and_tensor_ranks_give_them_too(plain: tuple[list[float], list[fl
     {"parallel__pipeline": 2},
     {"parallel__pipeline": 2, "parallel__tensor": 2},
     {"parallel__tensor": 2, "parallel__fsdp": False},
-    {"parallel__pipeline": 2, "batch__ping_pong": False, "model__activation_checkpointing": True},
+    {"parallel__pipeline": 2, "batch__ping_pong": False, "model__recompute": "full"},
     {"attention__state": "keep"},
     {"attention__mode": "per_document_cp", "parallel__pipeline": 2},
 ])

@@ -254,7 +254,7 @@ def save_on_a_mesh(transport: Any, folder: str, family: str, tensor: int, stages
                             mesh_dim_names=("pipeline", "data", "tensor"))
     part = stage_of(Decoder(shape, device="meta"), mesh["pipeline"].get_local_rank(), stages,
                     layers_of_stages(4, stages))
-    parallelize(part, mesh, tensor=tensor, fsdp=fsdp, dtype=torch.float32, activation_checkpointing=False)
+    parallelize(part, mesh, tensor=tensor, fsdp=fsdp, dtype=torch.float32)
     part.to_empty(device="cpu")
     part.reset_parameters(torch.Generator().manual_seed(11))
     saver = Checkpointer(folder, part, torch.optim.AdamW(part.parameters()), config=config_of(shape, "float32"))

@@ -115,7 +115,7 @@ def spread(case: Case) -> tuple[Decoder, DeviceMesh]:
     if not case.meta:
         decoder = decoder.to(own_dtype(case))
     parallelize(decoder, mesh, tensor=case.tensor, fsdp=case.fsdp, dtype=case.dtype,
-                activation_checkpointing=case.recompute)
+                recompute="full" if case.recompute else "none")
     if case.meta:
         decoder.to_empty(device="cpu")
         decoder.reset_parameters(generator())
@@ -213,7 +213,7 @@ def refused() -> list[str]:
     messages = []
     for shape, changes in (((2, 2), {"tensor": 1}), ((1, 4), {"tensor": 4})):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-        options: dict[str, Any] = {"fsdp": True, "dtype": torch.float32, "activation_checkpointing": False} | changes
+        options: dict[str, Any] = {"fsdp": True, "dtype": torch.float32} | changes
         with pytest.raises(ValueError) as caught:
             parallelize(Decoder(SHAPE), mesh, **options)
         messages.append(str(caught.value))

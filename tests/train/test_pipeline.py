@@ -95,7 +95,7 @@ class Rank:
              make: type[StageWork] = StageWork) -> StageWork:
         part = stage_of(decoder(dtype), self.stage, self.num_stages,
                         layers_of_stages(SHAPE.model.num_layers, self.num_stages))
-        parallelize(part, self.mesh, tensor=1, fsdp=fsdp, dtype=dtype, activation_checkpointing=recompute)
+        parallelize(part, self.mesh, tensor=1, fsdp=fsdp, dtype=dtype, recompute="full" if recompute else "none")
         attention = CoreAttention(self.pool if mode == "disaggregated" else self.mesh["data"].get_group())
         return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50)
 

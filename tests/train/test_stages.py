@@ -55,7 +55,7 @@ def test_stages_one_after_the_other_are_the_whole_decoder(layers: list[int], len
         assert all(parameter is whole.get_parameter(name) for name, parameter in stage.named_parameters())
         for segment in stage.segments:
             assert isinstance(segment, Segment)
-            segment.recompute = recompute
+            segment.recompute = "full" if recompute else "none"
     tokens = torch.randint(0, 61, (sum(lengths),), generator=generator())
     through(whole, tokens, lengths).square().sum().backward()
     expected = {name: gradient(parameter).clone() for name, parameter in whole.named_parameters()
@@ -236,7 +236,7 @@ def on_ranks(case: Case) -> dict[str, float]:
     parts = {stage: stage_of(whole, stage, 2, LAYERS) for stage in stages}
     for part in parts.values():
         parallelize(part, mesh, tensor=case.tensor, fsdp=case.fsdp, dtype=case.dtype,
-                    activation_checkpointing=case.recompute)
+                    recompute="full" if case.recompute else "none")
     named = {name: parameter for part in parts.values() for name, parameter in part.named_parameters()}
     optimizer = torch.optim.SGD(named.values(), lr=1.0)
     for number in range(NUM_STEPS):
@@ -271,8 +271,7 @@ def refused(num_ranks: int) -> str:
     """Part of a mesh cannot be spread over without fsdp: others would wait for process groups for ever."""
     mesh = init_device_mesh("cpu", (num_ranks, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
     with pytest.raises(ValueError) as caught:
-        parallelize(Decoder(SHAPE), mesh["data", "tensor"], tensor=1, fsdp=False, dtype=torch.float32,
-                    activation_checkpointing=False)
+        parallelize(Decoder(SHAPE), mesh["data", "tensor"], tensor=1, fsdp=False, dtype=torch.float32)
     return str(caught.value)
 
 
@@ -298,7 +297,7 @@ def build(layers: tuple[int, ...] | None = None, data: int = 1, seed: int = 3) -
     if layers is not None:
         mesh = init_device_mesh("cpu", (len(layers), data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
         whole = stage_of(whole, mesh["pipeline"].get_local_rank(), len(layers), layers)
-        parallelize(whole, mesh, tensor=1, fsdp=True, dtype=torch.float32, activation_checkpointing=False)
+        parallelize(whole, mesh, tensor=1, fsdp=True, dtype=torch.float32)
     return whole, torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
 
 

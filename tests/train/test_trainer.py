@@ -54,7 +54,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
 @pytest.mark.parametrize(("ranks", "tensor", "mode", "ping_pong", "more"), [
     (2, 1, "disaggregated", "true", ()),
     (2, 1, "disaggregated", "false", ("--parallel.fsdp", "false")),
-    (2, 1, "disaggregated", "true", ("--attention.placement", "given", "--model.activation_checkpointing", "true")),
+    (2, 1, "disaggregated", "true", ("--attention.placement", "given", "--model.recompute", "full")),
     (2, 2, "disaggregated", "true", ()),
     pytest.param(1, 1, "disaggregated", "true", (), marks=pytest.mark.slow),
     pytest.param(2, 1, "disaggregated", "true", ("--attention.state", "keep"), marks=pytest.mark.slow),
@@ -111,7 +111,7 @@ def alone_in_micro_batches(tmp_path_factory: pytest.TempPathFactory) -> list[flo
 @pytest.mark.parametrize(("ranks", "tensor", "pipeline", "mode", "more"), [
     (2, 1, 2, "disaggregated", ()),
     pytest.param(2, 1, 2, "disaggregated", ("--batch.ping_pong", "false"), marks=pytest.mark.slow),
-    pytest.param(4, 1, 2, "disaggregated", ("--model.activation_checkpointing", "true"), marks=pytest.mark.slow),
+    pytest.param(4, 1, 2, "disaggregated", ("--model.recompute", "full"), marks=pytest.mark.slow),
     pytest.param(2, 1, 2, "home", (), marks=pytest.mark.slow),
     pytest.param(4, 2, 2, "disaggregated", (), marks=pytest.mark.slow),
     pytest.param(4, 2, 2, "home", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
