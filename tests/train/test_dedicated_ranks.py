@@ -7,8 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from distca.models import model_named
+from distca.train.data import step_plan
 from distca.train.settings import Settings
 
 STEPS = 6
@@ -119,6 +122,28 @@ def test_trainers_that_fail_end_their_servers(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path / "log", 3, 1, "--data.source", "text", "--data.path",
                                   str(tmp_path / "words.txt")), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "one token" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "dedicated", "servers"), [
+    (1, 1, 0, 2), (1, 1, 3, 5), (2, 1, 2, 3), (1, 2, 1, 5), (2, 2, 4, 6),
+])
+def test_a_plan_has_the_servers_of_one_tensor_rank(tensor: int, pipeline: int, dedicated: int, servers: int) -> None:
+    settings = Settings().with_values({"parallel.tensor": tensor, "parallel.pipeline": pipeline,
+                                       "attention.dedicated": dedicated})
+    step = step_plan([np.array([3000, 1096])], settings, model_named("tiny"), num_data=2)
+    step.validate()
+    assert {plan.num_servers for plan in step.plans()} == {servers}
+    assert {plan.layout.num_ranks for plan in step.plans()} == {2 * pipeline}
+    for plan in step.plans():                                    # all serve alike, so dedicated ones too
+        assert set(range(2 * pipeline, servers)) <= set(plan.tasks.server.tolist())
+
+
+def test_work_before_is_counted_over_the_same_pool_as_work_after() -> None:
+    """Two ranks hold 1024 tokens each, one document and two; with a third that serves the mean is a third of all."""
+    settings = Settings().with_values({"attention.dedicated": 1, "batch.ping_pong": False})
+    step = step_plan([np.array([1024, 512, 512])], settings, model_named("tiny"), num_data=2)
+    largest, other = 1024 * 1025 / 2, 512 * 513
+    assert step.summary().work_before == pytest.approx(largest / ((largest + other) / 3))
 
 
 @pytest.mark.parametrize(("values", "words"), [
