@@ -8,7 +8,9 @@ that say together what it needs:
     layer     one layer at full length, causal
     shorter   all layers, causal, at a length that fits without offloading too: the losses must agree
 
-Each runs the trainer's own step: compiled, recomputed in tiles, activations on the host as far as `--host-gb` goes.
+Each runs one of the trainer's own steps: compiled, recomputed in tiles, activations on the host as far as `--host-gb`
+goes. It is the first, so that its seconds include compiling and pinning host memory; run the parts one by one
+(`--parts`) to give each a GPU and a host of its own.
 """
 
 from __future__ import annotations
@@ -48,28 +50,27 @@ class Result:
     tokens: int
     attention: str
     host_gb: float
-    step_seconds: float  # of the last step
+    step_seconds: float  # of a first step: compiling and pinning are in it
     memory_bytes: int  # peak of tensors on the GPU
     reserved_bytes: int  # peak of what the process took of it
     host_bytes: int  # pages filled at most
-    losses: list[float]
+    loss: float
 
 
-def measure(part: str, layers: int, tokens: int, causal: bool, host_gb: float, tile: int, steps: int,
-            compile: bool) -> Result:
+def measure(part: str, layers: int, tokens: int, causal: bool, host_gb: float, tile: int, compile: bool) -> Result:
     gc.collect()
     torch.cuda.empty_cache()
     model = replace(model_named("llama3.2-1b"), num_layers=layers)
     gpu = OneGpu(model, 4096, CoreAttention if causal else Windowed, tied=True)
     gpu.choose(compile=compile, recompute="full", tile_tokens=tile, offload_bytes=int(host_gb * 1e9))
     torch.cuda.reset_peak_memory_stats()
-    records = [gpu.step(gpu.batch([tokens], seed=number)) for number in range(steps)]
+    seconds, loss = gpu.step(gpu.batch([tokens]))
     offload = gpu.work.offload
     filled = 0 if offload is None else len(offload.pages.free) * offload.pages.page_bytes
     return Result(
         part=part, layers=layers, tokens=tokens, attention="causal" if causal else f"window of {WINDOW}",
-        host_gb=host_gb, step_seconds=records[-1][0], memory_bytes=torch.cuda.max_memory_allocated(),
-        reserved_bytes=torch.cuda.max_memory_reserved(), host_bytes=filled, losses=[loss for _, loss in records])
+        host_gb=host_gb, step_seconds=seconds, memory_bytes=torch.cuda.max_memory_allocated(),
+        reserved_bytes=torch.cuda.max_memory_reserved(), host_bytes=filled, loss=loss)
 
 
 def main() -> None:
@@ -86,10 +87,10 @@ def main() -> None:
     began, results, compile = time.perf_counter(), [], not arguments.eager
     layers = model_named("llama3.2-1b").num_layers
     runs = {
-        "shorter": [(layers, arguments.shorter, True, host, tile, 1) for host, tile in
+        "shorter": [(layers, arguments.shorter, True, host, tile) for host, tile in
                     ((0.0, 0), (arguments.host_gb / 8, arguments.tile))],
-        "memory": [(layers, arguments.tokens, False, arguments.host_gb, arguments.tile, 1)],
-        "layer": [(1, arguments.tokens, True, arguments.host_gb / 8, arguments.tile, 1)],
+        "memory": [(layers, arguments.tokens, False, arguments.host_gb, arguments.tile)],
+        "layer": [(1, arguments.tokens, True, arguments.host_gb / 8, arguments.tile)],
     }
     console = Console(width=150)
     for part in arguments.parts:
@@ -102,7 +103,7 @@ def main() -> None:
     for row in results:
         table.add_row(row.part, str(row.layers), f"{row.tokens:,}", row.attention, f"{row.host_bytes / 1e9:.1f}",
                       f"{row.step_seconds:.1f}", f"{row.memory_bytes / 2**30:.1f}", f"{row.reserved_bytes / 2**30:.1f}",
-                      f"{row.losses[-1]:.4f}")
+                      f"{row.loss:.4f}")
     console.print(table)
 
 

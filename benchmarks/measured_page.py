@@ -31,8 +31,8 @@ KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cud
 
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
-    parts = (planning, reference, attention, runtime, training, pipeline, overlap, integrations, simulated, trusted,
-             report_page)
+    parts = (planning, reference, attention, runtime, training_on_a_gpu, long_document, training, pipeline, overlap,
+             integrations, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -107,6 +107,37 @@ def runtime(results: Path) -> str:
             f"balanced ({_source('runtime_tables')}, `--tables`). On one H200 with 65,536 tokens a rank, packing, "
             f"unpacking and merging take {min(shares):.1f} to {max(shares):.1f} % of the attention's time, the "
             f"busiest rank of 64 included ({_source('runtime_gpu')}).")
+
+
+def training_on_a_gpu(results: Path) -> str:
+    content = _read(results, "train_gpu")
+    alone = {row["vocab"]: row for row in content["alone"]}
+    table = [[f"{row['vocab']:,}", row["way"], f"{row['tokens_per_second']:,.0f}",
+              f"{100 * row['model_flops_utilization']:.1f} %", f"{100 * row['alone_over_step']:.1f} %",
+              f"{row['memory_bytes'] / 2**30:.0f}", str(row["graphs_after_warm_up"])] for row in content["rows"]]
+    said = " and ".join(f"{row['seconds']:.3f} s ({row['flops_per_second'] / 1e12:.0f} TFLOP/s) with {vocab:,}"
+                        for vocab, row in alone.items())
+    return (f"## Training steps on a GPU\n\n{content['options']['layers']} layers of llama3-8b on one "
+            f"{content['host']['device']}, {sum(content['options']['lengths']):,} packed tokens a step, AdamW, with "
+            "two vocabularies. *Alone* is the time of the step's matrix products and attention calls by themselves, in "
+            f"the same run: {said}. New graphs are what {len(content['options']['others'])} batches of other lengths "
+            f"compiled after the warm-up ({_source('train_gpu')}, `benchmarks/train_gpu.py`).\n\n" + _table(
+                ("vocabulary", "", "tokens/s", "MFU", "alone / step", "GiB", "new graphs"), table))
+
+
+def long_document(results: Path) -> str:
+    content = _read(results, "long_document")
+    table = [[str(row["layers"]), f"{row['tokens']:,}", row["attention"], f"{row['host_bytes'] / 1e9:.1f}",
+              f"{row['memory_bytes'] / 2**30:.1f}", f"{row['step_seconds']:.0f} s", f"{row['loss']:.4f}"]
+             for row in content["rows"]]
+    return (f"One document, llama3.2-1b with `model.recompute` full on one {content['host']['device']}. A causal step "
+            "of all layers at a million tokens takes many minutes and was not run whole: all layers ran it with "
+            "attention through a window, which keeps, sends and fetches the same tensors, and one layer ran it causal. Rows with "
+            f"host memory use `model.offload` and tiles of {content['options']['tile']:,} tokens. Seconds are of a "
+            "first step, with compiling and pinning of host memory "
+            f"({_source('long_document')}, `benchmarks/long_document.py`).\n\n" + _table(
+                ("layers", "tokens", "attention", "GB on the host", "peak GiB on the GPU", "first step", "loss"),
+                table))
 
 
 def training(results: Path) -> str:

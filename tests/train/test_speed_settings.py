@@ -1,0 +1,72 @@
+"""Settings about speed and memory: what cannot run is refused by name, and who compiles depends on the device."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import distca
+from distca.spec import ModelShape
+from distca.train import preflight
+from distca.train.model import Decoder, DecoderShape
+from distca.train.preflight import check_machine, compiles
+from distca.train.settings import Settings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"model.tile_tokens": 64}, r"model.tile_tokens is 64 but model.recompute is 'none'; set it to 'full'"),
+    ({"model.offload": 2.0, "model.recompute": "selective"}, r"model.offload is 2.0 but .* is 'selective'"),
+    ({"model.recompute": "some"}, r"model.recompute is 'some'; .*choose one of: none, selective, full"),
+    ({"model.compile": "yes"}, r"model.compile is 'yes'; .*choose one of: auto, on, off"),
+    ({"model.offload": -1.0}, r"model.offload is -1.0; give a number of at least 0"),
+])
+def test_settings_that_cannot_run_anywhere(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings().with_values(values).check()
+
+
+def test_offloading_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    chosen = Settings().with_values({"run.device": "cpu", "model.recompute": "full", "model.offload": 4.0,
+                                     "log.folder": str(tmp_path)})
+    chosen.check()
+    with pytest.raises(ValueError, match=r"model.offload is 4 but this run is on cpu, .*; set it to 0"):
+        check_machine(chosen)
+
+
+def test_who_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def chosen(value: str) -> Settings:
+        return Settings().with_values({"model.compile": value})
+
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    assert [compiles(chosen("auto"), device) for device in (CPU, CUDA)] == [False, True]
+    assert [compiles(chosen("on"), device) for device in (CPU, CUDA)] == [True, True]
+    assert [compiles(chosen("off"), device) for device in (CPU, CUDA)] == [False, False]
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not compiles(chosen("auto"), CUDA) and "triton is not installed" in caplog.text
+    with pytest.raises(ValueError, match=r"model.compile is 'on' but no C\+\+ compiler .* or set it to off"):
+        compiles(chosen("on"), CPU)
+
+
+def test_the_benchmark_counts_what_a_decoder_multiplies() -> None:
+    """torch counts the products of a step without attention; the benchmark's count is that and 12 for each pair."""
+    sys.path.insert(0, str(Path(distca.__file__).parents[1] / "benchmarks"))
+    from one_gpu import model_flops
+
+    model = ModelShape("small", 3, 24, 4, 2, 8, 40, 61)
+    decoder, num_tokens = Decoder(DecoderShape(model)), 20
+    with FlopCounterMode(display=False) as counted:
+        tokens = torch.arange(num_tokens)
+        x = decoder.hidden(tokens, tokens, lambda q, k, v: q + (k + v).repeat(1, 2, 1))
+        (x @ decoder.head_weight.T).sum().backward()
+    pairs = num_tokens * (num_tokens + 1) // 2
+    assert model_flops(model, [num_tokens]) == counted.get_total_flops() + 12 * 3 * 4 * 8 * pairs
