@@ -262,7 +262,7 @@ def title(settings: Settings, world: int) -> str:
     parallel, batch = settings.parallel, settings.batch
     dedicated = settings.attention.dedicated
     tokens = batch.tokens_per_rank * batch.micro_batches * (world - dedicated) // (parallel.tensor * parallel.pipeline)
-    model = settings.model.load or settings.model.name
+    model = settings.model.load or settings.model.config or settings.model.name
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     stages = f" in {parallel.pipeline} stages" if parallel.pipeline > 1 else ""
     serving = f", {dedicated} of them only serving attention" if dedicated else ""

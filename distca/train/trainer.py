@@ -13,6 +13,7 @@ import math
 import os
 import resource
 import signal
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca.cost.utilization import peak_flops, training_flops
+from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
@@ -194,8 +196,7 @@ class Trainer:
         self.work.begin(batch)
         stage = self.mesh["pipeline"].get_local_rank()
         plans = batch.plan.by_stage[stage]
-        if not self.settings.attention.dedicated:                # which hear of a plan when it is called
-            self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
+        self.expect(plan for rows in plans for row in rows for plan in row)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
 
@@ -205,10 +206,15 @@ class Trainer:
         self.work.begin(batch)
         stage, ticks = self.mesh["pipeline"].get_local_rank(), batch.plan.ticks
         plans = batch.plan.by_stage[stage]
-        self.attention.expect((plan for tick, rows in enumerate(plans) if not ticks.backward[tick, stage]
-                               for row in rows for plan in row), self.device)
+        self.expect(plan for tick, rows in enumerate(plans) if not ticks.backward[tick, stage]
+                    for row in rows for plan in row)
         Pipeline(self.work, self.attention, self.neighbours).forward_only(ticks, plans)
         return self.work.total
+
+    def expect(self, plans: Iterable[Plan]) -> None:
+        """Prepare what is called next; ranks that only serve hear of a plan when it is called."""
+        if not self.settings.attention.dedicated:
+            self.attention.expect(plans, self.device)
 
     def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
         """The sum of all ranks' losses, and the mean of each one's seconds of attention, of the rest, and waiting."""
