@@ -18,7 +18,7 @@ from distca.planning.plan import Plan, max_over_mean
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.windows import windowed, windows_by_depth, with_windows
-from distca.testing import LAYOUT_KINDS, random_layout, random_lengths, random_speeds
+from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout, random_lengths, random_speeds
 from distca.workload.packing import pack
 
 LLAMA = model_named("llama3-8b")
@@ -45,7 +45,7 @@ def visible_pairs(length: int, window: int) -> int:
 @given(st.integers(0, 10**5), st.sampled_from(LAYOUT_KINDS), st.integers(1, 4), st.integers(1, 300),
        st.sampled_from([1, 2, 7, 64, 130, 1000]), st.integers(0, 2))
 def test_every_pair_of_a_window_is_computed_once(
-    seed: int, kind: str, ranks: int, tokens: int, window: int, dedicated: int
+    seed: int, kind: LayoutKind, ranks: int, tokens: int, window: int, dedicated: int
 ) -> None:
     layout = random_layout(seed, kind, ranks, tokens)
     causal = balance(layout, LLAMA, tolerance=0.05, speed=random_speeds(seed, ranks, dedicated))

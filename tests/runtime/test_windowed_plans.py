@@ -12,6 +12,7 @@ from distca.planning.windows import windowed
 from distca.spec import ModelShape
 from distca.testing import (
     LAYOUT_KINDS,
+    LayoutKind,
     attend_on_fake_ranks,
     dense_on_one,
     random_layout,
@@ -27,7 +28,7 @@ MODEL = ModelShape("small", 1, 32, 4, 2, 8, 64, 64)
 @given(st.integers(0, 10**5), st.sampled_from(LAYOUT_KINDS), st.integers(1, 4), st.integers(20, 200),
        st.sampled_from([1, 5, 40, 150]), st.integers(0, 2), st.booleans())
 def test_outputs_and_gradients_of_a_windowed_plan(
-    seed: int, kind: str, ranks: int, tokens: int, window: int, dedicated: int, scattered: bool
+    seed: int, kind: LayoutKind, ranks: int, tokens: int, window: int, dedicated: int, scattered: bool
 ) -> None:
     layout = random_layout(seed, kind, ranks, tokens)
     causal = (scattered_plan(seed, layout, ranks + dedicated, MODEL) if scattered

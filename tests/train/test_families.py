@@ -284,7 +284,7 @@ def test_what_we_do_not_compute_is_refused(
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"num_attention_heads": None}, "model.config: model 'mine': its config.json has no num_attention_heads"),
+    ({"num_attention_heads": None}, "model.config is 'mine': model 'mine': its config.json has no num_attention_heads"),
     ({"model_type": "gpt_neox"}, "model_type 'gpt_neox', which is not known and cannot be trained; supported are"),
     ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe', which has experts"),
     ({"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),
