@@ -123,8 +123,9 @@ def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
     source = model.load or model.config
     shape = shape_from_hf(source) if source else named_decoder(model.name)
     shape = _with_fields(shape, model)
-    if shape.model.name == "tiny" and not model.vocab:           # ours, for any data
+    if not source and model.name == "tiny" and not model.vocab:  # ours, for any data
         shape = replace(shape, model=replace(shape.model, vocab=max(vocab, shape.model.vocab)))
+    _check_heads(shape)
     if vocab > shape.model.vocab:
         field, value = next((field, value) for field, value in (
             ("model.load", model.load), ("model.config", model.config), ("model.name", model.name)) if value)
@@ -148,6 +149,16 @@ def check_model(model: Model) -> None:
                              f"weights have a shape of their own; leave model.{field} out")
 
 
+def _check_heads(shape: DecoderShape) -> None:
+    model = shape.model
+    if model.head_dim % 2:
+        raise ValueError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one, of which rotary "
+                         "positions turn one half against the other")
+    if shape.family == "llama" and model.hidden % model.num_heads:
+        raise ValueError(f"model {model.name!r}: hidden is {model.hidden}, not a multiple of its {model.num_heads} "
+                         "heads, which transformers' Llama refuses whatever head_dim is; choose others")
+
+
 def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
     """The shape with what single settings change."""
     sizes = {ours: getattr(model, field) for field, ours in SIZES.items() if getattr(model, field)}
@@ -162,7 +173,7 @@ def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
     if "head_dim" in sizes:
         sizes["value_dim"] = sizes["head_dim"]
     family, windows = shape.family, before.windows
-    if "num_layers" in sizes and windows:
+    if "num_layers" in sizes and windows and not model.window:
         if len(set(windows)) > 1:
             raise ValueError(f"model.layers is {sizes['num_layers']} but the model mixes windows over its "
                              f"{before.num_layers} layers; give a model.config that says them for all")

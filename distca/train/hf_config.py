@@ -45,7 +45,8 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
         if config.get(field, value) != value:
             raise ValueError(f"{file} has {field} {short(config[field])}; only {value!r} can be trained")
     config = _DEFAULTS[kind] | {field: value for field, value in config.items() if field != "text_config"}
-    model = shape_of_config(config, file.resolve().parent.name, windows=_windows(config, file))
+    name = file.resolve().parent.name if file.name == CONFIG else file.stem
+    model = shape_of_config(config, name, windows=_windows(config, file))
     if model.experts is not None or model.latent is not None:
         what = "experts" if model.experts is not None else "latent attention"
         raise ValueError(f"{file} has {what}, which cannot be trained; supported are dense models of type: "

@@ -191,14 +191,14 @@ def _model(settings: Settings) -> DecoderShape:
         from distca.train.tokenizing import load_tokenizer
 
         vocab = load_tokenizer(settings.data.tokenizer).vocab
-    field = "model.load" if chosen.load else "model.config"
+    source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
     if chosen.load and not (Path(chosen.load) / "config.json").is_file():
         raise ValueError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
                          "folder of a Hugging Face model")
     try:
         shape = decoder_shape(chosen)
     except ValueError as error:
-        raise ValueError(f"{field}: {error}" if chosen.load or chosen.config else str(error)) from None
+        raise ValueError(f"{source}: {error}" if chosen.load or chosen.config else str(error)) from None
     decoder_shape(chosen, vocab)
     settings.check_degrees(shape)
     if chosen.load:

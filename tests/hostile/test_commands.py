@@ -73,15 +73,16 @@ def option_cases() -> list[tuple[str, ...]]:
     for option in ("--batches", "--workers"):
         cases += _each(paper, option, (*NO_WHOLE, "0", "1000000000000", DIGITS))
     cases += _each(paper, "--only", NO_NAMES)
-    cases += [("checkpoint", what, name) for what in ("verify", "convert", "export")
-              for name in (*NO_NAMES, "none", "empty", "loop", "/proc", "text", "no\x00name")]
+    cases += [command for name in (*NO_NAMES, "none", "empty", "loop", "/proc", "text", "no\x00name")
+              for command in (("checkpoint", "verify", name), ("checkpoint", "convert", name), ("export", name, "out"))]
     return cases + train_cases(train) + [("", ), ("plam",), ("plan",), ("--bogus",), ("train", "a.toml", "b.toml")]
 
 
 def train_cases(train: tuple[str]) -> list[tuple[str, str, str]]:
     cases = []
     for name in ("run.ranks", "run.steps", "run.timeout_seconds", "run.threads", "batch.micro_batches", "data.seed",
-                 "batch.tokens_per_rank", "parallel.tensor", "parallel.pipeline", "checkpoint.keep", "log.trace_step"):
+                 "batch.tokens_per_rank", "parallel.tensor", "parallel.pipeline", "checkpoint.keep", "log.trace_step",
+                 "model.hidden", "model.layers", "model.kv_heads", "model.vocab"):
         cases += _each(train, f"--{name}", (*NO_WHOLE, "1" + "0" * 18, DIGITS))
     for name in ("optimizer.lr", "optimizer.clip_norm", "model.rope_theta", "attention.tolerance"):
         cases += _each(train, f"--{name}", ("-1", "x", "", "nan", "inf", "1e308", DIGITS, ESCAPE))
@@ -106,6 +107,7 @@ def file_cases() -> list[tuple[str, str, str, tuple[str, ...]]]:
         (files.clusters, "toml", (("simulate", "--workers", "1", "--cluster"),)),
         (files.settings, "toml", (("train",),)),
         (files.configs, "model", (("train", "--model.load"),)),
+        (files.configs, "json", (("train", "--model.config"),)),
     )
     CONTENT.update({kind.__name__: kind() for kind, _, _ in kinds})
     return [(kind.__name__, name, suffix, command) for kind, suffix, commands in kinds

@@ -203,6 +203,21 @@ def test_named_models_count_as_published(name: str, count: int) -> None:
     assert sum(p.numel() for p in Decoder(named_decoder(name), device="meta").parameters()) == count
 
 
+@pytest.mark.parametrize(("name", "theta", "eps", "tied", "scaling"), [  # as their config.json say
+    ("llama2-7b", 1e4, 1e-5, False, None), ("llama3-8b", 5e5, 1e-5, False, None),
+    ("llama3.2-3b", 5e5, 1e-5, True, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+    ("mistral-nemo-12b", 1e6, 1e-5, False, None), ("qwen2.5-3b", 1e6, 1e-6, True, None),
+    ("qwen2.5-7b", 1e6, 1e-6, False, None), ("qwen2.5-14b", 1e6, 1e-5, False, None),
+    ("qwen2.5-32b", 1e6, 1e-5, False, None), ("qwen3-4b", 1e6, 1e-6, True, None),
+    ("qwen3-14b", 1e6, 1e-6, False, None)])
+def test_a_name_brings_its_numbers(
+    name: str, theta: float, eps: float, tied: bool, scaling: Llama3Scaling | None
+) -> None:
+    shape = named_decoder(name)
+    assert (shape.rope_theta, shape.norm_eps, shape.tied, shape.rope_scaling) == (theta, eps, tied, scaling)
+    assert shape.model.windows == ()
+
+
 def test_every_dense_name_can_be_trained() -> None:
     dense = {name for name, model in MODELS.items() if model.experts is None and model.latent is None}
     assert set(TRAINABLE) == {name for name in dense if not name.startswith(("gemma", "phi"))}
@@ -235,6 +250,8 @@ def test_a_window_of_a_config_can_be_taken_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"model.heads": 6, "model.hidden": 256}, "model.hidden is 256 and model.heads is 6"),
+    ({"model.head_dim": 7}, "head_dim is 7; give an even one"),
+    ({"model.heads": 6, "model.head_dim": 32}, "hidden is 256, not a multiple of its 6 heads"),
     ({"model.kv_heads": 3}, "num_heads is 8, not a multiple of num_kv_heads 3"),
     ({"model.name": "mixtral-8x7b"}, "model.name is 'mixtral-8x7b'"),
     ({"model.tied": True, "model.untied": True}, "both true"),
@@ -284,7 +301,7 @@ def test_what_we_do_not_compute_is_refused(
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"num_attention_heads": None}, "model.config: model 'mine': its config.json has no num_attention_heads"),
+    ({"num_attention_heads": None}, "model.config is 'mine': model 'mine': its config.json has no num_attention_heads"),
     ({"model_type": "gpt_neox"}, "model_type 'gpt_neox', which is not known and cannot be trained; supported are"),
     ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe', which has experts"),
     ({"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),

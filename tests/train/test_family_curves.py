@@ -22,7 +22,7 @@ from distca.train.settings import Settings, load_settings
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-STEPS, TOKENS, MICRO_BATCHES, LR, WARMUP = 20, 384, 2, 5e-3, 3
+STEPS, TOKENS, MICRO_BATCHES, LR, WARMUP = 20, 256, 2, 5e-3, 3
 SMALL = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
