@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from distca.cli.options import COUNT, count
-from distca.cli.progress import say
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
 from distca.units import UNITS_HELP
 
@@ -44,7 +43,6 @@ def train_command(
         settings.check()
         print(settings.to_toml(), end="")
         return
-    say(f"distca train: starting {settings.run.ranks} ranks …")
     from distca.train.launch import launch
 
     raise typer.Exit(launch(settings, _train))

@@ -145,7 +145,7 @@ class Attention:
                                      "inside one node (symmetric), or the latter where it is possible (auto).",
                              choices=("c10d", "symmetric", "auto"))
     dedicated: int = setting(0, "How many of the ranks only serve attention: the last ones hold no layers and no "
-                                "tokens.", least=0, most=MAX_RANKS)
+                                "tokens.", least=0, most=MAX_RANKS, counted=True)
 
 
 @dataclass(frozen=True, slots=True)
