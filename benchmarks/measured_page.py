@@ -132,9 +132,9 @@ def long_document(results: Path) -> str:
              for row in content["rows"]]
     return (f"One document, llama3.2-1b with `model.recompute` full on one {content['host']['device']}. A causal step "
             "of all layers at a million tokens takes many minutes and was not run whole: all layers ran it with "
-            "attention through a window, which keeps, sends and fetches the same tensors, and one layer ran it causal. Rows with "
-            f"host memory use `model.offload` and tiles of {content['options']['tile']:,} tokens. Seconds are of a "
-            "first step, with compiling and pinning of host memory "
+            "attention through a window, which keeps, sends and fetches the same tensors, and one layer ran it causal. "
+            f"Rows with host memory use `model.offload` and tiles of {content['options']['tile']:,} tokens. Seconds "
+            "are of a first step, with compiling and pinning of host memory "
             f"({_source('long_document')}, `benchmarks/long_document.py`).\n\n" + _table(
                 ("layers", "tokens", "attention", "GB on the host", "peak GiB on the GPU", "first step", "loss"),
                 table))
