@@ -74,7 +74,7 @@ def enable(
         raise _refused(inner.config, "its attention is not causal")
     if kernel != "auto":
         kernel_named(kernel)
-    attention = PackedAttention(shape_of(inner.config), group, tolerance=tolerance, kernel=kernel, state=state,
+    attention = PackedAttention(group, model=shape_of(inner.config), tolerance=tolerance, kernel=kernel, state=state,
                                 transport=transport, cost=cost)
     attach(inner.config, _Served(attention))
     inner.set_attn_implementation(NAME)
@@ -143,12 +143,12 @@ class _Forward:
     def begin(self, module: torch.nn.Module, query: torch.Tensor, about: dict[str, Any]) -> PackedBatch:
         if self.batch is None:
             num_rows, _, row_len, _ = query.shape
-            lengths, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
-                                       row_len)
+            slices, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
+                                      row_len, about.get("document_ids"))
             self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
             away = module.training and self.records
             attention = self.attention
-            self.batch = attention.begin(lengths, query.device) if away else attention.at_home(lengths)
+            self.batch = attention.begin(slices, query.device) if away else attention.at_home(slices)
         return self.batch
 
 
@@ -183,7 +183,7 @@ def _served(config: PreTrainedConfig) -> _Served:
     """A model that was only given the attention's name is served over the default group."""
     if attached(config) is None:
         check_config(config)
-        attach(config, _Served(PackedAttention(shape_of(config))))
+        attach(config, _Served(PackedAttention(model=shape_of(config))))
     return attached(config)
 
 

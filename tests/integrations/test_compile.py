@@ -86,7 +86,7 @@ class Block(torch.nn.Module):
 
 def plain(transport):
     torch.manual_seed(0)
-    attention = PackedAttention(SHAPE, tolerance=0.02)
+    attention = PackedAttention(model=SHAPE, tolerance=0.02)
 
     def call(model, lengths, seed):
         tokens = torch.randint(97, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
@@ -156,7 +156,7 @@ def test_packed_steps_of_one_process():
 
 def test_a_step_that_begins_inside_what_is_compiled():
     torch.compiler.reset()
-    block, attention = Block(), PackedAttention(SHAPE)
+    block, attention = Block(), PackedAttention(model=SHAPE)
 
     def whole(tokens, lengths):
         return block(tokens, attention, attention.begin(lengths)).sum()

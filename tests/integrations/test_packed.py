@@ -20,7 +20,7 @@ def rank_batches(transport, rows, window):
     counted = []
     plain = packed_module._gather
     packed_module._gather = lambda *args: counted.append(1) or plain(*args)
-    attention = PackedAttention(TINY, tolerance=0.02)
+    attention = PackedAttention(model=TINY, tolerance=0.02)
     lengths = rows[transport.rank]
     begun = [attention.begin(lengths) for _ in range(3)]
     assert begun[0].plan is begun[1].plan is begun[2].plan is attention.latest
@@ -56,7 +56,7 @@ def test_real_ranks_plan_alike_and_attend_exactly(rows, window, collectives):
 
 
 def wrong_lengths(transport):
-    PackedAttention(TINY).begin([5, -1] if transport.rank == 1 else [6])
+    PackedAttention(model=TINY).begin([5, -1] if transport.rank == 1 else [6])
 
 
 @pytest.mark.multiprocess
@@ -67,7 +67,7 @@ def test_wrong_lengths_of_one_rank_end_all_of_them_at_once():
 
 
 def test_one_process_needs_no_group():
-    attention = PackedAttention(TINY)
+    attention = PackedAttention(model=TINY)
     batch = attention.begin([5, 9])
     assert batch.plan.num_servers == 1 and batch.plan.layout.lengths.tolist() == [5, 9]
     q, k, v = (torch.randn(14, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -75,13 +75,13 @@ def test_one_process_needs_no_group():
 
 
 def test_windows_shorter_than_a_document_stay_home():
-    batch = PackedAttention(TINY).begin([5, 9])
+    batch = PackedAttention(model=TINY).begin([5, 9])
     assert [batch.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]
-    assert not PackedAttention(TINY).at_home([5]).leaves_home(None)
+    assert not PackedAttention(model=TINY).at_home([5]).leaves_home(None)
 
 
 def test_no_document_anywhere_is_a_batch_without_a_plan():
-    attention = PackedAttention(TINY)
+    attention = PackedAttention(model=TINY)
     batch = attention.begin([])
     empty = [torch.empty(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     out = attention.attend(*empty, batch)
@@ -91,13 +91,13 @@ def test_no_document_anywhere_is_a_batch_without_a_plan():
 
 def test_a_tolerance_out_of_range_is_named():
     with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
-        PackedAttention(TINY, tolerance=3)
+        PackedAttention(model=TINY, tolerance=3)
 
 
 def test_with_a_table_gradients_have_a_plan_of_their_own():
     model = replace(model_named("llama3-8b"), num_layers=1)
     for state, apart in (("resend", True), ("keep", False)):
-        attention = PackedAttention(model, cost=analytic_table(model, 550e12), state=state)
+        attention = PackedAttention(model=model, cost=analytic_table(model, 550e12), state=state)
         batch = attention.begin([300, 212])
         assert (batch.backward is not None and batch.backward.backward) == apart
         assert attention.begin([300, 212]).backward is batch.backward
