@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +38,7 @@ from distca.workload.packing import check_tolerance
 
 _FIRST_CAPACITY = 255                                            # slices of a rank that fit the first collective
 _NOT_NUMBERED = -2 ** 63                                         # no loader's number of a document
+_OPTIONS = ("group", "model", "tolerance", "kernel", "state", "transport", "cost")
 Rows = tuple[RowSlices, ...]                                     # [ranks]
 
 
@@ -49,6 +50,11 @@ class PackedBatch:
     plan: Plan | None             # of the whole group; None: everything is computed at home
     backward: Plan | None = None  # for the gradients, where seconds are known and these are not forward's
     rows: Rows = ()               # of every rank, where there is a plan
+
+    @property
+    def spans(self) -> bool:
+        """Whether a document lies on several ranks."""
+        return self.plan is not None and spans(self.plan.layout)
 
     def leaves_home(self, window: int | None) -> bool:
         """Whether a layer with this window follows the plan: a window shorter than a document makes its work linear."""
@@ -87,6 +93,24 @@ class PackedAttention:
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch
         self._capacity = _FIRST_CAPACITY
+
+    def anew(self, **changed: Any) -> PackedAttention:
+        """The same group and options, or those `changed`, with nothing begun."""
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return PackedAttention(**{**options, **changed})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedAttention:
+        return self.anew()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Groups do not leave their process: what is loaded elsewhere runs over the default group there."""
+        return partial(PackedAttention, **{name: getattr(self, name) for name in _OPTIONS if name != "group"}), ()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note the waits and the computing of whatever is attended in the pool from now on."""
+        self.recorder = recorder
+        if self._pool is not None:
+            self._pool.recorder = recorder
 
     @not_compiled
     def __call__(
@@ -157,7 +181,7 @@ class PackedAttention:
         if batch.leaves_home(window):
             assert batch.plan is not None
             return self._servers(q, k, v, batch.plan, backward=batch.backward, scale=scale)
-        if batch.plan is not None and spans(batch.plan.layout):  # queries stay, keys of a window come
+        if batch.spans:                                          # queries stay, keys of a window come
             return self._servers(q, k, v, self._unmoved(batch.rows, window), scale=scale, window=window)
         if not batch.slices.start:
             return q + k.sum() + v.sum()                         # no tokens, but gradients of 0 for what made them
@@ -242,26 +266,30 @@ class Planned(Protocol):
     def latest(self) -> Plan | None: ...
 
 
-_PLANNED: dict[int, Any] = {}                                    # by id of a layer, or of a config that layers share
+_PLANNED: dict[int, Any] = {}                                    # by id of a config that models share
+_FIELD = "_distca_planned"
 
 
 def attach(owner: object, planned: Planned) -> None:
-    """Let `latest_plan` find what plans for a layer, or for all layers with this config."""
+    """Let `latest_plan` find what plans for a module, whose copies take it along, or for all models of a config."""
+    if isinstance(owner, torch.nn.Module):
+        setattr(owner, _FIELD, planned)
+        return
     if id(owner) not in _PLANNED:
         weakref.finalize(owner, _PLANNED.pop, id(owner), None)
     _PLANNED[id(owner)] = planned
 
 
 def attached(owner: object) -> Any:
-    return _PLANNED.get(id(owner))
+    return getattr(owner, _FIELD, None) if isinstance(owner, torch.nn.Module) else _PLANNED.get(id(owner))
 
 
 def latest_plan(model: torch.nn.Module) -> Plan:
     """The plan of a model's last training forward, whichever trainer's `enable` it was; `summary()` says how good."""
-    for module in model.modules():
-        for owner in (module, getattr(module, "config", None)):
-            planned = attached(owner)
-            if planned is not None and planned.latest is not None:
-                return planned.latest
+    modules = list(model.modules())
+    for owner in (*modules, *(getattr(module, "config", None) for module in modules)):
+        planned = attached(owner)
+        if planned is not None and planned.latest is not None:
+            return planned.latest
     raise ValueError(f"model is a {type(model).__name__} whose attention has not been planned; enable it, and train it "
                      "for a step")
