@@ -91,7 +91,7 @@ class PackedAttention:
         self._unmoved = lru_cache(PLANS_KEPT)(self._at_home)
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
-        self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch
+        self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch, beside
         self._capacity = _FIRST_CAPACITY
 
     def anew(self, **changed: Any) -> PackedAttention:
@@ -133,18 +133,19 @@ class PackedAttention:
 
     def begin_once(
         self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, *,
-        in_pool: bool = True, first_position: int = 0,
+        in_pool: bool = True, beside: torch.Tensor | None = None,
     ) -> PackedBatch:
         """The batch that a tensor stands for, which all layers of a forward and their replays are given.
 
-        Begun by its first layer, dropped with the tensor; one that is overwritten for the next batch is begun again.
+        Begun by its first layer, dropped with the tensor; one that is overwritten for the next batch, or has another
+        one `beside` it, is begun again.
         """
-        about = None if key.is_inference() else key._version, in_pool, first_position
+        about = _version(key), in_pool, id(beside), _version(beside)
         begun = self._begun.get(key)
         if begun is None or begun[0] != about:
             if self.model is None:
                 self.model = _shape_of(q, k)
-            begun = about, self.begin(read(), q.device) if in_pool else self.at_home(read())
+            begun = about, self.begin(read(), q.device) if in_pool else self.at_home(read()), beside
             self._begun[key] = begun
         return begun[1]
 
@@ -223,6 +224,10 @@ class PackedAttention:
             raise ValueError("model is not given and no call has shown q and k yet; give PackedAttention(group, "
                              "model=ModelShape(…)), or call it with q, k, v and position_ids")
         return self.model
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _shape_of(q: torch.Tensor, k: torch.Tensor) -> ModelShape:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distca.integrations.document_lengths import RowSlices, from_cumulative, whole_documents
+from distca.integrations.document_lengths import RowSlices, from_cumulative, from_positions, whole_documents
 from distca.integrations.packed import PackedAttention
 from distca.planning.plan import Plan
 from distca.runtime.transport import Transport
@@ -42,23 +42,24 @@ class PackedLayers:
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, *, training: bool,
-        first_position: int = 0, key_edges: torch.Tensor | None = None, scale: float | None = None,
+        positions: torch.Tensor | None = None, key_edges: torch.Tensor | None = None, scale: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], documents between neighbouring edges -> out like q.
 
-        `first_position` above 0 says that the first of them continues the document that the rank before ended with.
+        `positions` [tokens] or [rows, tokens], where a row of them begins past 0, say that it continues a document.
         Only training leaves home: evaluation talks to nobody, so ranks may run unequal numbers of batches of it.
         """
         def read() -> RowSlices:
             if key_edges is not None and key_edges is not edges and not torch.equal(key_edges, edges):
                 raise ValueError("cumulative lengths of keys differ from those of queries; distca serves "
                                  "self-attention, where both are the same tokens")
-            slices = whole_documents(from_cumulative(edges, q.shape[0]))
-            return slices._replace(start=(first_position, *slices.start[1:])) if slices.start else slices
+            if positions is not None and positions.numel() and bool((positions[..., 0] != 0).any()):
+                return from_positions(positions)
+            return whole_documents(from_cumulative(edges, q.shape[0]))
 
         batch = self._attention.begin_once(edges, read, q, k, in_pool=training and self.group is not None,
-                                           first_position=first_position)
+                                           beside=positions)
         return self._attention.attend(q, k, v, batch, scale=scale, window=window)
 
 
