@@ -22,7 +22,7 @@ from distca.workload.layout import Layout
 from distca.workload.packing import pack
 
 if TYPE_CHECKING:
-    from distca import kernels
+    from distca import data, kernels
     from distca.integrations.packed import PackedAttention, latest_plan
     from distca.runtime.attention import CoreAttention
     from distca.runtime.dedicated import serve_until_stopped, stop_servers
@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "C10dTransport", "ClusterShape", "CoreAttention", "LatencyTable", "Layout", "LoopbackWorld", "ModelShape",
     "PackedAttention", "Plan", "Span", "StepPlan", "StepTrace", "SymmetricTransport", "Transport", "TransportError",
-    "__version__", "analytic_table", "cluster_named", "compare", "kernels", "latest_plan", "model_named", "pack",
-    "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table", "stop_servers",
+    "__version__", "analytic_table", "cluster_named", "compare", "data", "kernels", "latest_plan", "model_named",
+    "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table", "stop_servers",
 ]
 
 _NEED_TORCH = {  # public name -> the module that is, or defines, it
@@ -45,6 +45,7 @@ _NEED_TORCH = {  # public name -> the module that is, or defines, it
     "SymmetricTransport": "distca.runtime.transport.symmetric",
     "Transport": "distca.runtime.transport",
     "TransportError": "distca.runtime.transport",
+    "data": "distca.data",
     "kernels": "distca.kernels",
     "latest_plan": "distca.integrations.packed",
     "serve_until_stopped": "distca.runtime.dedicated",

@@ -34,7 +34,7 @@ def main() -> None:
     model = nn.ModuleList([nn.Embedding(256, 128), *(Block() for _ in range(4)), nn.Linear(128, 256)]).to(device)
     embed, *blocks, head = map(fully_shard, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    attention = PackedAttention(SHAPE)
+    attention = PackedAttention(model=SHAPE)
     for number in range(5):
         lengths = [2048] if rank == 0 else [256, 1, 300, 700, 791]  # this rank's own documents, any lengths
         batch = attention.begin(lengths, device)                 # one small collective; then every layer uses the plan

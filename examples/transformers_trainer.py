@@ -1,6 +1,8 @@
 """Transformers' Trainer over packed documents of very unequal lengths; `enable(model)` is the one line that is ours.
 
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --steps 20 --cpu
+
+With `--over-ranks` a collator lays each step's documents over all ranks, so that one may be longer than a rank's row.
 """
 
 import argparse
@@ -20,7 +22,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from distca.integrations.huggingface import AttentionWork, enable
+from distca.data import Collator
+from distca.integrations.huggingface import enable
+from distca.integrations.huggingface_callbacks import AttentionLogs, AttentionWork
 
 SIZE = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192, "pad_token_id": 0}
@@ -49,6 +53,8 @@ def main() -> None:
     parser.add_argument("--attention", choices=("distca", "sdpa"), default="distca")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest document")
+    parser.add_argument("--documents", type=int, default=4, help="documents that a rank draws for a step")
+    parser.add_argument("--over-ranks", action="store_true", help="documents may span ranks, with equal tokens on each")
     parser.add_argument("--eval-steps", type=int, default=10)
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP; the Trainer has it on GPUs alone")
@@ -56,19 +62,22 @@ def main() -> None:
     parser.add_argument("--output", default="output")
     options = parser.parse_args()
     arguments = TrainingArguments(
-        options.output, max_steps=options.steps, per_device_train_batch_size=4, per_device_eval_batch_size=4,
-        learning_rate=1e-3, logging_steps=1, eval_strategy="steps", eval_steps=options.eval_steps, save_strategy="no",
+        options.output, max_steps=options.steps, per_device_train_batch_size=options.documents,
+        per_device_eval_batch_size=options.documents, learning_rate=1e-3, logging_steps=1, eval_strategy="steps",
+        eval_steps=options.eval_steps, save_strategy="no",
         report_to="none", use_cpu=options.cpu, disable_tqdm=True, gradient_checkpointing=options.checkpointing,
         average_tokens_across_devices=True,                      # the default: every token weighs the same
         ddp_timeout=60,                                          # seconds until a rank that lost the others says so
         fsdp=options.fsdp, fsdp_config={"fsdp_version": 2} if options.fsdp else None)
     model = small_model(options.model)
     if options.attention == "distca":
-        enable(model)
+        enable(model, evaluation="pool" if options.over_ranks else "home")
     trainer = Trainer(
-        model, arguments, data_collator=DataCollatorWithFlattening(),
-        train_dataset=random_documents(90, options.longest, seed=0), eval_dataset=random_documents(9, 200, seed=1),
+        model, arguments, data_collator=Collator() if options.over_ranks else DataCollatorWithFlattening(),
+        train_dataset=random_documents(96, options.longest, seed=0), eval_dataset=random_documents(8, 200, seed=1),
         callbacks=[AttentionWork()] if options.attention == "distca" else [])
+    if options.attention == "distca":
+        AttentionLogs.add_to(trainer)                            # five figures beside the loss, wherever that is shown
     trainer.train()
     trainer.save_state()
     if dist.is_initialized():

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
     "train": _PLANNING | {"baselines", "dispatch", "kernels", "runtime"},
     "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
+    "data": _PLANNING,
     "report": _PLANNING | {"baselines", "simulate"},
 }
 MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli", "testing"}

@@ -5,25 +5,27 @@ mask but a `PackedMask`: the forward it belongs to. The first layer reads this r
 plans; the others find the plan there, and so does a layer that gradient checkpointing replays. No dense mask exists.
 
 Only training leaves home: a module in training mode, in a forward that records gradients. Evaluation and generation
-talk to nobody, so ranks may run unequal numbers of batches of them.
+talk to nobody, so ranks may run unequal numbers of batches of them; `evaluation="pool"` lets documents of evaluation
+span ranks, which then evaluate in step. What a model was enabled with stays with the model, also in its copies: a hook
+says which model runs, ahead of its masks.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from threading import local
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from distca.cost.latency_table import LatencyTable
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import from_batch
-from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached, latest_plan
+from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
 from distca.kernels import kernel_named
 from distca.models import shape_of_config
 from distca.planning.plan import Plan
@@ -32,7 +34,7 @@ from distca.spec import ModelShape
 
 try:
     import transformers
-    from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, TrainerCallback
+    from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 except ImportError as error:
@@ -41,7 +43,9 @@ except ImportError as error:
 check_version("transformers", transformers.__version__)
 
 NAME = "distca"
+EVALUATION = ("home", "pool")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATEFUL = {"linear_attention", "mamba", "conv"}                # layers that carry state along a document
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
 
@@ -55,16 +59,20 @@ def enable(
     state: str = "resend",
     transport: str | Transport = "c10d",
     cost: LatencyTable | None = None,
+    evaluation: str = "home",
 ) -> PackedAttention:
     """Balance this model's attention over the ranks of `group`, or refuse it by name. Call it on every rank.
 
     `group` None is the default group, also where torch.distributed is initialized later. A group of its own
     (`dist.new_group()`) lets exchanges pass the trainer's collectives. The rest is CoreAttention's and plan's.
+    `evaluation` "pool" lets documents span ranks in evaluation too, which every rank then runs as often as the others.
     """
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         raise ValueError(f"model is a {type(model).__name__} without a transformers model inside; give a "
                          "PreTrainedModel, wrapped or not")
+    if evaluation not in EVALUATION:
+        raise ValueError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
     check_config(inner.config)
     if not inner._can_set_attn_implementation():
         raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
@@ -74,24 +82,39 @@ def enable(
         raise _refused(inner.config, "its attention is not causal")
     if kernel != "auto":
         kernel_named(kernel)
-    attention = PackedAttention(shape_of(inner.config), group, tolerance=tolerance, kernel=kernel, state=state,
+    attention = PackedAttention(group, model=shape_of(inner.config), tolerance=tolerance, kernel=kernel, state=state,
                                 transport=transport, cost=cost)
-    attach(inner.config, _Served(attention))
+    served = _Served(attention, evaluation == "pool", _stateful_reason(inner.config))
+    for part in _mask_makers(inner):
+        if attached(part) is None:
+            part.register_forward_pre_hook(_enter, with_kwargs=True)
+        attach(part, served)
     inner.set_attn_implementation(NAME)
-    if inner not in _CHECKED:
-        inner.register_forward_pre_hook(_refuse_numbered_mask, with_kwargs=True)
-        _CHECKED.add(inner)
+    if served.whole_only is not None:
+        warn_once(f"distca balances the attention layers of {inner.config.model_type} alone: {served.whole_only}")
     return attention
 
 
+def _mask_makers(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The innermost models, without the heads around them."""
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [part for part in models if not any(isinstance(below, PreTrainedModel) for below in part.children())]
+
+
 @torch.compiler.disable(reason="looks at values")
-def _refuse_numbered_mask(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Transformers makes a mask of ones and zeros of whatever it is given, and documents 1, 1, 2, 2 become one."""
+def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Ahead of a model's masks: whose they are, and that they are no numbers of documents.
+
+    Transformers makes a mask of ones and zeros of whatever it is given, and documents 1, 1, 2, 2 become one.
+    """
     for mask in (*inputs[1:2], named.get("attention_mask")):
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
             raise ValueError(f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 "
                              "for tokens and 0 for padding, and documents by position_ids that restart or by "
                              "cu_seq_lens_q")
+    served = attached(module)
+    served.forward, served.generates = None, named.get("past_key_values") is not None
+    _RUNNING.served = served
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -104,7 +127,8 @@ def check_config(config: PreTrainedConfig) -> None:
         raise _refused(config, "its attention is not causal")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise _refused(config, f"it has softcapping (attn_logit_softcapping {config.attn_logit_softcapping})")
-    others = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
+    kinds = set(getattr(config, "layer_types", None) or [])
+    others = kinds - _LAYER_TYPES - (_STATEFUL if kinds & _LAYER_TYPES else set())
     if others or getattr(config, "attention_chunk_size", None) is not None:
         raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others)) or 'chunked_attention'}")
     if getattr(config, "v_head_dim", None) is not None:
@@ -112,6 +136,13 @@ def check_config(config: PreTrainedConfig) -> None:
     for name in _DROPOUTS:
         if getattr(config, name, 0.0):
             raise _refused(config, f"{name} is {getattr(config, name)}; set it to 0")
+
+
+def _stateful_reason(config: PreTrainedConfig) -> str | None:
+    """Why documents of this model cannot span ranks, where they cannot."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or []) & _STATEFUL)
+    return None if not kinds else (f"its {', '.join(kinds)} layers carry a state along each document, which does not "
+                                   "cross ranks; give every rank whole documents")
 
 
 def _refused(config: PreTrainedConfig, reason: str) -> ValueError:
@@ -126,8 +157,9 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
 class _Forward:
     """One forward of one model, on all its layers; made with its first mask, filled by its first layer."""
 
-    def __init__(self, attention: PackedAttention) -> None:
-        self.attention = attention
+    def __init__(self, served: _Served) -> None:
+        self.served, self.attention = served, served.attention
+        self.in_pool = served.pool_evaluation and not served.generates
         self.windows: set[int | None] = set()
         self.padding: torch.Tensor | None = None                 # [rows, tokens], true for tokens that count
         self.records = False
@@ -142,13 +174,18 @@ class _Forward:
 
     def begin(self, module: torch.nn.Module, query: torch.Tensor, about: dict[str, Any]) -> PackedBatch:
         if self.batch is None:
+            _RUNNING.served = None                               # its masks are made
             num_rows, _, row_len, _ = query.shape
-            lengths, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
-                                       row_len)
+            slices, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
+                                      row_len, about.get("document_ids"))
             self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
-            away = module.training and self.records
-            attention = self.attention
-            self.batch = attention.begin(lengths, query.device) if away else attention.at_home(lengths)
+            if self.in_pool or (module.training and self.records):
+                self.batch = self.attention.begin(slices, query.device)
+                if self.served.whole_only is not None and self.batch.spans:
+                    config: Any = module.config
+                    raise _refused(config, self.served.whole_only)
+            else:
+                self.batch = self.attention.at_home(slices)
         return self.batch
 
 
@@ -166,24 +203,42 @@ class PackedMask:
 
 @dataclass(slots=True)
 class _Served:
-    """What models and layers with one config share: their attention, and the forward whose masks are being made."""
+    """What a model keeps, or models that were only given the attention's name and share a config."""
 
     attention: PackedAttention
-    forward: _Forward | None = None
+    pool_evaluation: bool = False
+    whole_only: str | None = None                                # why documents cannot span ranks
+    forward: _Forward | None = field(default=None, repr=False)   # whose masks are being made
+    generates: bool = False                                      # into a cache, each rank at its own pace
 
     @property
     def latest(self) -> Plan | None:
         return self.attention.latest
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Served:
+        """A copy of a model has the same group and options, and forwards of its own."""
+        return memo.setdefault(id(self), _Served(copy.deepcopy(self.attention), self.pool_evaluation, self.whole_only))
 
-_CHECKED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()   # models whose masks are looked at
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Served, (self.attention, self.pool_evaluation, self.whole_only)
+
+
+class _Running(local):
+    """The enabled model whose masks are being made in this thread."""
+
+    served: _Served | None = None
+
+
+_RUNNING = _Running()
 
 
 def _served(config: PreTrainedConfig) -> _Served:
     """A model that was only given the attention's name is served over the default group."""
+    if _RUNNING.served is not None:
+        return _RUNNING.served
     if attached(config) is None:
         check_config(config)
-        attach(config, _Served(PackedAttention(shape_of(config))))
+        attach(config, _Served(PackedAttention(model=shape_of(config)), False, _stateful_reason(config)))
     return attached(config)
 
 
@@ -193,6 +248,8 @@ def packed_mask(
     """Transformers' mask interface. With a cache that holds something, the dense mask of ordinary attention."""
     begins_at_zero = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     if q_length != kv_length or not begins_at_zero:
+        if not torch.compiler.is_compiling():
+            _RUNNING.served = None
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
                          kv_offset=kv_offset, **about)
     if about.get("use_vmap"):
@@ -205,7 +262,7 @@ def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torc
     served = _served(config)
     forward = served.forward
     if forward is None or forward.batch is not None or window in forward.windows:
-        forward = served.forward = _Forward(served.attention)    # makes each kind of mask once, then layers run
+        forward = served.forward = _Forward(served)              # makes each kind of mask once, then layers run
     return forward.mask(window, padding)
 
 
@@ -284,23 +341,11 @@ def _say_decoding() -> None:
     _LOG.info("queries meet keys of a cache or under a given mask: attention runs at home as transformers' sdpa")
 
 
-class AttentionWork(TrainerCallback):
-    """Print, whenever the Trainer logs, the largest attention work of a rank over the mean, at home and as planned."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []                # since the last log, a pair per optimizer step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        if state.is_world_process_zero:
-            summary = latest_plan(about["model"]).summary()
-            self.seen.append((summary.work_max_over_mean_at_home, summary.work_max_over_mean))
-
-    def on_log(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        if self.seen:
-            home, planned = np.mean(self.seen, axis=0)
-            self.seen.clear()
-            print(f"step {state.global_step}: attention work max/mean {home:.2f} at home, {planned:.2f} with distca",
-                  flush=True)
+@cache
+def warn_once(message: str) -> None:
+    """Once, and on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _LOG.warning(message)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -5,12 +5,16 @@ as `packed_seq_params` (THD) that every layer gets, also where `core_attn` recom
 data-parallel ranks of a pipeline stage with the same tensor-parallel index: they hold the same layers and heads and
 run the same schedule, so they call in the same order. Ranks of other stages are at another layer or in another phase
 at that moment, so no pool spans stages. Whatever is not packed is Megatron's own attention.
+
+THD has no field for where a row begins in its document, and Megatron's RoPE begins every sequence at 0. Documents that
+span ranks therefore need `follow_positions(model)`, which lets both follow the `position_ids` of GPTModel's forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,7 @@ from distca.runtime.transport import Transport
 try:
     import megatron.core
     from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,6 +43,8 @@ except ImportError as error:
 check_version("megatron-core", megatron.core.__version__)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_ROTATED = ("rope", "learned_absolute", "none")                  # position embeddings that can begin anywhere
+_POSITIONS = "distca_positions"                                  # on packed_seq_params: [tokens]
 
 
 class BalancedCoreAttention(MegatronModule):
@@ -102,8 +109,8 @@ class BalancedCoreAttention(MegatronModule):
             self.pool = layers_over(data_parallel, self.options)
             attach(self, self.pool)
         edges, key_edges = document_edges(packed)
-        return self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training,
-                                scale=self.scale, window=self.window)
+        return self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training, scale=self.scale,
+                                positions=getattr(packed, _POSITIONS, None), window=self.window)
 
 
 def enable(
@@ -126,6 +133,48 @@ def enable(
     core = partial(BalancedCoreAttention, group=group, options=Options(tolerance, kernel, state, transport))
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(layer_spec, submodules=replace(layer_spec.submodules, self_attention=attention))
+
+
+def follow_positions(model: torch.nn.Module) -> torch.nn.Module:
+    """Let documents span ranks: RoPE and attention of the GPTModel inside follow the `position_ids` of its forward.
+
+    A row whose first position is not 0 continues the document that the data-parallel rank before ended with. Every
+    pipeline stage passes `position_ids` then.
+    """
+    found = [part for part in model.modules() if isinstance(part, GPTModel)]
+    if not found:
+        raise ValueError(f"model is a {type(model).__name__} without a GPTModel inside; give one, wrapped or not")
+    for gpt in found:
+        kind = gpt.position_embedding_type
+        if kind not in _ROTATED or gpt.config.apply_rope_fusion:
+            what = "apply_rope_fusion is True" if kind in _ROTATED else f"position_embedding_type is {kind!r}"
+            raise ValueError(f"{what}, which begins every packed sequence at position 0; choose one of: "
+                             f"{', '.join(_ROTATED)}, with apply_rope_fusion False")
+        gpt.register_forward_pre_hook(_note_positions, with_kwargs=True)
+        if kind == "rope":
+            gpt.rotary_pos_emb.register_forward_hook(partial(_rotate_by_position, gpt))
+    return model
+
+
+def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """For attention on `packed_seq_params`, which all layers get, and for RoPE on the model."""
+    packed = named.get("packed_seq_params")
+    position_ids = named.get("position_ids", inputs[1] if len(inputs) > 1 else None)
+    gpt.distca_positions = None
+    if packed is None:
+        return
+    if position_ids is None:
+        raise ValueError("packed_seq_params came without position_ids; pass them to every pipeline stage, or leave out "
+                         "follow_positions where documents do not span ranks")
+    positions = position_ids.reshape(-1)
+    setattr(packed, _POSITIONS, positions)
+    gpt.distca_positions = positions if len(positions) and int(positions[0]) else None
+
+
+def _rotate_by_position(gpt: Any, rotary: Any, _: Any, angles: torch.Tensor) -> torch.Tensor:
+    """[tokens, 1, 1, dim]: one angle per packed token, which Megatron takes as they are where there are so many."""
+    positions = gpt.distca_positions
+    return angles if positions is None else rotary.get_emb(int(positions.max()) + 1)[positions]
 
 
 def document_edges(packed: PackedSeqParams) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,49 +1,60 @@
-"""Turn each rank's own packed documents into one plan that all ranks share.
+"""Turn each rank's own slices of packed documents into one plan that all ranks share.
 
-A trainer knows only the documents of its own rank. Once per forward, ahead of the first layer, the ranks tell each
-other their lengths in one small collective; from there on every rank computes the same plan by itself and all layers
-use it.
-`torch.compile` breaks its graph around all of this: lengths are numbers on the host and change with every batch.
-Documents never span ranks here, so whatever is not worth moving (evaluation, generation, sliding windows) is computed
-at home without a word to anybody. Nothing in this file knows which framework trains.
+A trainer knows only the tokens of its own rank. Once per forward, ahead of the first layer, the ranks tell each other
+where their slices begin and how long they are in one small collective; from there on every rank computes the same
+plan by itself and all layers use it. `torch.compile` breaks its graph around all of this: lengths are numbers on the
+host and change with every batch.
+Where no document spans ranks, whatever is not worth moving (evaluation, generation, sliding windows) is computed at
+home without a word to anybody. Nothing in this file knows which framework trains.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
+from distca.integrations.document_lengths import RowSlices, from_positions, whole_documents
+from distca.integrations.spanning import join_slices, spans
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention, not_compiled
+from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport, TransportError
 from distca.runtime.transport.c10d import first_line
 from distca.spec import ModelShape
-from distca.workload.layout import layout_from_rows
 from distca.workload.packing import check_tolerance
 
-_FIRST_CAPACITY = 255                                            # documents of a rank that fit the first collective
-Rows = tuple[tuple[int, ...], ...]                               # [ranks] lengths of each rank's documents
+_FIRST_CAPACITY = 255                                            # slices of a rank that fit the first collective
+_NOT_NUMBERED = -2 ** 63                                         # no loader's number of a document
+_OPTIONS = ("group", "model", "tolerance", "kernel", "state", "transport", "cost")
+Rows = tuple[RowSlices, ...]                                     # [ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """A micro-batch of packed documents: hold on to it for all layers, also where they are replayed."""
 
-    lengths: tuple[int, ...]   # this rank's documents, in the order of its tokens
-    plan: Plan | None          # of the whole group; None: everything is computed at home
+    slices: RowSlices             # this rank's, in the order of its tokens
+    plan: Plan | None             # of the whole group; None: everything is computed at home
     backward: Plan | None = None  # for the gradients, where seconds are known and these are not forward's
+    rows: Rows = ()               # of every rank, where there is a plan
+
+    @property
+    def spans(self) -> bool:
+        """Whether a document lies on several ranks."""
+        return self.plan is not None and spans(self.plan.layout)
 
     def leaves_home(self, window: int | None) -> bool:
         """Whether a layer with this window follows the plan: a window shorter than a document makes its work linear."""
@@ -51,93 +62,190 @@ class PackedBatch:
 
 
 class PackedAttention:
-    """Attention over this rank's packed documents, computed where a plan of the whole group says.
+    """Attention over this rank's slices of packed documents, computed where a plan of the whole group says.
 
     `group` None is the default group, or no group where torch.distributed is not initialized: one process by itself.
-    `model` says how many bytes a token's query and keys have; `kernel`, `state` and `transport` are CoreAttention's.
+    `model` says how many bytes a token's query and keys have; None: as the first call shows. `kernel`, `state`,
+    `transport` and `recorder` are CoreAttention's.
     """
 
     def __init__(
         self,
-        model: ModelShape,
         group: dist.ProcessGroup | None = None,
         *,
+        model: ModelShape | None = None,
         tolerance: float = 0.05,
         kernel: str = "auto",
         state: str = "resend",
         transport: str | Transport = "c10d",
         cost: LatencyTable | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         check_tolerance(tolerance)
         self.group, self.kernel, self.state, self.transport = group, kernel, state, transport
-        time = None if cost is None else AttentionTime.of(cost, model)
+        self.model, self.tolerance, self.cost, self.recorder = model, tolerance, cost, recorder
         self.latest: Plan | None = None                          # of the batch begun last
-        self._two_plans = time is not None and state == "resend"  # servers that keep their inputs serve both ways
-        self._plan = lru_cache(PLANS_KEPT)(partial(_balanced, model, tolerance, time))
-        self._home_plan = lru_cache(PLANS_KEPT)(partial(_at_home, model))
+        self._two_plans = cost is not None and state == "resend"  # servers that keep their inputs serve both ways
+        self._layout = lru_cache(PLANS_KEPT)(join_slices)
+        self._plan = lru_cache(PLANS_KEPT)(self._balanced)
+        self._unmoved = lru_cache(PLANS_KEPT)(self._at_home)
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
+        self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch, beside
         self._capacity = _FIRST_CAPACITY
 
-    @not_compiled
-    def begin(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedBatch:
-        """Exchange lengths and plan; every rank calls this once per forward. `device` carries the lengths."""
-        rows = self._everyones(lengths, torch.device(device))
-        if not any(rows):
-            return PackedBatch(tuple(lengths), None)
-        self.latest = self._plan(rows, False)
-        return PackedBatch(tuple(lengths), self.latest, self._plan(rows, True) if self._two_plans else None)
+    def anew(self, **changed: Any) -> PackedAttention:
+        """The same group and options, or those `changed`, with nothing begun."""
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return PackedAttention(**{**options, **changed})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedAttention:
+        return self.anew()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Groups do not leave their process: what is loaded elsewhere runs over the default group there."""
+        return partial(PackedAttention, **{name: getattr(self, name) for name in _OPTIONS if name != "group"}), ()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note the waits and the computing of whatever is attended in the pool from now on."""
+        self.recorder = recorder
+        if self._pool is not None:
+            self._pool.recorder = recorder
 
     @not_compiled
-    def at_home(self, lengths: Sequence[int]) -> PackedBatch:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position_ids: torch.Tensor, *,
+        document_ids: torch.Tensor | None = None, scale: float | None = None, window: int | None = None,
+    ) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of positions [tokens] -> out like q.
+
+        Or [rows, tokens, heads, dim] with positions [rows, tokens]. Position 0 begins a document; a row that begins
+        later continues the document of the row before it, or of the rank before. `document_ids`, like positions, number
+        the documents of all ranks where loaders put their parts elsewhere. All layers of a forward pass the same
+        `position_ids`: the first one exchanges lengths and plans, and every rank of the group makes this call.
+        """
+        if q.shape[:-2] != position_ids.shape:
+            raise ValueError(f"q has shape {tuple(q.shape)} and position_ids {tuple(position_ids.shape)}; give a "
+                             "position for each token")
+        batch = self.begin_once(position_ids, lambda: from_positions(position_ids, document_ids), q, k)
+        rows = [x.flatten(0, -3) if x.ndim == 4 else x for x in (q, k, v)]
+        return self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window).view_as(q)
+
+    def begin_once(
+        self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, *,
+        in_pool: bool = True, beside: torch.Tensor | None = None,
+    ) -> PackedBatch:
+        """The batch that a tensor stands for, which all layers of a forward and their replays are given.
+
+        Begun by its first layer, dropped with the tensor; one that is overwritten for the next batch, or has another
+        one `beside` it, is begun again.
+        """
+        about = _version(key), in_pool, id(beside), _version(beside)
+        begun = self._begun.get(key)
+        if begun is None or begun[0] != about:
+            if self.model is None:
+                self.model = _shape_of(q, k)
+            begun = about, self.begin(read(), q.device) if in_pool else self.at_home(read()), beside
+            self._begun[key] = begun
+        return begun[1]
+
+    @not_compiled
+    def begin(self, slices: RowSlices | Sequence[int], device: torch.device | str = "cpu") -> PackedBatch:
+        """Exchange slices and plan; every rank calls this once per forward. `device` carries the exchange.
+
+        Plain lengths are documents that lie whole on this rank. Where the ranks' slices do not make whole documents,
+        every rank raises the same ValueError.
+        """
+        mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
+        rows = self._everyones(mine, torch.device(device))
+        if not any(row.start for row in rows):
+            return PackedBatch(mine, None)
+        self.latest = self._plan(rows, False)
+        return PackedBatch(mine, self.latest, self._plan(rows, True) if self._two_plans else None, rows)
+
+    @not_compiled
+    def at_home(self, slices: RowSlices | Sequence[int]) -> PackedBatch:
         """A batch that talks to nobody, such as evaluation's: ranks may run unequal numbers of these."""
-        return PackedBatch(tuple(lengths), None)
+        mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
+        if mine.start and mine.start[0] > 0 and mine.document is None:
+            raise ValueError(f"position_ids begin with {mine.start[0]}, in a document whose beginning is on another "
+                             "rank, and this forward talks to nobody; begin it on every rank (Transformers: "
+                             "enable(model, evaluation='pool')), or give whole documents")
+        return PackedBatch(mine, None)
 
     @not_compiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PackedBatch, *,
         scale: float | None = None, window: int | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of this rank's documents -> out like q."""
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of this rank's slices -> out like q."""
         if batch.leaves_home(window):
             assert batch.plan is not None
-            pool = self._home if self._pool is None else self._pool
-            return pool(q, k, v, batch.plan, backward=batch.backward, scale=scale)
-        if not batch.lengths:
+            return self._servers(q, k, v, batch.plan, backward=batch.backward, scale=scale)
+        if batch.spans:                                          # queries stay, keys of a window come
+            return self._servers(q, k, v, self._unmoved(batch.rows, window), scale=scale, window=window)
+        if not batch.slices.start:
             return q + k.sum() + v.sum()                         # no tokens, but gradients of 0 for what made them
-        return self._home(q, k, v, self._home_plan(batch.lengths), scale=scale, window=window)
+        return self._home(q, k, v, self._unmoved((batch.slices,), None), scale=scale, window=window)
 
-    def _everyones(self, lengths: Sequence[int], device: torch.device) -> Rows:
-        """Every rank's lengths in rank order: one collective, and one more where a rank has more than ever before."""
+    @property
+    def _servers(self) -> CoreAttention:
+        return self._home if self._pool is None else self._pool
+
+    def _everyones(self, mine: RowSlices, device: torch.device) -> Rows:
+        """Every rank's slices in rank order: one collective, and one more where a rank has more than ever before."""
         if self._pool is None and dist.is_initialized():
-            self._pool = CoreAttention(self.group, kernel=self.kernel, state=self.state, transport=self.transport)
+            self._pool = CoreAttention(self.group, kernel=self.kernel, state=self.state, transport=self.transport,
+                                       recorder=self.recorder)
         if self._pool is None:
-            return (tuple(lengths),)
+            return (mine,)
         while True:
-            table = _gather(lengths, self._capacity, self.group, device)
+            table = _gather(mine, self._capacity, self.group, device)
             most = max(row[0] for row in table)
             if most <= self._capacity:
-                return tuple(tuple(row[1:1 + row[0]]) for row in table)
+                return tuple(_from_wire(row) for row in table)
             self._capacity = 2 ** most.bit_length() - 1
 
+    def _balanced(self, rows: Rows, backward: bool) -> Plan:
+        model = self._shape()
+        time = None if self.cost is None else AttentionTime.of(self.cost, model)
+        return balance(self._layout(rows), model, tolerance=self.tolerance, cost=time, backward=backward)
 
-def _balanced(model: ModelShape, tolerance: float, cost: AttentionTime | None, rows: Rows, backward: bool) -> Plan:
-    return balance(layout_from_rows(rows), model, tolerance=tolerance, cost=cost, backward=backward)
+    def _at_home(self, rows: Rows, window: int | None) -> Plan:
+        """Every query on its own rank; with a window, no keys before it travel."""
+        layout = self._layout(rows)
+        tasks = tasks_at_home(layout)
+        if window is not None:
+            tasks = replace(tasks, kv_start=np.maximum(tasks.q_start - window + 1, 0))
+        return Plan(layout, tasks, np.ones(layout.num_ranks), 0.0, self._shape())
+
+    def _shape(self) -> ModelShape:
+        if self.model is None:
+            raise ValueError("model is not given and no call has shown q and k yet; give PackedAttention(group, "
+                             "model=ModelShape(…)), or call it with q, k, v and position_ids")
+        return self.model
 
 
-def _at_home(model: ModelShape, lengths: tuple[int, ...]) -> Plan:
-    layout = layout_from_rows((lengths,))
-    return Plan(layout, tasks_at_home(layout), np.ones(1), 0.0, model)
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _shape_of(q: torch.Tensor, k: torch.Tensor) -> ModelShape:
+    """Planning asks only for the bytes of a token's query and keys."""
+    heads, dim = q.shape[-2:]
+    return ModelShape(name="packed", num_layers=1, hidden=heads * dim, num_heads=heads, num_kv_heads=k.shape[-2],
+                      head_dim=dim, ffn=heads * dim, vocab=1)
 
 
 def _gather(
-    lengths: Sequence[int], capacity: int, group: dist.ProcessGroup | None, device: torch.device
+    slices: RowSlices, capacity: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> list[list[int]]:
-    """A row per rank: the number of its documents, then as many of their lengths as fit."""
-    mine = torch.zeros(1 + capacity, dtype=torch.int64)
-    mine[0] = len(lengths)
-    fit = torch.as_tensor(lengths[:capacity], dtype=torch.int64)
-    mine[1:1 + len(fit)] = fit
+    """A row per rank: the number of its slices, then as many of their starts, lengths and documents as fit."""
+    mine = torch.zeros(1 + 3 * capacity, dtype=torch.int64)
+    mine[0] = len(slices.start)
+    document = slices.document or (_NOT_NUMBERED,) * len(slices.start)
+    fit = torch.tensor(list(zip(slices.start, slices.length, document, strict=True))[:capacity], dtype=torch.int64)
+    mine[1:1 + fit.numel()] = fit.view(-1)
     mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
@@ -150,6 +258,12 @@ def _gather(
     return torch.stack(everyone).tolist()
 
 
+def _from_wire(row: list[int]) -> RowSlices:
+    sent = row[1:1 + 3 * row[0]]
+    start, length, document = (tuple(sent[at::3]) for at in range(3))
+    return RowSlices(start, length, None if all(number == _NOT_NUMBERED for number in document) else document)
+
+
 class Planned(Protocol):
     """Something that knows the plan of its last training forward."""
 
@@ -157,26 +271,30 @@ class Planned(Protocol):
     def latest(self) -> Plan | None: ...
 
 
-_PLANNED: dict[int, Any] = {}                                    # by id of a layer, or of a config that layers share
+_PLANNED: dict[int, Any] = {}                                    # by id of a config that models share
+_FIELD = "_distca_planned"
 
 
 def attach(owner: object, planned: Planned) -> None:
-    """Let `latest_plan` find what plans for a layer, or for all layers with this config."""
+    """Let `latest_plan` find what plans for a module, whose copies take it along, or for all models of a config."""
+    if isinstance(owner, torch.nn.Module):
+        setattr(owner, _FIELD, planned)
+        return
     if id(owner) not in _PLANNED:
         weakref.finalize(owner, _PLANNED.pop, id(owner), None)
     _PLANNED[id(owner)] = planned
 
 
 def attached(owner: object) -> Any:
-    return _PLANNED.get(id(owner))
+    return getattr(owner, _FIELD, None) if isinstance(owner, torch.nn.Module) else _PLANNED.get(id(owner))
 
 
 def latest_plan(model: torch.nn.Module) -> Plan:
     """The plan of a model's last training forward, whichever trainer's `enable` it was; `summary()` says how good."""
-    for module in model.modules():
-        for owner in (module, getattr(module, "config", None)):
-            planned = attached(owner)
-            if planned is not None and planned.latest is not None:
-                return planned.latest
+    modules = list(model.modules())
+    for owner in (*modules, *(getattr(module, "config", None) for module in modules)):
+        planned = attached(owner)
+        if planned is not None and planned.latest is not None:
+            return planned.latest
     raise ValueError(f"model is a {type(model).__name__} whose attention has not been planned; enable it, and train it "
                      "for a step")

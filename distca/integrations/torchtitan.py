@@ -4,6 +4,10 @@ torchtitan's override hook swaps the varlen inner attention of every layer for `
 the trainer goes on building its packing metadata. The pool is the data-parallel ranks of a pipeline stage with the same
 tensor-parallel index: those that hold the same layers and heads and run the same schedule, so they call in the same
 order whatever other stages do, and torchtitan's pipelining stays as it is.
+
+Inner attention gets the edges of documents but no positions, and torchtitan knows only documents that begin in their
+row. So the function that makes edges of positions is wrapped: it notes the positions, and makes edges for rows that
+continue another rank's document.
 """
 
 from __future__ import annotations
@@ -15,19 +19,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.integrations import check_version, not_installed
+from distca.integrations.document_lengths import from_positions
 from distca.integrations.packed import attach
 from distca.integrations.packed_layers import Options, PackedLayers, layers_over
 
 try:
     from torchtitan.config.override import derive, override
     from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.models.common import decoder
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 except ImportError as error:
     raise not_installed("torchtitan", error) from error
 
 check_version("torchtitan", version("torchtitan"))
+
+_POSITIONS = WeakTensorKeyDictionary()                           # edges of documents -> positions they were made of
+_edges_of = decoder.create_varlen_metadata_for_document          # torchtitan's own
 
 
 class BalancedAttention(VarlenAttention):
@@ -80,7 +90,8 @@ class BalancedAttention(VarlenAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         pool = self._join(_data_parallel_group()) if self.pool is None else self.pool
-        return pool.attend(q, k, v, edges, training=self.training, scale=scale, window=self.window)
+        return pool.attend(q, k, v, edges, positions=_POSITIONS.get(edges), training=self.training, scale=scale,
+                           window=self.window)
 
     def _join(self, group: dist.ProcessGroup | None) -> PackedLayers:
         self.pool = layers_over(group, self.options)
@@ -106,7 +117,22 @@ class BalancedAttention(VarlenAttention):
 def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
     """Every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
     _window(config.window_size)
+    decoder.create_varlen_metadata_for_document = document_edges
     return derive(config, BalancedAttention.Config, **options)
+
+
+def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
+    """Edges of documents from positions [batch, tokens], also where a row continues the document of the one before."""
+    if bool((positions[:, 0] == 0).all()):
+        made = _edges_of(positions, **options)
+    else:
+        lengths = from_positions(positions).length
+        host = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+        edges = torch.tensor(host, dtype=torch.int32, device=positions.device)
+        made = VarlenMetadata(edges, edges, max(lengths), max(lengths),
+                              host if options.get("include_host_offsets") else None)
+    _POSITIONS[made.cu_seq_q] = positions
+    return made
 
 
 def _data_parallel_group() -> dist.ProcessGroup | None:

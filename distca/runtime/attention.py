@@ -1,6 +1,6 @@
 """Core attention, disaggregated: every rank gets what attention at home would have given, computed where the plan says.
 
-A call is three autograd nodes, so that two nano-batches can be interleaved:
+A call is three autograd nodes, so that two nano-batches can be interleaved, or one node with the same three phases:
 
     start    dispatch: homes send q, k, v to servers               backward: combine the gradients
     serve    servers compute and send results back                 backward: serve
@@ -79,10 +79,7 @@ class CoreAttention:
         Where the layout has key-only slices on this rank, their keys and values stand behind its own. Gradients go by
         the same plan, or by `backward`.
         """
-        pending = self._pending(q, k, v, plan, backward, scale, window)
-        pending.token = _Start.apply(pending, q, k, v)
-        pending.token = _Serve.apply(pending, pending.token)
-        return _Finish.apply(pending, pending.token, q, k, v)
+        return _Whole.apply(self._pending(q, k, v, plan, backward, scale, window), q, k, v)
 
     @not_compiled
     def start(
@@ -185,6 +182,29 @@ class Pending:
     backward: Call
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     token: torch.Tensor | None = None
+
+
+class _Whole(torch.autograd.Function):
+    """A call that nothing is interleaved with: the three phases each way in one node, which costs the host a third."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.call = pending.backward
+        call = pending.forward
+        call.dispatch(q, k, v)
+        kept = call.serve()
+        out, lse = call.combine()
+        ctx.save_for_backward(q, k, v, out, lse, *(kept if call.keep else ()))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, *kept = ctx.saved_tensors             # may replay a forward, so before the first phase
+        call: Call = ctx.call
+        call.dispatch(q, k, v, out, dout, lse)
+        call.serve(*kept)
+        return None, *call.combine()
 
 
 class _Start(torch.autograd.Function):

@@ -97,7 +97,7 @@ class Block(torch.nn.Module):
 
 def plain(transport: C10dTransport | None) -> tuple[list[int], bool]:
     torch.manual_seed(0)
-    attention = PackedAttention(SHAPE, tolerance=0.02)
+    attention = PackedAttention(model=SHAPE, tolerance=0.02)
 
     def call(model: Any, lengths: list[int], seed: int) -> torch.Tensor:
         tokens = torch.randint(97, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
@@ -169,7 +169,7 @@ def test_packed_steps_of_one_process() -> None:
 
 def test_a_step_that_begins_inside_what_is_compiled() -> None:
     torch.compiler.reset()
-    block, attention = Block(), PackedAttention(SHAPE)
+    block, attention = Block(), PackedAttention(model=SHAPE)
 
     def whole(tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         return block(tokens, attention, attention.begin(lengths)).sum()

@@ -28,7 +28,7 @@ import transformers as hf
 from transformers import DataCollatorWithFlattening
 
 from distca.integrations import packed as packed_module
-from distca.integrations.document_lengths import from_batch
+from distca.integrations.document_lengths import from_batch, whole_documents
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
 from distca.runtime.transport.c10d import C10dTransport
@@ -245,8 +245,8 @@ def test_documents_are_read_from_padded_rows(rows: list[tuple[list[int], bool]],
         begin = row_len - sum(lengths) if right else 0
         mask[row, begin:begin + sum(lengths)] = True
         position[row, mask[row]] = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.int64)
-    lengths, kept = from_batch(position, None, mask, len(rows), row_len)
-    assert lengths == [length for lengths, _ in rows for length in lengths]
+    slices, kept = from_batch(position, None, mask, len(rows), row_len)
+    assert slices == whole_documents([length for lengths, _ in rows for length in lengths])
     everything = mask.flatten().nonzero().flatten().tolist()
     assert (list(range(len(rows) * row_len)) if kept is None else kept.tolist()) == everything
 

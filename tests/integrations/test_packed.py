@@ -1,6 +1,5 @@
 """Lengths travel once per batch, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from distca.cost.latency_table import analytic_table
 from distca.integrations import packed as packed_module
+from distca.integrations.document_lengths import RowSlices
 from distca.integrations.packed import PackedAttention
 from distca.kernels import dense_attention
 from distca.models import model_named
@@ -23,13 +23,13 @@ def rank_batches(transport: C10dTransport, rows: list[list[int]], window: int | 
     counted = []
     plain = packed_module._gather
 
-    def gather(lengths: Sequence[int], capacity: int, group: ProcessGroup | None,
+    def gather(mine: RowSlices, capacity: int, group: ProcessGroup | None,
                device: torch.device) -> list[list[int]]:
         counted.append(1)
-        return plain(lengths, capacity, group, device)
+        return plain(mine, capacity, group, device)
 
     packed_module._gather = gather
-    attention = PackedAttention(TINY, tolerance=0.02)
+    attention = PackedAttention(model=TINY, tolerance=0.02)
     lengths = rows[transport.rank]
     begun = [attention.begin(lengths) for _ in range(3)]
     assert begun[0].plan is begun[1].plan is begun[2].plan is attention.latest
@@ -67,7 +67,7 @@ def test_real_ranks_plan_alike_and_attend_exactly(rows: list[list[int]], window:
 
 
 def wrong_lengths(transport: C10dTransport) -> None:
-    PackedAttention(TINY).begin([5, -1] if transport.rank == 1 else [6])
+    PackedAttention(model=TINY).begin([5, -1] if transport.rank == 1 else [6])
 
 
 @pytest.mark.multiprocess
@@ -78,7 +78,7 @@ def test_wrong_lengths_of_one_rank_end_all_of_them_at_once() -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    attention = PackedAttention(TINY)
+    attention = PackedAttention(model=TINY)
     batch = attention.begin([5, 9])
     assert batch.plan is not None and batch.plan.num_servers == 1 and batch.plan.layout.lengths.tolist() == [5, 9]
     q, k, v = (torch.randn(14, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -86,13 +86,13 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_windows_shorter_than_a_document_stay_home() -> None:
-    batch = PackedAttention(TINY).begin([5, 9])
+    batch = PackedAttention(model=TINY).begin([5, 9])
     assert [batch.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]
-    assert not PackedAttention(TINY).at_home([5]).leaves_home(None)
+    assert not PackedAttention(model=TINY).at_home([5]).leaves_home(None)
 
 
 def test_no_document_anywhere_is_a_batch_without_a_plan() -> None:
-    attention = PackedAttention(TINY)
+    attention = PackedAttention(model=TINY)
     batch = attention.begin([])
     empty = [torch.empty(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     out = attention.attend(*qkv_of(empty), batch)
@@ -102,13 +102,13 @@ def test_no_document_anywhere_is_a_batch_without_a_plan() -> None:
 
 def test_a_tolerance_out_of_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"tolerance is 3; give a number from 0 to 1"):
-        PackedAttention(TINY, tolerance=3)
+        PackedAttention(model=TINY, tolerance=3)
 
 
 def test_with_a_table_gradients_have_a_plan_of_their_own() -> None:
     model = replace(model_named("llama3-8b"), num_layers=1)
     for state, apart in (("resend", True), ("keep", False)):
-        attention = PackedAttention(model, cost=analytic_table(model, 550e12), state=state)
+        attention = PackedAttention(model=model, cost=analytic_table(model, 550e12), state=state)
         batch = attention.begin([300, 212])
         assert (batch.backward is not None and batch.backward.backward) == apart
         assert attention.begin([300, 212]).backward is batch.backward

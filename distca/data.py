@@ -1,0 +1,172 @@
+"""Rows for trainers: documents laid over ranks, equal tokens on each, with the labels that a cut would lose.
+
+The label of a slice's last token is the first token of the next slice, on another rank; so labels are shifted here,
+before documents are cut, and their number over all ranks comes along for the loss. What comes out is what attention
+reads by `distca.integrations`: true positions, and where parts do not follow the order of ranks, document numbers.
+
+`Collator` does this inside any loader: ranks tell each other the documents that each of them drew, and every rank
+keeps its own row of them all. A document longer than a rank needs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from distca.workload.documents import check_lengths
+from distca.workload.layout import Layout, layout_from_slices
+from distca.workload.packing import PLACEMENTS, pack
+
+IGNORED = -100  # the label of a token that has no next one, or whose next one does not count
+_MASKS = ("completion_mask", "assistant_masks")  # of TRL: tokens that count as labels
+
+Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank's tokens of a batch; `document_ids` only where its parts do not follow the order of ranks."""
+
+    input_ids: torch.Tensor            # [tokens] int64
+    position_ids: torch.Tensor         # [tokens] int64, in the token's document
+    labels: torch.Tensor               # [tokens] int64, the token itself or -100
+    shift_labels: torch.Tensor         # [tokens] int64, the document's next label, wherever that token lives
+    document_ids: torch.Tensor | None  # [tokens] int64
+    num_items: int                     # labels of all ranks that count
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """What a Transformers model takes: one row, or a token of padding where this rank has none."""
+        named = {"input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels,
+                 "shift_labels": self.shift_labels}
+        if self.document_ids is not None:
+            named["document_ids"] = self.document_ids
+        if len(self.input_ids):
+            return {name: column[None] for name, column in named.items()}
+        filling = {"labels": IGNORED, "shift_labels": IGNORED}
+        empty = {name: torch.full((1, 1), filling.get(name, 0)) for name in named}
+        return {**empty, "attention_mask": torch.zeros(1, 1, dtype=torch.int64)}
+
+
+def rows(
+    documents: Sequence[Tokens],
+    rank: int,
+    ranks: int,
+    *,
+    labels: Sequence[Tokens] | None = None,
+    placement: str = "given",
+    tolerance: float = 0.05,
+) -> Row:
+    """This rank's row of all ranks' documents, the same arguments but `rank` on every rank.
+
+    `given` cuts the documents in order wherever a rank is full, rows differ by a token at most. `balanced` chooses who
+    holds what, so that attention moves less; rows differ by less than `ranks` tokens. `labels`, like documents and by
+    default equal to them, are -100 where a token is not to be predicted.
+    """
+    tokens = [_column(document, f"documents[{i}]") for i, document in enumerate(documents)]
+    targets = tokens if labels is None else [_column(one, f"labels[{i}]") for i, one in enumerate(labels)]
+    lengths = check_lengths([len(one) for one in tokens], field="documents")
+    if [len(one) for one in targets] != lengths.tolist():
+        raise ValueError("labels have other lengths than documents; give one label per token, -100 to leave it out")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank} of {ranks} ranks; give 0 to {ranks - 1}")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+    layout = _in_order(lengths, ranks) if placement == "given" or lengths.sum() < ranks else _balanced(
+        lengths, ranks, tolerance)
+    shifted = [np.append(one[1:], IGNORED) for one in targets]
+    mine = layout.rank == rank
+    slices = list(zip(layout.document[mine].tolist(), layout.start[mine].tolist(), layout.stop[mine].tolist(),
+                      strict=True))
+    input_ids, own, shift_labels = (_cut(columns, slices) for columns in (tokens, targets, shifted))
+    columns = layout.tokens(rank)
+    return Row(input_ids, torch.from_numpy(columns.position), own, shift_labels,
+               None if placement == "given" else torch.from_numpy(columns.document),
+               sum(int((one != IGNORED).sum()) for one in shifted))
+
+
+class Collator:
+    """A collator for Trainer, TRL and any loader: documents of all ranks over all ranks.
+
+    Features have `input_ids`, and may have `labels`, TRL's `completion_mask`, `assistant_masks` and, for a packed row,
+    `seq_lengths`. Every rank of `group` collates at the same time, in its main process: `dataloader_num_workers` is 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, placement: str = "given", tolerance: float = 0.05
+                 ) -> None:
+        self.group, self.placement, self.tolerance = group, placement, tolerance
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """This rank's row of everybody's documents, as a Transformers model takes it."""
+        mine = [document for feature in features for document in _documents_of(feature)]
+        everyone = [mine]
+        rank, ranks = 0, 1
+        if dist.is_initialized():
+            if torch.utils.data.get_worker_info() is not None:
+                raise ValueError("distca.data.Collator runs in a worker of the loader, which cannot reach other ranks; "
+                                 "set num_workers (Trainer: dataloader_num_workers) to 0")
+            rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+            everyone = [[] for _ in range(ranks)]
+            dist.all_gather_object(everyone, mine, group=self.group)
+        documents = [document for row in everyone for document in row]
+        return rows([ids for ids, _ in documents], rank, ranks, labels=[labels for _, labels in documents],
+                    placement=self.placement, tolerance=self.tolerance).batch()
+
+
+def _column(values: Tokens, field: str) -> np.ndarray:
+    found = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ValueError(f"{field} has shape {found.shape} and {found.dtype}; give whole numbers, one per token")
+    return found.astype(np.int64, copy=False)
+
+
+def _cut(columns: list[np.ndarray], slices: list[tuple[int, int, int]]) -> torch.Tensor:
+    parts = [columns[document][start:stop] for document, start, stop in slices]
+    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
+
+
+def _in_order(lengths: np.ndarray, ranks: int) -> Layout:
+    """One stream of documents, cut into rows that differ by a token at most."""
+    stops, total = np.cumsum(lengths), int(lengths.sum())
+    full = total * np.arange(1, ranks + 1) // ranks              # [ranks] end of each row in the stream
+    edges = np.unique(np.concatenate([stops, full[full > 0]]))
+    begins = edges - np.diff(edges, prepend=0)
+    document = np.searchsorted(stops, begins, side="right")
+    before = (stops - lengths)[document]
+    rank = np.searchsorted(full, begins, side="right")
+    return Layout(lengths, document, begins - before, edges - before, rank, ranks)
+
+
+def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:
+    """Placement fills ranks exactly; the stream's last few tokens join the slices that they follow."""
+    stops = np.cumsum(lengths)
+    divided = int(stops[-1]) // ranks * ranks
+    kept = np.clip(divided - (stops - lengths), 0, lengths)      # [documents] tokens that are placed
+    some = np.flatnonzero(kept)
+    layout = pack(kept[some], ranks=ranks, placement="balanced", tolerance=tolerance)
+    document, start, stop, rank = some[layout.document], layout.start, layout.stop.copy(), layout.rank
+    ends = (stop == kept[document]) & (kept < lengths)[document]
+    stop[ends] = lengths[document[ends]]
+    late = np.flatnonzero(kept == 0)                             # behind the last that fits: fewer than `ranks` tokens
+    return layout_from_slices(
+        lengths, np.concatenate([document, late]), np.concatenate([start, np.zeros_like(late)]),
+        np.concatenate([stop, lengths[late]]), np.concatenate([rank, np.full_like(late, ranks - 1)]), ranks)
+
+
+def _documents_of(feature: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids and labels of each document of a feature."""
+    ids = _column(feature["input_ids"], "input_ids")
+    labels = _column(feature["labels"], "labels").copy() if feature.get("labels") is not None else ids.copy()
+    for name in _MASKS:
+        if feature.get(name) is not None:
+            labels[~np.asarray(feature[name], dtype=bool)] = IGNORED
+    edges = np.cumsum(feature.get("seq_lengths") or [len(ids)])
+    if edges[-1] != len(ids) or len(labels) != len(ids):
+        raise ValueError(f"a feature has {len(ids)} input_ids, {len(labels)} labels and seq_lengths of {edges[-1]}; "
+                         "give as many of each")
+    return [(a, b) for a, b in zip(np.split(ids, edges[:-1]), np.split(labels, edges[:-1]), strict=True) if len(a)]

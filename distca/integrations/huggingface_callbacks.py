@@ -1,0 +1,103 @@
+"""What the Trainer's logs say of attention: printed, or as figures beside the loss.
+
+Figures are means over the optimizer steps since the last log. Work is that of the plan; bytes and seconds are measured
+on the rank that logs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback
+
+from distca.integrations.huggingface import warn_once
+from distca.integrations.packed import attached, latest_plan
+from distca.planning.plan import Plan
+from distca.runtime.recorder import Recorder
+from distca.trace import StepTrace
+
+FIGURES = ("attention_work_at_home", "attention_work", "attention_moved_bytes", "attention_wait_seconds",
+           "attention_seconds_saved")
+
+
+class AttentionWork(TrainerCallback):
+    """Print, whenever the Trainer logs, the largest attention work of a rank over the mean, at home and as planned."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []                # since the last log, a pair per optimizer step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        if state.is_world_process_zero:
+            summary = latest_plan(about["model"]).summary()
+            self.seen.append((summary.work_max_over_mean_at_home, summary.work_max_over_mean))
+
+    def on_log(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        if self.seen:
+            home, planned = np.mean(self.seen, axis=0)
+            self.seen.clear()
+            print(f"step {state.global_step}: attention work max/mean {home:.2f} at home, {planned:.2f} with distca",
+                  flush=True)
+
+
+class AttentionLogs(TrainerCallback):
+    """Five figures in every log of training, for TensorBoard, W&B, MLflow and `trainer.state.log_history`.
+
+    `AttentionLogs.add_to(trainer)` puts it ahead of the callbacks that report, which see what is there when they are
+    called.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, ...]] = []
+        self.recorder: Recorder | None = None
+
+    @classmethod
+    def add_to(cls, trainer: Trainer) -> AttentionLogs:
+        made = cls()
+        trainer.callback_handler.callbacks.insert(0, made)
+        return made
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
+            warn_once("packing_strategy is 'wrapped', which loses where documents begin: each row is attended as one "
+                      "document, and neighbours in it see each other; choose 'bfd', or distca.data.Collator")
+        self.recorder = Recorder(args.device)
+        for module in about["model"].modules():
+            if (served := attached(module)) is not None:
+                served.attention.record(self.recorder)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        assert self.recorder is not None
+        self.recorder.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        assert self.recorder is not None
+        plan = latest_plan(about["model"])
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.seen.append(figures(plan, self.recorder.end_step(rank, state.global_step), rank))
+
+    def on_log(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        logs = about.get("logs")
+        if self.seen and logs is not None and "loss" in logs:
+            found = dict(zip(FIGURES, np.mean(self.seen, axis=0).tolist(), strict=True))
+            self.seen.clear()
+            logs.update(found)
+            if state.log_history:
+                state.log_history[-1].update(found)
+
+
+def figures(plan: Plan, trace: StepTrace, rank: int) -> tuple[float, ...]:
+    """Of one optimizer step, in the order of FIGURES.
+
+    Saved are the seconds that the busiest rank would have computed at home, at this rank's measured rate, less those
+    of the busiest server and this rank's wait.
+    """
+    summary = plan.summary()
+    seconds, wait = (sum(span.stop_seconds - span.start_seconds for span in trace.spans if span.lane == lane)
+                     for lane in ("attention", "wait"))
+    moved = sum(span.num_bytes for span in trace.spans if span.lane == "wait")
+    mean = float(summary.work.mean())
+    rate = seconds / float(summary.work[rank]) if summary.work[rank] else 0.0
+    saved = rate * mean * (summary.work_max_over_mean_at_home - summary.work_max_over_mean) - wait
+    return summary.work_max_over_mean_at_home, summary.work_max_over_mean, float(moved), wait, saved

@@ -1,0 +1,98 @@
+"""Megatron-Core's own GPT with documents over data-parallel ranks equals itself on one document at a time."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.data import rows
+from distca.runtime.transport import Transport
+from distca.testing import run_processes
+
+sys.path.insert(0, str(Path(__file__).parent))
+trainers = importlib.import_module("trainers")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
+                                "pip install 'distca[megatron-core]'")
+VOCAB = 64
+CASES = {2: [[300], [80, 40], [3, 1, 201, 1, 5]], 4: [[5, 1, 220, 7, 40], [256]]}
+
+
+def spanning_step(rank: int, ranks: int, lengths: list[int], settings: dict[str, Any]) -> None:
+    """Logits, loss and gradients of this rank's slices against every document by itself."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from distca.integrations.megatron_core import enable, follow_positions
+    from distca.integrations.packed import latest_plan
+
+    plain = importlib.import_module("test_megatron_core")
+    documents = [document for row in trainers.rows_of_tokens([lengths], VOCAB) for document in row]
+    ours = follow_positions(plain.gpt(enable(get_gpt_layer_local_spec(), tolerance=0.02), **settings))
+    theirs = plain.gpt(get_gpt_layer_local_spec())
+    theirs.load_state_dict(ours.state_dict())
+    row = rows([document[:-1] for document in documents], rank, ranks)
+    row_labels = rows([document[1:] for document in documents], rank, ranks).input_ids
+    begins = torch.cat([(row.position_ids == 0).nonzero().flatten(), torch.tensor([0, len(row.input_ids)])]).unique()
+    edges = begins.int()
+    packed = PackedSeqParams("thd", edges, edges, max_seqlen_q=int(edges.diff().max()),
+                             max_seqlen_kv=int(edges.diff().max()))
+    logits = ours(row.input_ids[None], row.position_ids[None], None, packed_seq_params=packed)[0]
+    loss = torch.nn.functional.cross_entropy(logits, row_labels, reduction="sum")
+    loss.backward()
+    actual = plain.summed({"loss": loss.detach(), **{name: x.grad for name, x in ours.named_parameters()}})
+    alone, expected = plain.expected_of(theirs, [documents])
+    before = sum(len(rows([document[:-1] for document in documents], other, ranks).input_ids) for other in range(rank))
+    torch.testing.assert_close(logits, torch.cat(alone)[before:before + len(logits)], rtol=1e-5, atol=1e-5)
+    trainers.assert_same(actual, expected)
+    assert latest_plan(ours).layout.lengths.tolist() == lengths
+
+
+def told(rank: int) -> list[str]:
+    """Refusals: a gap between ranks, no positions, and RoPE that cannot begin anywhere."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from distca.integrations.megatron_core import enable, follow_positions
+
+    plain = importlib.import_module("test_megatron_core")
+    model = follow_positions(plain.gpt(enable(get_gpt_layer_local_spec())))
+    edges = torch.tensor([0, 4], dtype=torch.int32)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+
+    def packed() -> Any:
+        return PackedSeqParams("thd", edges.clone(), edges.clone(), max_seqlen_q=4, max_seqlen_kv=4)
+
+    fused = plain.gpt(enable(get_gpt_layer_local_spec()))
+    fused.config.apply_rope_fusion = True
+    lines: list[str] = trainers.refusals([
+        lambda: model(tokens, torch.arange(4)[None] + 9 * rank, None, packed_seq_params=packed()),
+        lambda: model(tokens, None, None, packed_seq_params=packed()),
+        lambda: follow_positions(fused),
+        lambda: follow_positions(torch.nn.Linear(1, 1)),
+    ])
+    return lines
+
+
+def every_case(transport: Transport) -> list[str]:
+    importlib.import_module("test_megatron_core").cpu_megatron()
+    for number, lengths in enumerate(CASES[transport.size]):
+        replay = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        spanning_step(transport.rank, transport.size, lengths, replay if number == 0 else {})
+    return told(transport.rank) if transport.size == 2 else []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_equal_one_document_at_a_time(ranks: int) -> None:
+    outcomes = run_processes(ranks, every_case, deadline_seconds=200.0, timeout_seconds=60.0)
+    first, *others = trainers.values(outcomes)
+    assert all(other == first for other in others)
+    if ranks == 2:
+        trainers.assert_told(first, ["rank 1 begins at position 9 but rank 0, before it, ended at position 3",
+                                     "came without position_ids", "apply_rope_fusion is True", "without a GPTModel"])
