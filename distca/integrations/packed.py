@@ -32,6 +32,7 @@ from distca.runtime.transport.c10d import first_line
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import check_tolerance
+from distca.workload.topology import Topology
 
 _FIRST_CAPACITY = 255                                            # documents of a rank that fit the first collective
 Rows = tuple[tuple[int, ...], ...]                               # [ranks] lengths of each rank's documents
@@ -76,6 +77,7 @@ class PackedAttention:
         self._plan = lru_cache(PLANS_KEPT)(partial(_balanced, model, tolerance, time))
         self._home_plan = lru_cache(PLANS_KEPT)(partial(_at_home, model))
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
+        self._topology: Topology | None = None                   # found then
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._capacity = _FIRST_CAPACITY
 
@@ -85,8 +87,9 @@ class PackedAttention:
         rows = self._everyones(lengths, torch.device(device))
         if not any(rows):
             return PackedBatch(tuple(lengths), None)
-        self.latest = self._plan(rows, False)
-        return PackedBatch(tuple(lengths), self.latest, self._plan(rows, True) if self._two_plans else None)
+        self.latest = self._plan(rows, False, self._topology)
+        return PackedBatch(tuple(lengths), self.latest,
+                           self._plan(rows, True, self._topology) if self._two_plans else None)
 
     @not_compiled
     def at_home(self, lengths: Sequence[int]) -> PackedBatch:
@@ -111,6 +114,7 @@ class PackedAttention:
         """Every rank's lengths in rank order: one collective, and one more where a rank has more than ever before."""
         if self._pool is None and dist.is_initialized():
             self._pool = CoreAttention(self.group, kernel=self.kernel, state=self.state, transport=self.transport)
+            self._topology = self._pool.topology
         if self._pool is None:
             return (tuple(lengths),)
         while True:
@@ -121,8 +125,11 @@ class PackedAttention:
             self._capacity = 2 ** most.bit_length() - 1
 
 
-def _balanced(model: ModelShape, tolerance: float, cost: AttentionTime | None, rows: Rows, backward: bool) -> Plan:
-    return balance(layout_from_rows(rows), model, tolerance=tolerance, cost=cost, backward=backward)
+def _balanced(
+    model: ModelShape, tolerance: float, cost: AttentionTime | None, rows: Rows, backward: bool,
+    topology: Topology | None,
+) -> Plan:
+    return balance(layout_from_rows(rows), model, tolerance=tolerance, cost=cost, backward=backward, topology=topology)
 
 
 def _at_home(model: ModelShape, lengths: tuple[int, ...]) -> Plan:

@@ -32,6 +32,7 @@ from distca.train.background import in_background
 from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
 from distca.workload.packing import NanoBatch
+from distca.workload.topology import Topology
 
 IGNORED = -100  # the label of a token that has no next one
 
@@ -166,10 +167,12 @@ class _Draft(NamedTuple):
 class Loader:
     """One data rank's batches. Loaders that differ in `rank` alone give the other rows of the same batches.
 
-    `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs.
+    `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs;
+    `topology` the nodes of the pool's ranks.
     """
 
-    def __init__(self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape) -> None:
+    def __init__(self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape,
+                 topology: Topology | None = None) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
         if settings.attention.mode not in MODES:
@@ -183,7 +186,7 @@ class Loader:
                              "or raise data.max_document")
         self._corpus, self._settings, self._model = corpus, settings, model
         self._cost = attention_time(settings, model)
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._topology = rank, world, topology
         self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
         self._position = self._stream.state()
         self._ahead: Future[_Draft] | None = None
@@ -236,7 +239,7 @@ class Loader:
         after = self._stream.state()
         begin = time.perf_counter()
         plan = step_plan([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
-                         self._settings, self._model, self._world, self._cost)
+                         self._settings, self._model, self._world, self._cost, self._topology)
         seconds = time.perf_counter() - begin
         if plan.num_labels == 0:
             raise ValueError(f"a step of {plan.num_tokens} tokens holds documents of one token only and nothing to "
@@ -280,7 +283,7 @@ def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | Non
 
 def step_plan(
     lengths: Sequence[np.ndarray], settings: Settings, model: ModelShape, num_data: int,
-    cost: AttentionTime | None = None,
+    cost: AttentionTime | None = None, topology: Topology | None = None,
 ) -> StepPlan:
     """`lengths[m]` are the documents of micro-batch m, laid over `num_data` ranks.
 
@@ -293,7 +296,7 @@ def step_plan(
     if attention.mode == "per_document_cp":
         return per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     return plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
-                     placement=attention.placement, tolerance=attention.tolerance, cost=cost)
+                     placement=attention.placement, tolerance=attention.tolerance, cost=cost, topology=topology)
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

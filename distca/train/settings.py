@@ -93,9 +93,13 @@ class Attention:
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                          choices=("resend", "keep"))
-    transport: str = setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
-                                     "inside one node (symmetric), or the latter where it is possible (auto).",
-                             choices=("c10d", "symmetric", "auto"))
+    transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "
+                                     "(c10d) or once per rank (flat), the GPUs' memory inside one node (symmetric), or "
+                                     "the latter where it is possible (auto).",
+                             choices=("c10d", "flat", "symmetric", "auto"))
+    ranks_per_node: int = setting(0, "Ranks of a tensor-parallel index that share a node, numbered node by node, for "
+                                     "plans and exchanges that stay inside nodes; 0: the ranks of a host do.",
+                                  least=0, most=MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
-from distca.runtime.transport import C10dPointToPoint
+from distca.runtime.transport import C10dPointToPoint, C10dTransport, Transport, over_nodes
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.checkpoint import Checkpointer, SaveError
@@ -65,6 +65,14 @@ def start_group(settings: Settings, device: torch.device, local_world: int) -> N
                             timeout=timedelta(seconds=settings.run.timeout_seconds))
 
 
+def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Transport:
+    """As the settings name it, or over nodes of as many ranks as they say."""
+    per_node = settings.attention.ranks_per_node
+    if not per_node or settings.attention.transport != "c10d":
+        return settings.attention.transport
+    return over_nodes(C10dTransport(group), [rank // per_node for rank in range(dist.get_world_size(group))])
+
+
 class Trainer:
     """What lasts from step to step: the decoder, the optimizer, the loader and who watches."""
 
@@ -79,14 +87,14 @@ class Trainer:
         dtype = dtype_for(settings, device)
         corpus = corpus_from(settings)
         shape = decoder_shape(settings.model, corpus.vocab or 1)
-        self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
-                             model=shape.model)
-        self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
-        self.optimizer = build_optimizer(self.decoder, settings)
         self.recorder = Recorder(device)
         shared = self.pool if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       transport=settings.attention.transport, recorder=self.recorder)
+                                       transport=transport_between(shared, settings), recorder=self.recorder)
+        self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
+                             model=shape.model, topology=self.attention.topology)
+        self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
+        self.optimizer = build_optimizer(self.decoder, settings)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
