@@ -20,6 +20,7 @@ from distca.trace import Span, StepTrace
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
+from distca.workload.topology import Topology
 
 if TYPE_CHECKING:
     from distca import data, kernels
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "C10dTransport", "ClusterShape", "CoreAttention", "LatencyTable", "Layout", "LoopbackWorld", "ModelShape",
-    "PackedAttention", "Plan", "Span", "StepPlan", "StepTrace", "SymmetricTransport", "Transport", "TransportError",
-    "__version__", "analytic_table", "cluster_named", "compare", "data", "kernels", "latest_plan", "model_named",
-    "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table", "stop_servers",
+    "PackedAttention", "Plan", "Span", "StepPlan", "StepTrace", "SymmetricTransport", "Topology", "Transport",
+    "TransportError", "__version__", "analytic_table", "cluster_named", "compare", "data", "kernels", "latest_plan",
+    "model_named", "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table",
+    "stop_servers",
 ]
 
 _NEED_TORCH = {  # public name -> the module that is, or defines, it

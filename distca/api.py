@@ -22,6 +22,7 @@ from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.workload.layout import Layout
+from distca.workload.topology import Topology
 
 if TYPE_CHECKING:
     from distca.simulate.sweep import Comparison
@@ -34,15 +35,18 @@ def plan(
     speed: Sequence[float] | np.ndarray | None = None,
     tp: int = 1,
     cost: LatencyTable | None = None,
+    topology: Topology | None = None,
 ) -> Plan:
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
 
     `model` is a name or a shape of your own. `speed` names the pool, one relative speed per server: the layout's ranks
     first, servers that own no tokens after them; all ranks alike by default. Work is causal pairs, or seconds where
-    `cost` gives a latency table. The same arguments give the same plan on every rank.
+    `cost` gives a latency table. `topology` says which servers share a node: what crosses nodes is then saved first.
+    The same arguments give the same plan on every rank.
     """
     shape = _shape(model)
-    return balance(layout, shape, tolerance=tolerance, speed=speed, tp=tp, cost=_time(cost, shape, tp))
+    return balance(layout, shape, tolerance=tolerance, speed=speed, tp=tp, cost=_time(cost, shape, tp),
+                   topology=topology)
 
 
 def plan_step(
@@ -57,6 +61,7 @@ def plan_step(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     cost: LatencyTable | None = None,
+    topology: Topology | None = None,
 ) -> StepPlan:
     """Everything one optimizer step does: nano-batches, ticks, and the plan of every attention call, both ways.
 
@@ -68,7 +73,7 @@ def plan_step(
     return planning_step.plan_step(
         [np.asarray(lengths) for lengths in micro_batches], shape, num_data=ranks,
         layers=layers_of_stages(shape.num_layers, stages), tp=tp, ping_pong=ping_pong, placement=placement,
-        tolerance=tolerance, speed=speed, cost=_time(cost, shape, tp))
+        tolerance=tolerance, speed=speed, cost=_time(cost, shape, tp), topology=topology)
 
 
 def compare(

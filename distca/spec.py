@@ -151,12 +151,20 @@ class ClusterShape:
     inter_node_bandwidth: float  # bytes/s one way over the GPU's own NIC
     intra_node_latency_seconds: float
     inter_node_latency_seconds: float
+    nodes_per_pod: int = 0       # nodes that reach each other over their NICs; 0: all of them
+    inter_pod_bandwidth: float = 0.0  # bytes/s one way of a GPU's share of the links between pods; 0: its NIC's
+
+    def ranks_per_node(self, tp: int = 1) -> int:
+        """Ranks of one tensor-parallel index on a node."""
+        return max(self.gpus_per_node // tp, 1)
 
     def __post_init__(self) -> None:
         check_whole(f"cluster {self.name!r}: gpus_per_node", self.gpus_per_node, most=MAX_SIZE)
+        check_whole(f"cluster {self.name!r}: nodes_per_pod", self.nodes_per_pod, least=0, most=MAX_SIZE)
+        check_number(f"cluster {self.name!r}: inter_pod_bandwidth", self.inter_pod_bandwidth, least=0, most=MAX_RATE)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "gpu", "gpus_per_node"):
+            if field.name in ("name", "gpu", "gpus_per_node", "nodes_per_pod", "inter_pod_bandwidth"):
                 continue
             bound = {"least": 0.0} if field.name.endswith("latency_seconds") else {"above": 0.0}
             check_number(f"cluster {self.name!r}: {field.name}", value, most=MAX_RATE, **bound)

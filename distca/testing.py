@@ -270,13 +270,25 @@ def from_rows(rows: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     return whole
 
 
-def on_fake_ranks(plan: Plan, body: Callable[[CoreAttention], Result], **options: Any) -> list[Result]:
-    """Run `body` on a thread per rank of the layout, while the pool's dedicated servers serve until all are done."""
+def on_fake_ranks(
+    plan: Plan, body: Callable[[CoreAttention], Result], *, node: Sequence[int] | None = None, **options: Any
+) -> list[Result]:
+    """Run `body` on a thread per rank of the layout, while the pool's dedicated servers serve until all are done.
+
+    `node` of every rank of the pool makes exchanges go in two hops.
+    """
     from distca.runtime.attention import CoreAttention
     from distca.runtime.dedicated import serve_until_stopped, stop_servers
-    from distca.runtime.transport import LoopbackTransport, LoopbackWorld
+    from distca.runtime.transport import HierarchicalTransport, LoopbackTransport, LoopbackWorld, Transport
 
-    def one(transport: LoopbackTransport) -> Any:
+    worlds = {} if node is None else {one: LoopbackWorld(list(node).count(one), timeout_seconds=20.0) for one in node}
+
+    def one(loopback: LoopbackTransport) -> Any:
+        transport: Transport = loopback
+        if node is not None:
+            here = node[loopback.rank]
+            inner = LoopbackTransport(worlds[here], list(node[:loopback.rank]).count(here))
+            transport = HierarchicalTransport(loopback, inner, node)
         attend = CoreAttention(transport=transport, **options)
         if transport.rank >= plan.layout.num_ranks:
             return serve_until_stopped(attend)

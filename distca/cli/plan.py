@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -30,9 +31,11 @@ from distca.cli.options import COUNT, Column, Format, Tokenizer, count, one_sour
 from distca.cli.outputs import page_writer, plot_writer
 from distca.cli.progress import StepHeard, progress
 from distca.cost.attention_time import AttentionTime
+from distca.cost.cluster_file import find_cluster
 from distca.cost.shipped_tables import find_table
 from distca.models import model_named
 from distca.planning.balance import balance
+from distca.planning.placed import plan_placed
 from distca.planning.plan import Plan
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
@@ -45,6 +48,7 @@ from distca.validation import MAX_RANKS, check_whole
 from distca.workload.layout import Layout
 from distca.workload.length_files import Reading
 from distca.workload.packing import check_tolerance, pack, pack_workload
+from distca.workload.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +60,20 @@ class PlanPool:
     tolerance: float
     dedicated: int
     cost: AttentionTime | None
+    ranks_per_node: int | None = None  # None: unknown
+    nodes_per_pod: int = 0
+
+    def topology(self, ranks: int) -> Topology | None:
+        """Dedicated servers fill nodes as ranks do."""
+        return None if self.ranks_per_node is None else Topology.regular(
+            ranks + self.dedicated, self.ranks_per_node, self.nodes_per_pod)
 
     def speed(self, ranks: int) -> np.ndarray:
         return np.ones(ranks + self.dedicated)
 
     def balanced(self, layout: Layout, backward: bool = False) -> Plan:
         return balance(layout, self.model, tolerance=self.tolerance, speed=self.speed(layout.num_ranks), tp=self.tp,
-                       cost=self.cost, backward=backward)
+                       cost=self.cost, backward=backward, topology=self.topology(layout.num_ranks))
 
 
 def plan_command(
@@ -75,6 +86,12 @@ def plan_command(
         help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
     dedicated: Annotated[int, typer.Option(
         parser=count, metavar=COUNT, help="Servers that own no tokens, besides the ranks.")] = 0,
+    ranks_per_node: Annotated[int | None, typer.Option(
+        parser=count, metavar=COUNT,
+        help="Ranks that share a node: work leaves a node only as far as the tolerance demands. Flat unless given.",
+    )] = None,
+    cluster: Annotated[str | None, typer.Option(
+        help="Instead of --ranks-per-node: a cluster, by name or TOML file, whose nodes the ranks fill.")] = None,
     cost: Annotated[str | None, typer.Option(
         help=f"{COST_HELP} Work is then seconds instead of causal pairs.")] = None,
     ranks: Annotated[int | None, typer.Option(
@@ -111,7 +128,7 @@ def plan_command(
     write_page = page_writer("html", html) if html else None
     shape = model_named(model)
     seconds = None if cost is None else AttentionTime.of(find_table(cost), shape, tp)
-    pool = PlanPool(shape, tp, tolerance, dedicated, seconds)
+    pool = PlanPool(shape, tp, tolerance, dedicated, seconds, *_nodes(ranks_per_node, cluster, tp))
     if pool.cost is not None and pool.cost.note:
         print(f"distca: {pool.cost.note}", file=sys.stderr)
     _warm_up(pool, placement)
@@ -153,30 +170,43 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
     cost = pool.cost
     if cost is not None:
         cost.table.require(int(batch.lengths.max()))
-    step("placing documents")
+    step("placing documents and balancing attention")
     begin = perf_counter()
-    layout = _layout(batch, pool, placement)
-    step("balancing attention")
-    plan = pool.balanced(layout)
-    backward = plan if cost is None else pool.balanced(layout, backward=True)
+    plan, used = plan_placed(placement, partial(_layout, batch, pool), pool.balanced)
+    backward = plan if cost is None else pool.balanced(plan.layout, backward=True)
     plan_seconds = perf_counter() - begin
     step("proving the plan")
     invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
     in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
-    before = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost)
+    topology = pool.topology(batch.ranks)
+    before = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost,
+                  topology=None if topology is None else topology.first(batch.ranks))
     return PlannedBatch.of(plan, batch.source, before=before, backward=backward, placement=placement,
-                           plan_seconds=plan_seconds, invalid=invalid)
+                           plan_seconds=plan_seconds, invalid=invalid, placement_used=used)
+
+
+def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[int | None, int]:
+    """Ranks that share a node and nodes that share a pod, as the options say."""
+    if cluster is None:
+        if ranks_per_node is not None:
+            check_whole("ranks_per_node", ranks_per_node, most=MAX_RANKS)
+        return ranks_per_node, 0
+    if ranks_per_node is not None:
+        raise ValueError(f"ranks_per_node is {ranks_per_node} and cluster {cluster!r}; give one of them")
+    shape = find_cluster(cluster)
+    return shape.ranks_per_node(tp), shape.nodes_per_pod
 
 
 def _layout(batch: DocumentBatch, pool: PlanPool, placement: str) -> Layout:
     speed = pool.speed(batch.ranks)
     work, wave_tokens = work_of_documents(pool.cost), 1 if pool.cost is None else pool.cost.wave_tokens
+    topology = pool.topology(batch.ranks)
     if batch.workload is not None:
         return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
-                             document_work=work, wave_tokens=wave_tokens)
+                             document_work=work, wave_tokens=wave_tokens, topology=topology)
     return pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank, placement=placement,
-                tolerance=pool.tolerance, speed=speed, document_work=work, wave_tokens=wave_tokens)
+                tolerance=pool.tolerance, speed=speed, document_work=work, wave_tokens=wave_tokens, topology=topology)
 
 
 def _failed_proof(plan: Plan) -> str | None:

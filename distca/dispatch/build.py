@@ -23,73 +23,74 @@ def build(plan: Plan, rank: int) -> RankTables:
     if not 0 <= rank < plan.num_servers:
         raise ValueError(f"rank is {rank} but the plan has {plan.num_servers} servers; use 0 to {plan.num_servers - 1}")
     layout = plan.layout
-    tasks = _touching(plan, rank)
+    tasks = touching(plan, np.arange(plan.num_servers) == rank)
     owns = rank < layout.num_ranks
     row_tokens = int(layout.tokens_per_rank()[rank]) if owns else 0
     key_row_tokens = int(layout.key_tokens_per_rank()[rank]) if owns else 0
-    slices = layout.keys()                                       # own tokens have the same place in row and key row
-    rows = _Places.of(layout, slices.document, slices.start, layout.key_row_offset())
-    query_side, query_start = _side(layout, rows, query_ranges(layout, tasks), rank, row_tokens)
-    key_side, key_start = _side(layout, rows, key_ranges(layout, tasks), rank, key_row_tokens)
-
-    mine = np.flatnonzero((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
-    q_begin = query_start(tasks.document[mine], tasks.q_start[mine])
-    k_begin = key_start(tasks.document[mine], tasks.kv_start[mine])
-    return RankTables(
-        rank=rank,
-        num_ranks=plan.num_servers,
-        row_tokens=row_tokens,
-        key_row_tokens=key_row_tokens,
-        queries=query_side,
-        keys=key_side,
-        q_begin=q_begin,
-        q_end=q_begin + tasks.q_len[mine],
-        k_begin=k_begin,
-        k_end=k_begin + tasks.kv_len[mine],
-        q_offset=tasks.q_start[mine] - tasks.kv_start[mine],
-    )
+    rows = Places.in_rows(layout)
+    queries, keys = query_ranges(layout, tasks), key_ranges(layout, tasks)
+    query_side, query_start = side_of(layout, queries, rows(queries.document, queries.start), rank, row_tokens)
+    key_side, key_start = side_of(layout, keys, rows(keys.document, keys.start), rank, key_row_tokens)
+    mine = tasks.take((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
+    return RankTables(rank, plan.num_servers, row_tokens, key_row_tokens, query_side, key_side,
+                      *task_columns(mine, query_start, key_start))
 
 
-def travels(plan: Plan) -> bool:
+def task_columns(mine: TaskTable, query_start: Places, key_start: Places) -> tuple[np.ndarray, ...]:
+    """q_begin, q_end, k_begin, k_end and q_offset of a server's tasks in its buffers."""
+    q_begin = query_start(mine.document, mine.q_start)
+    k_begin = key_start(mine.document, mine.kv_start)
+    return q_begin, q_begin + mine.q_len, k_begin, k_begin + mine.kv_len, mine.q_start - mine.kv_start
+
+
+def travels(plan: Plan, place: np.ndarray | None = None) -> bool:
     """Whether any rank may send anything, without counting what: the same on every rank.
 
-    Queries travel where a server is not their home, keys where a document lies on several ranks.
+    Queries travel where a server is not their home, keys where a document lies on several ranks. `place` [servers],
+    their nodes for example, asks the same of these.
     """
-    if bool((plan.tasks.server != plan.tasks.home).any()):
+    where = np.arange(plan.num_servers) if place is None else place
+    if bool((where[plan.tasks.server] != where[plan.tasks.home]).any()):
         return True
     slices = plan.layout.keys()
     first = np.empty(plan.layout.num_documents, dtype=np.int64)
-    first[slices.document] = slices.rank                         # one of the ranks that hold each document
-    return bool((first[slices.document] != slices.rank).any())
+    first[slices.document] = where[slices.rank]                  # one of the places that hold each document
+    return bool((first[slices.document] != where[slices.rank]).any())
 
 
-def _touching(plan: Plan, rank: int) -> TaskTable:
-    """Tasks of the documents that this rank owns tokens of or serves."""
+def touching(plan: Plan, is_here: np.ndarray) -> TaskTable:
+    """Tasks of the documents that the ranks that `is_here` [servers] selects own tokens of or serve."""
     touched = np.zeros(plan.layout.num_documents, dtype=bool)
     owned = plan.layout.keys()
-    touched[owned.document[owned.rank == rank]] = True
-    touched[plan.tasks.document[plan.tasks.server == rank]] = True
+    touched[owned.document[is_here[owned.rank]]] = True
+    touched[plan.tasks.document[is_here[plan.tasks.server]]] = True
     return plan.tasks.take(touched[plan.tasks.document])
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where positions of documents stand in rows or in a buffer, each of whose intervals begins somewhere in it."""
 
     intervals: Positions
     offset: np.ndarray  # [intervals] place of an interval, less its start
 
     @classmethod
-    def of(cls, layout: Layout, document: np.ndarray, start: np.ndarray, place: np.ndarray) -> _Places:
+    def of(cls, layout: Layout, document: np.ndarray, start: np.ndarray, place: np.ndarray) -> Places:
         return cls(Positions.of(document, start, layout.lengths), place - start)
+
+    @classmethod
+    def in_rows(cls, layout: Layout) -> Places:
+        """In their home's row; own tokens have the same place in row and key row."""
+        slices = layout.keys()
+        return cls.of(layout, slices.document, slices.start, layout.key_row_offset())
 
     def __call__(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
         return self.offset[self.intervals.holding(document, position)] + position
 
 
-def _side(
-    layout: Layout, rows: _Places, ranges: TokenRanges, rank: int, row_tokens: int
-) -> tuple[Side, _Places]:
-    row = rows(ranges.document, ranges.start)                    # [ranges] first token in its home's row
+def side_of(
+    layout: Layout, ranges: TokenRanges, row: np.ndarray, rank: int, row_tokens: int
+) -> tuple[Side, Places]:
+    """A rank's part of the ranges, whose first tokens stand at `row` [ranges] in their home's row."""
     length = ranges.stop - ranges.start
 
     away = np.flatnonzero((ranges.home == rank) & (ranges.server != rank))
@@ -109,7 +110,7 @@ def _side(
     receive = Runs(ranges.home[held[far]], buffer[far], length[held[far]])
     local = _joined(row[held[near]], buffer[near], length[held[near]])
     side = Side(send, receive, local, int(length[held].sum()), _parts(send, local, row_tokens))
-    return side, _Places.of(layout, ranges.document[held], ranges.start[held], buffer)
+    return side, Places.of(layout, ranges.document[held], ranges.start[held], buffer)
 
 
 def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRuns:

@@ -35,6 +35,7 @@ from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from distca.runtime.transport.c10d import first_line
 from distca.spec import ModelShape
 from distca.workload.packing import check_tolerance
+from distca.workload.topology import Topology
 
 _FIRST_CAPACITY = 255                                            # slices of a rank that fit the first collective
 _NOT_NUMBERED = -2 ** 63                                         # no loader's number of a document
@@ -90,6 +91,7 @@ class PackedAttention:
         self._plan = lru_cache(PLANS_KEPT)(self._balanced)
         self._unmoved = lru_cache(PLANS_KEPT)(self._at_home)
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
+        self._topology: Topology | None = None                   # found then
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch, beside
         self._capacity = _FIRST_CAPACITY
@@ -197,6 +199,7 @@ class PackedAttention:
         if self._pool is None and dist.is_initialized():
             self._pool = CoreAttention(self.group, kernel=self.kernel, state=self.state, transport=self.transport,
                                        recorder=self.recorder)
+            self._topology = self._pool.topology
         if self._pool is None:
             return (mine,)
         while True:
@@ -209,7 +212,8 @@ class PackedAttention:
     def _balanced(self, rows: Rows, backward: bool) -> Plan:
         model = self._shape()
         time = None if self.cost is None else AttentionTime.of(self.cost, model)
-        return balance(self._layout(rows), model, tolerance=self.tolerance, cost=time, backward=backward)
+        return balance(self._layout(rows), model, tolerance=self.tolerance, cost=time, backward=backward,
+                       topology=self._topology)
 
     def _at_home(self, rows: Rows, window: int | None) -> Plan:
         """Every query on its own rank; with a window, no keys before it travel."""

@@ -14,9 +14,10 @@ from distca.columns import Positions, freeze, spread
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import backward_bytes, causal_pairs
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
-from distca.planning.traffic import Traffic, traffic
+from distca.planning.traffic import Traffic, traffic, traffic_between_nodes
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
+from distca.workload.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,17 @@ class PlanSummary:
     backward_bytes_total: int     # with `resend`: Q, KV, O and dO go in, dQ and dKV return
     bytes_all_gather: int         # what gathering every document's keys on all its ranks would move
     seconds: float | None         # the slowest server's attention, where seconds are known
+    bytes_sent_by_node: np.ndarray | None  # [nodes] to other nodes, once per node; None: topology unknown
+
+    @property
+    def bytes_between_nodes(self) -> int | None:
+        """What crosses nodes, each key, query and output once per node that needs or made it."""
+        return None if self.bytes_sent_by_node is None else int(self.bytes_sent_by_node.sum())
+
+    @property
+    def bytes_between_nodes_max(self) -> int | None:
+        """The busiest node's."""
+        return None if self.bytes_sent_by_node is None else int(self.bytes_sent_by_node.max())
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,6 +64,7 @@ class Plan:
     limit: str | None = None      # the indivisible piece that keeps max/mean above 1 + tolerance, if any does
     backward: bool = False        # work is the backward's seconds; pairs are the same both ways
     window: int | None = None     # a query sees this many keys, itself included; None: all before it
+    topology: Topology | None = None  # which servers share a node; None: unknown
 
     def __post_init__(self) -> None:
         freeze(self, ("speed",), np.float64)
@@ -66,6 +79,10 @@ class Plan:
 
     def traffic(self) -> Traffic:
         return traffic(self.layout, self.tasks, self.num_servers)
+
+    def traffic_between_nodes(self) -> Traffic | None:
+        """What crosses nodes, with nodes in the place of ranks; None where the topology is unknown."""
+        return None if self.topology is None else traffic_between_nodes(self.layout, self.tasks, self.topology.node)
 
     def validate(self) -> None:
         """Prove exact coverage, real servers, true homes and tile-sized shards; raise ValueError where one fails."""
@@ -83,6 +100,7 @@ class Plan:
         sent = moved.sent_bytes(self.model, self.tp)
         away = self.tasks.home != self.tasks.server
         spread = self.layout.ranks_per_document() - 1
+        crossing = self.traffic_between_nodes()
         return PlanSummary(
             num_tasks=len(self.tasks),
             num_moved=int(away.sum()),
@@ -97,6 +115,7 @@ class Plan:
             backward_bytes_total=int(backward_bytes(q_tokens, kv_tokens, self.model, self.tp)),
             bytes_all_gather=int((spread * self.layout.lengths).sum()) * self.model.kv_token_bytes(self.tp),
             seconds=float((work / np.where(self.speed > 0, self.speed, 1)).max()) if self.cost else None,
+            bytes_sent_by_node=None if crossing is None else crossing.sent_bytes(self.model, self.tp),
         )
 
 

@@ -20,13 +20,18 @@ from distca.workload.layout import Layout
 _WIDEST = 12  # slices in a band; q0 / 2√F of them is best, which for a 512K document over 64 ranks is about 5
 
 
-def share_prefixes(layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices) -> TaskTable:
-    """Replace whole slices at home by bands wherever that saves bytes and keeps every server within its cap."""
+def share_prefixes(
+    layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices, group: np.ndarray | None = None
+) -> TaskTable:
+    """Replace whole slices at home by bands wherever that saves bytes and keeps every server within its cap.
+
+    `group` [servers] keeps bands inside one: their queries then never leave it, and it gets the same keys as before.
+    """
     whole = _whole_slices(layout, tasks)                         # task of each slice that is one task at home, or -1
     spare = (cap - load).tolist()
     dropped: list[int] = []
     rows: list[tuple[int, int, int, int]] = []                   # slice of the queries, server, kv_start, kv_stop
-    for run in _runs(layout, whole):
+    for run in _runs(layout, whole, group):
         for first, last in _best_bands(layout, run, prices):
             band = run[first:last + 1]
             shares = _key_shares(layout, band, prices, spare)
@@ -95,14 +100,16 @@ def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
     return whole
 
 
-def _runs(layout: Layout, whole: np.ndarray) -> list[list[int]]:
-    """Consecutive whole slices of one document, as lists of slice indices in document order."""
+def _runs(layout: Layout, whole: np.ndarray, group: np.ndarray | None) -> list[list[int]]:
+    """Consecutive whole slices of one document in one group, as lists of slice indices in document order."""
     slices = np.flatnonzero(whole >= 0)
     slices = slices[np.lexsort((layout.start[slices], layout.document[slices]))]
     if len(slices) < 2:
         return []
     joins = ((layout.document[slices[1:]] == layout.document[slices[:-1]])
              & (layout.start[slices[1:]] == layout.stop[slices[:-1]]))
+    if group is not None:
+        joins &= group[layout.rank[slices[1:]]] == group[layout.rank[slices[:-1]]]
     return [part.tolist() for part in np.split(slices, np.flatnonzero(~joins) + 1) if len(part) > 1]
 
 

@@ -31,16 +31,24 @@ class Prices(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Queries [start, stop) against keys from key_start up to each query; cuts lie on the tile grid of their slice."""
+    """Queries [start, stop) against keys from key_start on; cuts lie on the tile grid of their slice."""
 
     document: int
     start: int
     stop: int
     key_start: int
     slice_start: int
+    key_stop: int | None = None  # of a rectangle, at most `start`; None: up to each query
 
     def work(self, measure: Measure) -> float:
-        return measure(self.stop - self.start, self.stop - self.key_start)
+        q_len = self.stop - self.start
+        if self.key_stop is not None:
+            return measure(q_len, self.key_stop - self.key_start + 0.5 * (q_len - 1))
+        return measure(q_len, self.stop - self.key_start)
+
+    @property
+    def key_end(self) -> int:
+        return self.stop if self.key_stop is None else self.key_stop
 
 
 class Shard(NamedTuple):
@@ -64,6 +72,8 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
     Keys before `keys_held` are free. Returns None where not even one tile fits the room.
     """
     whole = piece.work(prices.measure)
+    if piece.key_stop is not None:
+        return _part_of_rectangle(piece, whole, wanted, room, keys_held, prices)
     if whole <= min(wanted, room):
         return _trapezoid_at(piece, piece.start, piece.stop, keys_held, prices)
     rate = whole / _pairs(piece.stop - piece.start, piece.stop - piece.key_start)  # pairs -> work, near this piece
@@ -82,7 +92,7 @@ def _rectangle(
     """The piece's deepest queries against its earliest keys, as tiles; None where the piece is not deep enough."""
     ideal_keys = max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start)
     tiles = round(pairs / ideal_keys / TILE) or 1
-    start = max(_grid_up(piece.stop - (tiles + 1) * TILE + 1, piece), piece.start)  # an odd tail joins its tile
+    start = _tail_start(piece, tiles)
     q_len = piece.stop - start
     deepest = (start - piece.key_start) // TILE
     exact = pairs / q_len / TILE                                 # keys, in tiles
@@ -92,6 +102,28 @@ def _rectangle(
             shard = _rectangle_at(piece, start, piece.stop, key_tiles * TILE, keys_held, prices)
             if shard.work <= room:
                 return shard
+    return None
+
+
+def _part_of_rectangle(
+    piece: Piece, whole: float, wanted: float, room: float, keys_held: int, prices: Prices
+) -> Shard | None:
+    """A rectangle within a rectangle: the last queries against the first keys, both sides free where there is room."""
+    assert piece.key_stop is not None
+    num_keys = piece.key_stop - piece.key_start
+    if whole <= min(wanted, room):
+        return _rectangle_at(piece, piece.start, piece.stop, num_keys, keys_held, prices)
+    rate = whole / ((piece.stop - piece.start) * num_keys)
+    pairs = max(min(wanted, room) / rate, 1.0)
+    ideal_keys = min(max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start), num_keys)
+    for num_tiles in (max(round(pairs / ideal_keys / TILE), 1), 1):
+        start = _tail_start(piece, num_tiles)
+        tiles = pairs / (piece.stop - start) / TILE
+        for key_len in ((-int(-tiles // 1) * TILE, int(tiles) * TILE) if wanted <= room else (int(tiles) * TILE,)):
+            if key_len > 0:
+                shard = _rectangle_at(piece, start, piece.stop, min(key_len, num_keys), keys_held, prices)
+                if shard.work <= room:
+                    return shard
     return None
 
 
@@ -145,6 +177,11 @@ def _snapped(
             return shard
         end = _grid_up(end - max(TILE, (shard.work - room) / rate / q_len), piece)
     return None
+
+
+def _tail_start(piece: Piece, num_tiles: int) -> int:
+    """Where the last tiles of queries begin; an odd tail joins its tile."""
+    return max(_grid_up(piece.stop - (num_tiles + 1) * TILE + 1, piece), piece.start)
 
 
 def _begin(piece: Piece, end: int, q_len: int) -> int:

@@ -23,6 +23,7 @@ from distca.planning.tick_plans import plan_ticks, served_in_bubbles, tick_layou
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
 
@@ -215,11 +216,13 @@ def plan_step(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     cost: AttentionTime | None = None,
+    topology: Topology | None = None,
 ) -> StepPlan:
     """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
 
     `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
-    as in `balance`. With `cost`, forward and backward are balanced each in its own seconds, else in causal pairs.
+    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. With
+    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs.
     """
     stages = len(layers)
     pool = check_pool(speed, stages * num_data)
@@ -228,11 +231,12 @@ def plan_step(
     cut = pack_ping_pong if ping_pong else pack_whole
     packed = tuple(MicroBatch(np.asarray(lengths, dtype=np.int64), cut(
         lengths, ranks=num_data, placement=placement, tolerance=tolerance, speed=share,
-        document_work=work_of_documents(cost), wave_tokens=1 if cost is None else cost.wave_tokens))
+        document_work=work_of_documents(cost), wave_tokens=1 if cost is None else cost.wave_tokens,
+        topology=None if topology is None else topology.first(num_data)))
         for lengths in micro_batches)
     ticks = same_phase_ticks(stages, len(packed))
     by_nano = [plan_ticks(ticks, [micro_batch.layouts[nano] for micro_batch in packed], model, layers=layers,
-                          tolerance=tolerance, tp=tp, speed=pool, cost=cost)
+                          tolerance=tolerance, tp=tp, speed=pool, cost=cost, topology=topology)
                for nano in range(len(packed[0].nano_batches))]
     return StepPlan(model, tp, tuple(layers), packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages, True)
 

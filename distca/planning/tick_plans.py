@@ -22,6 +22,7 @@ from distca.spec import ModelShape
 from distca.validation import check_whole
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.packing import check_pool
+from distca.workload.topology import Topology
 
 Placing = tuple[int, ...]  # [stages] the micro-batch that each stage brings to a plan, -1 for none
 
@@ -51,6 +52,7 @@ def plan_ticks(
     tp: int = 1,
     speed: Sequence[float] | np.ndarray | None = None,
     cost: AttentionTime | None = None,
+    topology: Topology | None = None,
 ) -> list[tuple[Plan, ...]]:
     """For every tick one plan per depth, the index of a layer inside its stage.
 
@@ -58,7 +60,7 @@ def plan_ticks(
     depth d holds the active stages that have more than d layers, over ranks stage * data ranks + data; depths that hold
     the same stages share one Plan. Its documents are numbered micro-batch after micro-batch. `speed` names the pool as
     in `balance`: the ranks of all stages first, dedicated servers after them. Where `cost` knows seconds, a backward
-    tick balances backward's; pairs are the same both ways.
+    tick balances backward's; pairs are the same both ways. `topology` names the nodes of the pool.
     """
     pool = check_pool(speed, ticks.num_stages * _check_inputs(ticks, layouts, layers))
     known: dict[tuple[bool, tuple[int, ...]], tuple[Placing, Plan]] = {}  # by micro-batches, whatever their stages
@@ -67,7 +69,8 @@ def plan_ticks(
         together = backward, tuple(sorted(placing))
         made = _on_other_stages(*known[together], placing, layout) if together in known else None
         if made is None:
-            made = balance(layout, model, tolerance=tolerance, speed=pool, tp=tp, cost=cost, backward=backward)
+            made = balance(layout, model, tolerance=tolerance, speed=pool, tp=tp, cost=cost, backward=backward,
+                           topology=topology)
             known.setdefault(together, (placing, made))
         return made
 
@@ -180,7 +183,8 @@ def _each_depth(
 def _on_other_stages(before: Placing, plan: Plan, after: Placing, layout: Layout) -> Plan | None:
     """A plan for the same micro-batches on other stages, as servers of equal speed are interchangeable.
 
-    None where the speeds differ, or where the plan has a limit: its text names ranks.
+    None where the speeds differ, where ranks that shared a node would not, or where the plan has a limit: its text
+    names ranks.
     """
     num_data = layout.num_ranks // len(after)
     moves_to = np.empty(len(after), dtype=np.int64)              # [stages] idle stages follow in order
@@ -189,5 +193,13 @@ def _on_other_stages(before: Placing, plan: Plan, after: Placing, layout: Layout
     rank[:layout.num_ranks] = (moves_to[:, None] * num_data + np.arange(num_data)).ravel()
     if plan.limit is not None or (plan.speed[rank] != plan.speed).any():
         return None
+    if plan.topology is not None and not _same_nodes(plan.topology, rank):
+        return None
     tasks = replace(plan.tasks, home=rank[plan.tasks.home], server=rank[plan.tasks.server])
     return replace(plan, layout=layout, tasks=tasks)
+
+
+def _same_nodes(topology: Topology, rank: np.ndarray) -> bool:
+    """Whether servers share nodes and pods after each moved to `rank` exactly where they did before."""
+    return all(len(np.unique(np.stack([group, group[rank]]), axis=1).T) == int(group.max()) + 1
+               for group in (topology.node, topology.pod))

@@ -101,7 +101,32 @@ def query_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
 
 def traffic(layout: Layout, tasks: TaskTable, num_ranks: int) -> Traffic:
     """Count what crosses ranks."""
-    keys, queries = key_ranges(layout, tasks), query_ranges(layout, tasks)
+    tasks = _of_travellers(layout, tasks)
+    return _away(key_ranges(layout, tasks), query_ranges(layout, tasks), num_ranks)
+
+
+def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) -> Traffic:
+    """Count what crosses nodes, with nodes in the place of ranks; `node` [servers] names each server's.
+
+    A key or a query that several ranks of a node need crosses to it once, and what they computed of it is merged
+    inside the node before it crosses back.
+    """
+    tasks = _of_travellers(layout, tasks)
+    per_node = replace(tasks, server=node[tasks.server])
+    keys, queries = (replace(ranges, home=node[ranges.home]) for ranges in (
+        key_ranges(layout, per_node), query_ranges(layout, per_node)))
+    return _away(keys, queries, int(node.max()) + 1)
+
+
+def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
+    """Without the tasks of documents that lie on one rank and are computed there: none of their tokens move."""
+    travels = np.zeros(layout.num_documents, dtype=bool)
+    travels[tasks.document[tasks.home != tasks.server]] = True
+    travels[layout.document[(layout.start > 0) | (layout.stop < layout.lengths[layout.document])]] = True
+    return tasks.take(travels[tasks.document])
+
+
+def _away(keys: TokenRanges, queries: TokenRanges, num_ranks: int) -> Traffic:
     kv_away, q_away = keys.home != keys.server, queries.home != queries.server
     return Traffic(
         q_home=queries.home[q_away],

@@ -28,18 +28,20 @@ class PlannedBatch:
     """A batch before, with documents in order and every query computed at home, and after planning."""
 
     source: str           # where the documents come from, for people
-    placement: str
+    placement: str        # as asked
     plan: Plan
     before: PlanSummary   # over the ranks that own tokens
     after: PlanSummary    # over all servers: the ranks, then the dedicated ones
     backward: PlanSummary  # by a plan of its own where work is seconds, else forward's
     plan_seconds: float = 0.0
     invalid: str | None = None  # why the plan failed its proof
+    placement_used: str | None = None  # given where balanced was asked for and would send more
 
     @classmethod
     def of(
         cls, plan: Plan, source: str, *, before: Plan | None = None, backward: Plan | None = None,
         placement: str = "given", plan_seconds: float = 0.0, invalid: str | None = None,
+        placement_used: str | None = None,
     ) -> PlannedBatch:
         """Measure every plan once; `before` is the layout's attention at home unless given."""
         if before is None:
@@ -47,7 +49,8 @@ class PlannedBatch:
             before = replace(plan, tasks=tasks_at_home(plan.layout), speed=ranks, limit=None)
         after = plan.summary()
         return cls(source, placement, plan, before.summary(), after,
-                   after if backward is None or backward is plan else backward.summary(), plan_seconds, invalid)
+                   after if backward is None or backward is plan else backward.summary(), plan_seconds, invalid,
+                   placement if placement_used is None else placement_used)
 
     @property
     def num_ranks(self) -> int:
@@ -73,13 +76,17 @@ class PlannedBatch:
     def pool_text(self) -> str:
         dedicated = self.num_servers - self.num_ranks
         servers = f" and {count_text(dedicated, 'dedicated server')}" if dedicated else ""
-        return (f"{count_text(self.num_ranks, 'rank')} of {self.tokens_per_rank:,} tokens{servers}, "
+        topology = self.plan.topology
+        nodes = "" if topology is None else (
+            f" in {count_text(topology.num_nodes, 'node')} of up to {topology.ranks_per_node}")
+        return (f"{count_text(self.num_ranks, 'rank')} of {self.tokens_per_rank:,} tokens{servers}{nodes}, "
                 f"{count_text(self.plan.layout.num_documents, 'document')}")
 
     @property
     def options_text(self) -> str:
         tp = f", tp {self.plan.tp}" if self.plan.tp > 1 else ""
-        return f"{self.plan.model.name}{tp}, {self.placement} placement, tolerance {self.plan.tolerance:g}"
+        kept = "" if self.placement_used in (None, self.placement) else f" ({self.placement_used}, which sends less)"
+        return f"{self.plan.model.name}{tp}, {self.placement} placement{kept}, tolerance {self.plan.tolerance:g}"
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -90,6 +97,7 @@ class PlannedBatch:
             "model": self.plan.model.name,
             "tp": self.plan.tp,
             "placement": self.placement,
+            "placement_used": self.placement_used or self.placement,
             "tasks": self.after.num_tasks,
             "valid": self.invalid is None,
             "tolerance": self.plan.tolerance,
@@ -99,6 +107,9 @@ class PlannedBatch:
             "bytes_total": self.after.bytes_total,
             "bytes_sent_max": int(self.after.bytes_sent.max()),
             "bytes_received_max": int(self.after.bytes_received.max()),
+            "ranks_per_node": None if self.plan.topology is None else self.plan.topology.ranks_per_node,
+            "bytes_between_nodes": self.after.bytes_between_nodes,
+            "bytes_between_nodes_max": self.after.bytes_between_nodes_max,
             "bytes_all_gather": self.after.bytes_all_gather,
             "bytes_backward_total": self.after.backward_bytes_total,
             "smallest_shard": self.after.smallest_shard,
@@ -231,6 +242,9 @@ def plan_page(batch: PlannedBatch) -> ReportData:
          f"{batch.before.work_max_over_mean:.2f} → {batch.after.work_max_over_mean:.2f}"),
         ("bytes a layer, forward", byte_text(batch.after.bytes_total)),
         ("busiest sender", byte_text(batch.after.bytes_sent.max())),
+        *(() if batch.after.bytes_between_nodes is None else (
+            ("between nodes", byte_text(batch.after.bytes_between_nodes)),
+            ("busiest node", byte_text(batch.after.bytes_between_nodes_max or 0)))),
         ("tasks, of which moved", f"{batch.after.num_tasks:,}, {batch.after.num_moved:,}"),
         ("planning", seconds_text(batch.plan_seconds)),
     ]

@@ -68,6 +68,12 @@ def _draw_bytes(axes: Axes, batch: PlannedBatch) -> None:
     unit, name = next(((unit, name) for unit, name in _BYTE_UNITS if largest >= unit), _BYTE_UNITS[-1])
     _series(axes, before / unit, after / unit, batch.num_servers)
     axes.set_ylabel(f"{name} sent per layer")
+    by_node, topology = batch.after.bytes_sent_by_node, batch.plan.topology
+    if by_node is not None and topology is not None:
+        share = by_node / np.bincount(topology.node)             # of each of a node's ranks
+        axes.stairs(share[topology.node] / unit, np.arange(batch.num_servers + 1) - 0.5, color=TOLERANCE_COLOR,
+                    linewidth=1.0, label="to other nodes, a rank of the node")
+        axes.legend(loc="upper right", frameon=False)
 
 
 def _series(axes: Axes, before: np.ndarray, after: np.ndarray, servers: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,7 +26,8 @@ from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
 from distca.runtime.dedicated import Announcer
 from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PlanRegistry
-from distca.runtime.transport import Transport, transport_for
+from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
+from distca.workload.topology import Topology
 
 STATES = ("resend", "keep")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -42,8 +44,8 @@ class CoreAttention:
     """Attention over a process group. Call it with a rank's own q, k, v and the plan that all ranks share.
 
     `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
-    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name, `transport` "c10d", "symmetric", "auto"
-    or a transport of your own. A `recorder` notes waits and computing.
+    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name, `transport` "c10d", "flat",
+    "symmetric", "auto" or a transport of your own. A `recorder` notes waits and computing.
     """
 
     def __init__(
@@ -61,6 +63,13 @@ class CoreAttention:
         self.plans = PlanRegistry(self.transport, kernel)
         self.state, self.recorder = state, recorder
         self._announcer = Announcer(self.transport)
+
+    @property
+    def topology(self) -> Topology | None:
+        """The nodes of the group's ranks, for plans, where exchanges go in two hops."""
+        transport = self.transport
+        return Topology(transport.node, np.zeros_like(transport.node)) if isinstance(
+            transport, HierarchicalTransport) else None
 
     @not_compiled
     def __call__(

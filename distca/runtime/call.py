@@ -14,21 +14,24 @@ from __future__ import annotations
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from distca.dispatch.build import build, travels
+from distca.dispatch.hops import build_hops
 from distca.kernels import Kernel, TaskRows
 from distca.kernels.interface import BackwardInputs, accumulation_dtype
 from distca.planning.plan import Plan
 from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors
+from distca.runtime.hops import Hops
 from distca.runtime.recorder import Recorder
-from distca.runtime.transport import Handle
+from distca.runtime.transport import Handle, HierarchicalTransport
 
 if TYPE_CHECKING:
     from distca.runtime.registry import PlanRegistry
@@ -82,43 +85,57 @@ class Prepared:
     """
 
     def __init__(
-        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, window: int | None
+        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, window: int | None,
+        node: np.ndarray | None = None,
     ) -> None:
+        """`node` [servers] where the transport has two levels."""
         self.digest, self.kernel, self.shapes = digest, kernel, shapes
-        self.tables = build(plan, rank)
+        self.travels = travels(plan)                             # False: no rank of this plan sends anything
+        self.passes = False                                      # some rank sends to another of its node, in a hop
+        self._tables = [build(plan, rank)] if node is None or not self.travels else []
+        if not self._tables:
+            assert node is not None
+            hops = build_hops(plan, rank, node)
+            self._tables, self.travels, self.passes = [hops.outer, hops.inner], hops.crosses, hops.passes
+        self.tables = self._tables[-1]                           # of the hop that ends at servers
         rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
         self.rows = kernel.prepare(rows, shapes.device, window)  # the kernel's own form of the tasks
-        self.travels = travels(plan)                             # False: no rank of this plan sends anything
 
     @cached_property
-    def inputs(self) -> Dispatch:
+    def inputs(self) -> Hops[Dispatch]:
         """q, k and v, stamped."""
         q, kv, _ = self._fields
-        return self._on_device(Dispatch.of(self.tables, [q, kv, kv], Stamp.of(self.digest, self.shapes.device)))
+        return self._dispatch([q, kv, kv], Stamp.of(self.digest, self.shapes.device))
 
     @cached_property
-    def outputs(self) -> Combine:
+    def outputs(self) -> Hops[Combine]:
         """out and lse."""
         q, _, lse = self._fields
-        return self._on_device(Combine.of(self.tables, [q, lse], merged_heads=self.shapes.num_heads))
+        return self._combine([q, lse], merged_heads=self.shapes.num_heads)
 
     @cached_property
-    def backward_inputs(self) -> Dispatch:
+    def backward_inputs(self) -> Hops[Dispatch]:
         """q, k, v, out, dout and lse."""
         q, kv, lse = self._fields
-        return self._on_device(Dispatch.of(self.tables, [q, kv, kv, q, q, lse]))
+        return self._dispatch([q, kv, kv, q, q, lse])
 
     @cached_property
-    def kept_backward_inputs(self) -> Dispatch:
+    def kept_backward_inputs(self) -> Hops[Dispatch]:
         """out, dout and lse, where servers keep q, k and v."""
         q, _, lse = self._fields
-        return self._on_device(Dispatch.of(self.tables, [q, q, lse]))
+        return self._dispatch([q, q, lse])
 
     @cached_property
-    def gradients(self) -> Combine:
+    def gradients(self) -> Hops[Combine]:
         """dq, dk and dv."""
         q, kv, _ = self._fields
-        return self._on_device(Combine.of(self.tables, [q, kv, kv]))
+        return self._combine([q, kv, kv])
+
+    def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
+        return Hops(*(self._on_device(Dispatch.of(tables, fields, stamp)) for tables in self._tables))
+
+    def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
+        return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
 
     @property
     def _fields(self) -> tuple[tuple[str, int], ...]:
@@ -206,17 +223,38 @@ class Call(ABC):
         assert self._prepared is not None, "dispatch comes first"
         return self._prepared
 
-    def _send(self, tensors: Tensors, exchange: Dispatch | Combine) -> None:
+    def _send(self, tensors: Tensors, hops: Hops[Dispatch] | Hops[Combine]) -> None:
         assert self._prepared is not None
+        if isinstance(hops.inner, Combine):                      # results come together in the node before they cross
+            tensors = self._inside(tensors, hops.inner)
+        exchange = hops.outer
         self._staying = exchange.ready(tensors)
         if self._prepared.travels:
             self._handle = self.plans.transport.exchange(
                 exchange.pack(self._staying), exchange.leaving.splits, exchange.arriving.splits)
 
-    def _receive(self, exchange: Dispatch | Combine, stamp: Stamp | None = None) -> Tensors:
+    def _receive(self, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None = None) -> Tensors:
         """What arrived and what stayed, unpacked; raises where a split does not carry the stamp."""
         handle, self._handle = self._handle, None
         staying, self._staying = self._staying, ()
+        tensors = self._arrived(handle, hops.outer, staying, stamp)
+        if isinstance(hops.inner, Dispatch):                     # what crossed is passed on in the node
+            tensors = self._inside(tensors, hops.inner, stamp)
+        return tensors
+
+    def _inside(self, tensors: Tensors, exchange: Dispatch | Combine, stamp: Stamp | None = None) -> Tensors:
+        """The hop inside this rank's node, at once."""
+        assert self._prepared is not None and isinstance(self.plans.transport, HierarchicalTransport)
+        staying = exchange.ready(tensors)
+        handle = None
+        if self._prepared.passes:
+            handle = self.plans.transport.inner.exchange(
+                exchange.pack(staying), exchange.leaving.splits, exchange.arriving.splits)
+        return self._arrived(handle, exchange, staying, stamp)
+
+    def _arrived(
+        self, handle: Handle | None, exchange: Dispatch | Combine, staying: Tensors, stamp: Stamp | None
+    ) -> Tensors:
         if handle is None:
             return exchange.unpack(None, staying)
         with self._noted("exchange", "wait", exchange.leaving.num_bytes + exchange.arriving.num_bytes):
@@ -284,5 +322,5 @@ class BackwardCall(Call):
         q, k, lse = self.shapes.empty_row()
         return q, k, k, q, q, lse
 
-    def _inputs(self, prepared: Prepared) -> Dispatch:
+    def _inputs(self, prepared: Prepared) -> Hops[Dispatch]:
         return prepared.kept_backward_inputs if self.keep else prepared.backward_inputs

@@ -18,7 +18,7 @@ import torch
 from distca.kernels import choose
 from distca.planning.plan import Plan
 from distca.runtime.call import Prepared, Shapes, different_plans
-from distca.runtime.transport import Transport
+from distca.runtime.transport import HierarchicalTransport, Transport
 
 PLANS_KEPT = 16         # whose tables stay prepared
 AGREEMENTS_KEPT = 4096  # digests, a number each
@@ -81,7 +81,8 @@ class PlanRegistry:
         prepared = self._prepared.get(key)
         if prepared is None:
             kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel)
-            prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, window)
+            node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
+            prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, window, node)
             self._prepared.put(key, prepared)
         return prepared
 

@@ -34,6 +34,7 @@ from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
 from distca.train.sources import IGNORED
 from distca.workload.packing import NanoBatch
+from distca.workload.topology import Topology
 
 
 class TextPiece(NamedTuple):
@@ -164,12 +165,13 @@ class _Draft(NamedTuple):
 class Loader:
     """One data rank's batches. Loaders that differ in `rank` alone give the other rows of the same batches.
 
-    `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs.
-    A batch without a label is refused unless `trains` is false.
+    `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs;
+    `topology` the nodes of the pool's ranks. A batch without a label is refused unless `trains` is false.
     """
 
     def __init__(
-        self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape, trains: bool = True
+        self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape,
+        topology: Topology | None = None, trains: bool = True,
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
@@ -184,7 +186,7 @@ class Loader:
                              "or raise data.max_document")
         self._corpus, self._settings, self._model = corpus, settings, model
         self._cost = attention_time(settings, model)
-        self._rank, self._world, self._trains = rank, world, trains
+        self._rank, self._world, self._topology, self._trains = rank, world, topology, trains
         self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
         self._position = self._stream.state()
         self._ahead: Future[_Draft] | None = None
@@ -237,7 +239,7 @@ class Loader:
         after = self._stream.state()
         begin = time.perf_counter()
         plan = step_plan([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
-                         self._settings, self._model, self._world, self._cost)
+                         self._settings, self._model, self._world, self._cost, self._topology)
         seconds = time.perf_counter() - begin
         num_labels = sum(self._num_labels(piece) for pieces in micro_batches for piece in pieces)
         if num_labels == 0 and self._trains:
@@ -293,7 +295,7 @@ def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | Non
 
 def step_plan(
     lengths: Sequence[np.ndarray], settings: Settings, model: ModelShape, num_data: int,
-    cost: AttentionTime | None = None,
+    cost: AttentionTime | None = None, topology: Topology | None = None,
 ) -> StepPlan:
     """`lengths[m]` are the documents of micro-batch m, laid over `num_data` ranks.
 
@@ -309,7 +311,7 @@ def step_plan(
         servers = len(layers) * num_data + attention.dedicated // tp  # with this rank's heads
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
                          placement=attention.placement, tolerance=attention.tolerance, speed=np.ones(servers),
-                         cost=cost)
+                         cost=cost, topology=topology)
     return with_windows(step, model.layer_windows)
 
 

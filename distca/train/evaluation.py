@@ -18,6 +18,7 @@ from distca.spec import ModelShape
 from distca.train.corpora import Corpus, PartOfCorpus, corpus_from
 from distca.train.data import Batch, Loader
 from distca.train.settings import Settings
+from distca.workload.topology import Topology
 
 
 def corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
@@ -59,13 +60,17 @@ def check_fills_a_batch(corpus: Corpus, settings: Settings, num_data: int) -> No
 class Evaluation:
     """The batches of one data rank that are held out."""
 
-    def __init__(self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape) -> None:
+    def __init__(
+        self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape,
+        topology: Topology | None = None,
+    ) -> None:
         tokens, needed = int(corpus.lengths().sum()), batch_tokens(settings, world)
         if tokens < needed:
             remedy = "give more at eval.path" if settings.eval.path else "raise eval.fraction"
             raise ValueError(f"the held-out documents have {tokens} tokens but a batch takes {needed}; {remedy}, or "
                              "take fewer tokens a step")
-        self._loader = Loader(corpus, settings, rank=rank, world=world, model=model, trains=False)
+        self._loader = Loader(corpus, settings, rank=rank, world=world, model=model, topology=topology,
+                              trains=False)
         self._start = self._loader.state()
         self._num_batches = min(settings.eval.batches, tokens // needed)
         self._every, self._last = settings.eval.every, settings.run.steps

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distca.runtime.transport import C10dTransport, Transport, over_nodes
 from distca.train.settings import Settings
 
 
@@ -54,3 +55,13 @@ def group_of(ranks: Sequence[int], timeout: timedelta, backend: str | None = Non
     torch names it by its ranks and by the number of groups that a rank is in already: that must be the same on all.
     """
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Transport:
+    """As the settings name it, or over nodes of as many ranks as they say; flat where some ranks only serve."""
+    chosen, per_node = settings.attention.transport, settings.attention.ranks_per_node
+    if chosen == "c10d" and settings.attention.dedicated:        # they are in no groups but this
+        return "flat"
+    if chosen != "c10d" or not per_node:
+        return chosen
+    return over_nodes(C10dTransport(group), [rank // per_node for rank in range(dist.get_world_size(group))])

@@ -16,7 +16,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped
 from distca.runtime.transport import TransportError
 from distca.train.collectives import set_timeouts
-from distca.train.groups import groups_of
+from distca.train.groups import groups_of, transport_between
 from distca.train.settings import Settings
 
 
@@ -30,7 +30,8 @@ def serve(settings: Settings, device: torch.device) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
     groups = groups_of(settings, device)
-    attention = CoreAttention(groups.servers, kernel=settings.attention.kernel, transport=settings.attention.transport)
+    attention = CoreAttention(groups.servers, kernel=settings.attention.kernel,
+                              transport=transport_between(groups.servers, settings))
     set_timeouts(timedelta(seconds=settings.run.timeout_seconds))
     try:
         return serve_until_stopped(attention, device)

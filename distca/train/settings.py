@@ -141,9 +141,13 @@ class Attention:
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                          choices=("resend", "keep"))
-    transport: str = setting("c10d", "What carries attention's bytes: torch.distributed (c10d), the GPUs' memory "
-                                     "inside one node (symmetric), or the latter where it is possible (auto).",
-                             choices=("c10d", "symmetric", "auto"))
+    transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "
+                                     "(c10d) or once per rank (flat), the GPUs' memory inside one node (symmetric), or "
+                                     "the latter where it is possible (auto).",
+                             choices=("c10d", "flat", "symmetric", "auto"))
+    ranks_per_node: int = setting(0, "Ranks of a tensor-parallel index that share a node, numbered node by node, for "
+                                     "plans and exchanges that stay inside nodes; 0: the ranks of a host do.",
+                                  least=0, most=MAX_RANKS, counted=True)
     dedicated: int = setting(0, "How many of the ranks only serve attention: the last ones hold no layers and no "
                                 "tokens.", least=0, most=MAX_RANKS, counted=True)
 
@@ -267,6 +271,10 @@ class Settings:
         tensor, batch = self.parallel.tensor, self.batch
         stages = self.parallel.pipeline
         check_dedicated(self.attention.dedicated, self.run.ranks, tensor, self.attention.mode, self.attention.state)
+        if self.attention.dedicated and self.attention.ranks_per_node:
+            raise ValueError(f"attention.ranks_per_node is {self.attention.ranks_per_node} but attention.dedicated is "
+                             f"{self.attention.dedicated}, and ranks that only serve exchange in one hop; set one of "
+                             "them to 0")
         ranks = self.run.ranks - self.attention.dedicated
         counted = "run.ranks less attention.dedicated" if self.attention.dedicated else "run.ranks"
         if ranks % tensor:

@@ -43,7 +43,7 @@ from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.display import Observer
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.export import export_newest
-from distca.train.groups import groups_of, num_training
+from distca.train.groups import groups_of, num_training, transport_between
 from distca.train.hf_config import config_of
 from distca.train.hf_weights import load_hf
 from distca.train.metrics import StepRecord
@@ -103,20 +103,22 @@ class Trainer:
         corpus, held_out = corpora(settings)
         check_fills_a_batch(corpus, settings, self.num_data)
         shape = decoder_shape(settings.model, corpus.vocab or 1)
+        self.recorder = Recorder(device)
+        self.peak_flops = peak_of(device, dtype)
+        shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
+        self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
+                                       transport=transport_between(shared, settings), recorder=self.recorder)
+        nodes = self.attention.topology
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
-                             model=shape.model)
+                             model=shape.model, topology=nodes)
         self.evaluation = None if held_out is None or not settings.eval.every else Evaluation(
-            held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model)
+            held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model,
+            topology=nodes)
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         compile, host_bytes = compiles(settings, device), int(settings.model.offload * 1e9)
         offload = Offload(device, host_bytes) if host_bytes else None
         run_segments(self.decoder, compile=compile, tile_tokens=settings.model.tile_tokens, offload=offload)
         self.optimizer = build_optimizer(self.decoder, settings)
-        self.recorder = Recorder(device)
-        self.peak_flops = peak_of(device, dtype)
-        shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
-        self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       transport=settings.attention.transport, recorder=self.recorder)
         self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens, compiled=compile,
                               offload=offload)

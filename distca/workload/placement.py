@@ -45,16 +45,25 @@ def place(
     `capacity` the most that each rank should get. The tokens must fill the ranks exactly. Slices longer than
     `wave_tokens`, the queries that a server's device takes at once, are whole multiples of it where they can be.
     """
+    slices = place_slices(first, last, work, capacity, np.full(len(capacity), tokens_per_rank), wave_tokens)
+    documents, starts, stops, ranks = (np.array(column, dtype=np.int64) for column in slices)
+    return layout_from_slices(last, documents, starts, stops, ranks, len(capacity))
+
+
+def place_slices(
+    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
+) -> Slices:
+    """The slices of `place` over units of `tokens` each: ranks, or nodes whose ranks share what they get."""
     slices = Slices([], [], [], [])
-    num_ranks, lengths = len(capacity), last - first
-    assert int(lengths.sum()) == num_ranks * tokens_per_rank
+    lengths = last - first
+    assert int(lengths.sum()) == int(tokens.sum())
     rates = (work / (0.5 * (last.astype(np.float64) ** 2 - first.astype(np.float64) ** 2))).tolist()
     begins = first.tolist()
-    light_density = _light_density(lengths, work, capacity, tokens_per_rank)
+    light_density = _light_density(lengths, work, capacity, float(tokens.mean()))
     dense, light = _split(lengths, last, work, light_density)
-    free = [tokens_per_rank] * num_ranks
+    free: list[int] = tokens.tolist()
     spare = capacity.tolist()                                    # work that each rank can still take
-    budget = [(light_density * tokens_per_rank - float(c), r) for r, c in enumerate(capacity)]  # negated: a min-heap
+    budget = [(light_density * free[r] - float(c), r) for r, c in enumerate(capacity)]  # negated: a min-heap
     heapify(budget)
 
     leftover: list[tuple[int, int, int]] = []                    # (-tokens, document, stop) without a home yet
@@ -87,10 +96,10 @@ def place(
             rest = rate * 0.5 * (start * start - begin * begin) - light_density * (start - begin)
             heappush(dense, (-rest, document, start))
 
-    leftover += [(begins[document] - int(last[document]), document, int(last[document])) for document in light]
+    ends = last.tolist()
+    leftover += [(begins[document] - ends[document], document, ends[document]) for document in light]
     _fill(begins, rates, leftover, free, spare, slices)
-    documents, starts, stops, ranks = (np.array(column, dtype=np.int64) for column in slices)
-    return layout_from_slices(last, documents, starts, stops, ranks, num_ranks)
+    return slices
 
 
 def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -> int:
@@ -103,7 +112,7 @@ def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -
     return -(-int(np.ceil(start)) // _GRID) * _GRID
 
 
-def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int) -> float:
+def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: float) -> float:
     """Work per token of the short documents that will fill up the ranks of long ones.
 
     The denser those are, the more ranks the long documents need and the more short documents it takes: a fixed point.
@@ -130,7 +139,8 @@ def _split(
 ) -> tuple[list[tuple[float, int, int]], list[int]]:
     """Documents denser than the light ones as a heap of (-excess work, document, end); and the others."""
     excess = work - light_density * lengths
-    dense = [(-float(excess[d]), int(d), int(last[d])) for d in np.flatnonzero(excess > 0)]
+    some = np.flatnonzero(excess > 0)
+    dense = list(zip((-excess[some]).tolist(), some.tolist(), last[some].tolist(), strict=True))
     heapify(dense)
     return dense, np.flatnonzero(excess <= 0).tolist()
 
@@ -146,6 +156,7 @@ def _fill(
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
     narrow: list[tuple[int, int]] = []                           # (-free, rank): too narrow for the current document
+    add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     for _, document, stop in sorted(queue):
         rate, start = rates[document], begins[document]
         while narrow and -narrow[0][0] >= stop - start:
@@ -155,11 +166,17 @@ def _fill(
             while ranks and free[ranks[0][1]] < stop - start:
                 rank = heappop(ranks)[1]
                 heappush(narrow, (-free[rank], rank))
-            rank = heappop(ranks)[1] if ranks else heappop(narrow)[1]
+            is_wide = bool(ranks)                                # it stays on top of its heap until it is changed
+            rank = ranks[0][1] if is_wide else heappop(narrow)[1]
             end = min(start + free[rank], stop)
-            slices.add(document, start, end, rank)
+            add_document(document)
+            add_start(start)
+            add_stop(end)
+            add_rank(rank)
             free[rank] -= end - start
             spare[rank] -= rate * 0.5 * (end * end - start * start)
             start = end
             if free[rank]:
-                heappush(ranks, (-spare[rank] / free[rank], rank))
+                (heapreplace if is_wide else heappush)(ranks, (-spare[rank] / free[rank], rank))
+            elif is_wide:
+                heappop(ranks)

@@ -23,10 +23,10 @@ def rank_batches(transport: C10dTransport, rows: list[list[int]], window: int | 
     counted = []
     plain = packed_module._gather
 
-    def gather(mine: RowSlices, capacity: int, group: ProcessGroup | None,
+    def gather(slices: RowSlices, capacity: int, group: ProcessGroup | None,
                device: torch.device) -> list[list[int]]:
         counted.append(1)
-        return plain(mine, capacity, group, device)
+        return plain(slices, capacity, group, device)
 
     packed_module._gather = gather
     attention = PackedAttention(model=TINY, tolerance=0.02)

@@ -28,7 +28,7 @@ def test_c10d_is_the_default_and_what_auto_is_without_nccl(alone: None) -> None:
 
 
 def test_an_unknown_name_lists_those_there_are(alone: None) -> None:
-    with pytest.raises(ValueError, match="transport is 'nccl'; choose one of: c10d, symmetric, auto, or give a"):
+    with pytest.raises(ValueError, match="transport is 'nccl'; choose one of: c10d, flat, symmetric, auto, or give a"):
         transport_for("nccl")
 
 

@@ -1,4 +1,4 @@
-"""Move bytes between ranks: c10d over NCCL or gloo, symmetric memory inside a node, a loopback between threads.
+"""Move bytes between ranks: c10d over NCCL or gloo, symmetric memory inside a node, both, or a loopback of threads.
 
 An exchange is one call, whoever carries it; `transport_for` finds the carrier that a setting names.
 """
@@ -6,37 +6,60 @@ An exchange is one call, whoever carries it; `transport_for` finds the carrier t
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dPointToPoint, C10dTransport
+from distca.runtime.transport.hierarchical import HierarchicalTransport, group_of_node, has_levels, hosts_of
 from distca.runtime.transport.interface import Handle, PointToPoint, Transport, TransportError
 from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 
 __all__ = [
-    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Handle", "LoopbackPointToPoint", "LoopbackTransport",
-    "LoopbackWorld", "PointToPoint", "Transport", "TransportError", "transport_for",
+    "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Handle", "HierarchicalTransport", "LoopbackPointToPoint",
+    "LoopbackTransport", "LoopbackWorld", "PointToPoint", "Transport", "TransportError", "over_nodes",
+    "transport_for",
 ]
 
-TRANSPORTS = ("c10d", "symmetric", "auto")
+TRANSPORTS = ("c10d", "flat", "symmetric", "auto")
 
 
 def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = None) -> Transport:
     """The transport itself, or the one of that name over `group`; every rank of the group asks for it at once.
 
-    "auto" is symmetric memory where NCCL connects ranks that have a GPU each on one node, and c10d elsewhere.
+    "c10d" goes in two hops where ranks are on several hosts and some share one, so that what ranks of a host need alike
+    crosses to it once; "flat" never does. "auto" is symmetric memory where NCCL connects ranks that have a GPU each on
+    one node, and "c10d" elsewhere.
     """
     if not isinstance(chosen, str):
         return chosen
     if chosen not in TRANSPORTS:
         raise ValueError(f"transport is {chosen!r}; choose one of: {', '.join(TRANSPORTS)}, or give a transport")
     c10d = C10dTransport(group)
-    if chosen == "c10d" or (chosen == "auto" and not _on_one_node(c10d)):
+    if chosen == "flat":
         return c10d
+    if chosen == "symmetric" or (chosen == "auto" and _on_one_node(c10d)):
+        return _symmetric(c10d)
+    return over_nodes(c10d, hosts_of(c10d))
+
+
+def over_nodes(outer: C10dTransport, node: Sequence[int]) -> Transport:
+    """Two levels over a group whose ranks are on those nodes, or the group itself where there is only one level.
+
+    Every rank of the group asks for it at once, with the same nodes.
+    """
+    if not has_levels(node):
+        return outer
+    inner = C10dTransport(group_of_node(outer, node))
+    logging.getLogger("distca").info("transport: %d ranks on %d nodes, in two hops", outer.size, len(set(node)))
+    return HierarchicalTransport(outer, _symmetric(inner) if _on_one_node(inner) else inner, node)
+
+
+def _symmetric(c10d: C10dTransport) -> Transport:
     from distca.runtime.transport.symmetric import SymmetricTransport
 
-    return SymmetricTransport(group)
+    return SymmetricTransport(c10d.group)
 
 
 def _on_one_node(transport: C10dTransport) -> bool:

@@ -1,0 +1,188 @@
+"""What do plans by levels save between nodes? Flat and levelled plans of the same documents, and balanced placement
+beside given, on batches that are made here.
+
+Flat plans are counted as ranks that each fetch what they need for themselves, levelled plans once per node, as the two
+are executed. Times are the median of a few runs of placement and balancing, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+from planner import host_facts
+from rich.console import Console
+from rich.table import Table
+
+from distca.models import model_named
+from distca.planning.balance import balance
+from distca.planning.placed import plan_placed
+from distca.planning.plan import Plan
+from distca.spec import ModelShape
+from distca.workload.documents import fill
+from distca.workload.layout import Layout
+from distca.workload.packing import PLACEMENTS, pack
+from distca.workload.sequences import Source, batch_sequences
+from distca.workload.topology import Topology
+
+RANKS = (32, 64, 256, 512)
+ROW, CONTEXT = 65_536, 524_288  # tokens
+OUTPUT = Path(__file__).parent / "results" / "nodes.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One batch under one placement. Bytes are forward, one layer, bf16."""
+
+    name: str
+    placement: str
+    placement_used: str
+    ranks: int
+    documents: int
+    valid: bool
+    work_max_over_mean: float
+    limit: str | None
+    bytes_total: int
+    bytes_sent_max: int
+    bytes_between_nodes: int
+    bytes_between_nodes_max: int
+    flat_bytes_total: int
+    flat_bytes_between_nodes: int           # as each rank fetches for itself
+    flat_bytes_between_nodes_max: int
+    between_nodes_over_flat: float
+    total_over_flat: float
+    plan_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    lengths: np.ndarray
+    ranks: int
+
+
+def sampled_cases(ranks: tuple[int, ...]) -> Iterator[Case]:
+    """Sequences as long as a rank's row, and sequences of 512K tokens over eight ranks, of prolong's lengths."""
+    for count in ranks:
+        for name, context in (("fit 64K", ROW), ("span 512K", CONTEXT)):
+            for seed in (0, 1):
+                parts = batch_sequences(Source("prolong"), context, count * ROW // context, (seed, count))
+                yield Case(f"{name}, seed {seed}", np.concatenate(parts), count)
+
+
+def long_cases(ranks: int) -> Iterator[Case]:
+    """Batches with little to fill up long documents' ranks with, where balanced placement has the least to gain."""
+    total = ranks * ROW
+    rng = np.random.default_rng(0)
+    yield Case("one document", np.array([total]), ranks)
+    yield Case("documents of 512K", np.full(total // CONTEXT, CONTEXT), ranks)
+    yield Case("half the tokens in 256K", np.append(np.full(total // CONTEXT, CONTEXT // 2),
+               fill(rng.integers(500, 8000, total // 2 // 500), total // 2)), ranks)
+    yield Case("uniform to 2M", fill(rng.integers(1, 2**21, 64 + total // 2**18), total), ranks)
+
+
+def measure(case: Case, placement: str, model: ModelShape, tolerance: float, per_node: int, repeats: int) -> Result:
+    topology = Topology.regular(case.ranks, per_node)
+    flat, _, _ = planned(case, placement, model, tolerance, None, 1)
+    plan, used, seconds = planned(case, placement, model, tolerance, topology, repeats)
+    crossing = flat.traffic().matrix_bytes(model) * (topology.node[:, None] != topology.node)
+    by_node = np.bincount(topology.node, weights=crossing.sum(axis=1))
+    summary, flat_total = plan.summary(), flat.summary().bytes_total
+    assert summary.bytes_between_nodes is not None and summary.bytes_between_nodes_max is not None
+    plan.validate()
+    return Result(
+        case.name, placement, used, case.ranks, len(case.lengths), True, summary.work_max_over_mean, plan.limit,
+        summary.bytes_total, int(summary.bytes_sent.max()), summary.bytes_between_nodes,
+        summary.bytes_between_nodes_max, flat_total, int(crossing.sum()), int(by_node.max()),
+        summary.bytes_between_nodes / max(crossing.sum(), 1.0), summary.bytes_total / max(flat_total, 1), seconds)
+
+
+def planned(
+    case: Case, placement: str, model: ModelShape, tolerance: float, topology: Topology | None, repeats: int
+) -> tuple[Plan, str, float]:
+    lay: Callable[[str], Layout] = partial(_lay, case, tolerance, topology)
+    seconds: list[float] = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        plan, used = plan_placed(placement, lay, partial(balance, model=model, tolerance=tolerance, topology=topology))
+        seconds.append(perf_counter() - begin)
+    return plan, used, median(seconds)
+
+
+def _lay(case: Case, tolerance: float, topology: Topology | None, placement: str) -> Layout:
+    return pack(case.lengths, ranks=case.ranks, placement=placement, tolerance=tolerance, topology=topology)
+
+
+def summarize(results: list[Result]) -> dict[str, dict[str, float]]:
+    """Of the sampled batches, by placement."""
+    found: dict[str, dict[str, float]] = {}
+    for placement in PLACEMENTS:
+        rows = [row for row in results if row.placement == placement and "seed" in row.name]
+        between, total = [row.between_nodes_over_flat for row in rows], [row.total_over_flat for row in rows]
+        found[placement] = {
+            "between_nodes_over_flat_median": median(between), "between_nodes_over_flat_max": max(between),
+            "total_over_flat_max": max(total), "work_max_over_mean": max(row.work_max_over_mean for row in rows),
+            "plan_seconds_max": max(row.plan_seconds for row in rows)}
+    return found
+
+
+def result_table(results: list[Result], per_node: int) -> Table:
+    table = Table(title=f"{per_node} ranks to a node", title_justify="left")
+    for title in ("batch", "ranks", "placement", "max/mean", "GB between nodes", "× flat", "busiest node", "× flat",
+                  "GB in all", "× flat", "ms"):
+        table.add_column(title, justify="left" if title in ("batch", "placement") else "right", no_wrap=True)
+    for row in results:
+        used = "" if row.placement_used == row.placement else f" ({row.placement_used})"
+        table.add_row(
+            row.name, str(row.ranks), row.placement + used, f"{row.work_max_over_mean:.3f}",
+            f"{row.bytes_between_nodes / 1e9:.2f}", f"{row.between_nodes_over_flat:.3f}",
+            f"{row.bytes_between_nodes_max / 1e9:.2f}",
+            f"{row.bytes_between_nodes_max / max(row.flat_bytes_between_nodes_max, 1):.3f}",
+            f"{row.bytes_total / 1e9:.1f}", f"{row.total_over_flat:.3f}", f"{1e3 * row.plan_seconds:.0f}")
+    return table
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure plans by levels against flat ones.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    model, ranks = model_named(options.model), tuple(options.ranks)
+    cases = [*sampled_cases(ranks), *long_cases(ranks[0]), *(long_cases(ranks[-1]) if len(ranks) > 1 else ())]
+    results: list[Result] = []
+    with console.status("") as status:
+        for case in cases:
+            for placement in PLACEMENTS:
+                status.update(f"{case.name}, {case.ranks} ranks, {placement} placement")
+                results.append(measure(case, placement, model, options.tolerance, options.ranks_per_node,
+                                       options.repeats))
+    console.print(result_table(results, options.ranks_per_node))
+    content = {
+        "host": host_facts(),
+        "settings": {"model": model.name, "tolerance": options.tolerance, "ranks_per_node": options.ranks_per_node,
+                     "repeats": options.repeats, "threads": 1},
+        "summary": summarize(results),
+        "rows": [asdict(result) for result in results],
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"Written to {options.output}.")
+
+
+if __name__ == "__main__":
+    screen = Console()
+    run(arguments(), screen if screen.is_terminal else Console(width=150))

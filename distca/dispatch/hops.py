@@ -1,0 +1,103 @@
+"""One rank's part of a plan in two hops: between nodes, then inside one.
+
+What several ranks of a node need crosses to it once. A home sends it to one rank of that node, its gateway there, the
+one with the home's own place in its node, so that all NICs carry a share. Gateways then pass it on inside. Results take
+the way back: they come together at the gateway, merged or summed, and cross once.
+
+Each hop is a dispatch like any other. The first brings a rank's own tokens that its node needs, and those it is the
+gateway of, into one buffer, the relay. The second has the relay for a row, and the servers' buffers as in one hop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.dispatch.build import Places, side_of, task_columns, touching, travels
+from distca.dispatch.tables import RankTables, Runs, Side
+from distca.planning.plan import Plan
+from distca.planning.traffic import TokenRanges, key_ranges, query_ranges
+
+_NO_TASKS = (np.empty(0, dtype=np.int64),) * 5
+
+
+@dataclass(frozen=True, slots=True)
+class HopTables:
+    """The two hops of one rank; peers of the inner one are numbered inside the node."""
+
+    outer: RankTables
+    inner: RankTables
+    crosses: bool  # some rank sends to another node: the same on every rank
+    passes: bool   # some rank of this node sends to another of it: the same on all of them
+
+
+def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
+    """The tables of one rank of a pool whose servers are on `node` [servers]."""
+    if len(node) != plan.num_servers:
+        raise ValueError(f"the transport knows the nodes of {len(node)} ranks but the plan has {plan.num_servers} "
+                         "servers; plan for the ranks of the group")
+    layout = plan.layout
+    is_here = node == node[rank]
+    tasks = touching(plan, is_here)
+    owns = rank < layout.num_ranks
+    row_tokens = (int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank])) if owns else (0, 0)
+    per_node = replace(tasks, server=node[tasks.server])
+    places, gateways = Places.in_rows(layout), _Gateways(node)
+    sides: list[tuple[Side, Side, Places]] = []
+    passes = False
+    for ranges_of, row in zip((query_ranges, key_ranges), row_tokens, strict=True):
+        crossing = gateways.landing(ranges_of(layout, per_node))
+        outer, relay = side_of(layout, crossing, places(crossing.document, crossing.start), rank, row)
+        inside = gateways.relayed(_where(ranges_of(layout, tasks), is_here))
+        at = np.zeros(len(inside.start), dtype=np.int64)         # place in the relay; only this rank's own counts
+        mine = inside.home == rank
+        at[mine] = relay(inside.document[mine], inside.start[mine])
+        inner, finder = side_of(layout, inside, at, rank, outer.buffer_tokens)
+        sides.append((outer, _numbered(inner, gateways.place), finder))
+        passes |= bool((inside.home != inside.server).any())
+    (q_outer, q_inner, query_start), (k_outer, k_inner, key_start) = sides
+    served = tasks.take((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
+    return HopTables(
+        RankTables(rank, plan.num_servers, *row_tokens, q_outer, k_outer, *_NO_TASKS),
+        RankTables(int(gateways.place[rank]), int(is_here.sum()), q_outer.buffer_tokens, k_outer.buffer_tokens, q_inner,
+                   k_inner, *task_columns(served, query_start, key_start)),
+        travels(plan, node), passes)
+
+
+class _Gateways:
+    """Which rank of a node takes in what another node's rank sends there."""
+
+    def __init__(self, node: np.ndarray) -> None:
+        self.node = node
+        order = np.argsort(node, kind="stable")
+        size = np.bincount(node)
+        first = np.cumsum(size) - size
+        self.place = np.empty(len(node), dtype=np.int64)         # [servers] number inside the node
+        self.place[order] = np.arange(len(node)) - first[node[order]]
+        self._order, self._first, self._size = order, first, size
+
+    def of(self, home: np.ndarray, node: np.ndarray) -> np.ndarray:
+        """The rank that takes in a home's tokens for a node: the home itself for its own."""
+        gateway = self._order[self._first[node] + self.place[home] % np.maximum(self._size[node], 1)]
+        return np.where(self.node[home] == node, home, gateway)
+
+    def landing(self, ranges: TokenRanges) -> TokenRanges:
+        """Ranges that nodes need, at the rank where they come in."""
+        return replace(ranges, server=self.of(ranges.home, ranges.server))
+
+    def relayed(self, ranges: TokenRanges) -> TokenRanges:
+        """Ranges that ranks need, from where they came in to the rank's node."""
+        return replace(ranges, home=self.of(ranges.home, self.node[ranges.server]))
+
+
+def _where(ranges: TokenRanges, is_here: np.ndarray) -> TokenRanges:
+    """Those that servers here need."""
+    kept = is_here[ranges.server]
+    return TokenRanges(*(getattr(ranges, name)[kept] for name in TokenRanges.__slots__))
+
+
+def _numbered(side: Side, place: np.ndarray) -> Side:
+    """With peers by their number inside the node, which keeps their order."""
+    send, receive = (Runs(place[runs.peer], runs.start, runs.length) for runs in (side.send, side.receive))
+    return Side(send, receive, side.local, side.buffer_tokens, side.parts)

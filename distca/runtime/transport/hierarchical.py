@@ -1,0 +1,80 @@
+"""Exchanges at two levels: what crosses nodes goes over all ranks' group, what stays inside over the node's own.
+
+A transport only moves bytes, so it is the tables that know what several ranks of a node need alike; they ask this one
+which ranks share a node, and route tokens over a gateway (`dispatch/hops.py`). Asked for a plain exchange, it is the
+transport between all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.runtime.transport.c10d import C10dTransport
+from distca.runtime.transport.interface import Handle, Transport
+
+
+class HierarchicalTransport:
+    """One rank's end of a group in nodes: `outer` between all ranks, `inner` between those of this rank's node."""
+
+    def __init__(self, outer: Transport, inner: Transport, node: Sequence[int]) -> None:
+        self.outer, self.inner = outer, inner
+        self.node = np.unique(np.asarray(node, dtype=np.int64), return_inverse=True)[1]  # [ranks] numbered from 0
+        here = int((self.node == self.node[outer.rank]).sum()) if len(self.node) == outer.size else 0
+        if here != inner.size:
+            raise ValueError(f"node is {list(node)} for {outer.size} ranks, of which {inner.size} share the node of "
+                             f"rank {outer.rank}; give the node of every rank")
+
+    @property
+    def rank(self) -> int:
+        return self.outer.rank
+
+    @property
+    def size(self) -> int:
+        return self.outer.size
+
+    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
+        return self.outer.exchange(send, send_splits, recv_splits)
+
+    def gather(self, value: int, device: torch.device) -> list[int]:
+        return self.outer.gather(value, device)
+
+    def tell(self, message: bytes, rank: int) -> None:
+        self.outer.tell(message, rank)
+
+    def hear(self) -> bytes:
+        return self.outer.hear()
+
+
+def hosts_of(transport: C10dTransport) -> list[int]:
+    """A number for the host of every rank, the same where they share one; every rank of the group asks at once.
+
+    Two ranks have no levels, whatever their hosts, and are not asked.
+    """
+    if transport.size <= 2:
+        return [0] * transport.size
+    backends = dist.get_backend_config(transport.group)
+    device = torch.device("cpu") if "cpu:" in backends else torch.device("cuda", torch.cuda.current_device())
+    name = hashlib.blake2b(platform.node().encode(), digest_size=8).digest()
+    return transport.gather(int.from_bytes(name, "little", signed=True), device)
+
+
+def has_levels(node: Sequence[int]) -> bool:
+    """Whether ranks are on several nodes, and some of them share one."""
+    return 1 < len(set(node)) < len(node)
+
+
+def group_of_node(transport: C10dTransport, node: Sequence[int]) -> dist.ProcessGroup:
+    """A group of the ranks that share this rank's node; every rank of the transport's group asks for it at once."""
+    members = [rank for rank, other in enumerate(node) if other == node[transport.rank]]
+    everyone = dist.get_process_group_ranks(transport.group)
+    group = transport.group
+    assert group is not None
+    device = torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+    return dist.new_group([everyone[member] for member in members], backend=dist.get_backend_config(group),
+                          timeout=group._get_backend(device).options._timeout, use_local_synchronization=True)

@@ -1,0 +1,98 @@
+"""Which servers of a pool share a node, and which nodes a pod.
+
+Ranks do not all reach each other alike: NVLink inside a node carries ten times what a NIC carries between nodes, and
+between pods there is less again. Placement and balancing therefore work level by level, from the outside in, and what
+crosses nodes is counted once per node. A pool without levels, one node or nodes of one rank, is planned flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.columns import freeze
+from distca.spec import ClusterShape
+from distca.validation import check_whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """The node and the pod of every server: the ranks that own tokens first, dedicated servers after them."""
+
+    node: np.ndarray  # [servers] numbered from 0 in the order of their first server
+    pod: np.ndarray   # [servers] the same; all 0 where there is one pod
+
+    def __post_init__(self) -> None:
+        freeze(self, ("node", "pod"))
+        if self.node.ndim != 1 or len(self.node) == 0 or self.node.shape != self.pod.shape:
+            raise ValueError(f"node has shape {self.node.shape} and pod {self.pod.shape}; give one of each per server")
+        pod_of_node = np.full(self.num_nodes, -1)
+        pod_of_node[self.node] = self.pod
+        if (pod_of_node[self.node] != self.pod).any():
+            at = int(self.node[np.flatnonzero(pod_of_node[self.node] != self.pod)[0]])
+            raise ValueError(f"node {at} is in several pods; put all its servers into one")
+
+    @classmethod
+    def regular(cls, num_servers: int, ranks_per_node: int, nodes_per_pod: int = 0) -> Topology:
+        """Servers numbered node by node, nodes pod by pod; the last of either may be smaller. 0: one pod."""
+        servers = np.arange(check_whole("num_servers", num_servers))
+        node = servers // check_whole("ranks_per_node", ranks_per_node)
+        if check_whole("nodes_per_pod", nodes_per_pod, least=0) == 0:
+            return cls(node, np.zeros_like(node))
+        return cls(node, node // nodes_per_pod)
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str], pods: Sequence[str] | None = None) -> Topology:
+        """Servers of the same host share a node."""
+        return cls(_numbered(hosts), _numbered(pods) if pods is not None else np.zeros(len(hosts)))
+
+    @classmethod
+    def of_cluster(cls, cluster: ClusterShape, num_servers: int, tp: int = 1) -> Topology:
+        """The pool of one tensor-parallel index: its ranks share a node with the others of their TP group."""
+        return cls.regular(num_servers, cluster.ranks_per_node(tp), cluster.nodes_per_pod)
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.node)
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.node.max()) + 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the largest node."""
+        return int(np.bincount(self.node).max())
+
+    def levels(self) -> tuple[np.ndarray, ...]:
+        """The group of every server at each level that tells servers apart and has several to a group, outermost first.
+
+        Empty where every server is a node of its own or all are one: nothing to gain from levels.
+        """
+        found: list[np.ndarray] = []
+        for group in (self.pod, self.node):
+            is_new = not found or len(np.unique(found[-1])) < len(np.unique(group))
+            if 1 < len(np.unique(group)) < self.num_servers and is_new:
+                found.append(group)
+        return tuple(found)
+
+    def first(self, num_servers: int) -> Topology:
+        """The topology of the first servers alone."""
+        return Topology(self.node[:num_servers], self.pod[:num_servers])
+
+
+def check_topology(topology: Topology | None, num_servers: int) -> tuple[np.ndarray, ...]:
+    """The levels of a pool's topology; none where it is unknown."""
+    if topology is None:
+        return ()
+    if topology.num_servers != num_servers:
+        raise ValueError(f"the topology has {topology.num_servers} servers but the pool has {num_servers}; give the "
+                         "node of every server, the dedicated ones last")
+    return topology.levels()
+
+
+def _numbered(names: Sequence[str]) -> np.ndarray:
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)

@@ -1,0 +1,195 @@
+"""Plans by levels: exact, within the tolerance or explained, flat where there are no levels, and few bytes cross."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.cost.attention_time import AttentionTime
+from distca.cost.latency_table import analytic_table
+from distca.models import MODELS
+from distca.planning.balance import balance, outline_of_nodes
+from distca.planning.plan import Plan
+from distca.planning.step import plan_step
+from distca.planning.tasks import TILE
+from distca.testing import LAYOUT_KINDS, LayoutKind, covers_exactly_once, random_layout, random_speeds
+from distca.workload.documents import sample_lengths
+from distca.workload.packing import pack
+from distca.workload.topology import Topology
+
+LLAMA = MODELS["llama3-8b"]
+SECONDS = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)
+
+seeds = st.integers(0, 2**32)
+kinds = st.sampled_from(LAYOUT_KINDS)
+tolerances = st.sampled_from([0.0, 0.02, 0.05, 1.0]) | st.floats(0, 1)
+
+
+def random_topology(seed: int, num_servers: int) -> Topology:
+    """Nodes of any sizes, their servers in any order, perhaps in pods."""
+    rng = np.random.default_rng([seed, 7])
+    hosts = rng.integers(0, max(num_servers // 2, 1), num_servers)
+    pods = hosts // int(rng.integers(1, 4))
+    return Topology.of_hosts([str(host) for host in hosts], [str(pod) for pod in pods])
+
+
+def crossing_tokens(plan: Plan) -> tuple[int, int]:
+    """Queries and keys that some node needs and does not own, each counted once per node, token by token."""
+    assert plan.topology is not None
+    node, layout, tasks = plan.topology.node, plan.layout, plan.tasks
+    keys = layout.keys()
+    home = {(int(d), t): int(node[r]) for d, start, stop, r in zip(
+        keys.document, keys.start, keys.stop, keys.rank, strict=True) for t in range(start, stop)}
+    q_needed, kv_needed = set(), set()
+    for d, q0, q1, k0, k1, server in zip(tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop,
+                                         tasks.server, strict=True):
+        q_needed |= {(int(node[server]), int(d), t) for t in range(q0, q1) if home[int(d), t] != node[server]}
+        kv_needed |= {(int(node[server]), int(d), t) for t in range(k0, k1) if home[int(d), t] != node[server]}
+    return len(q_needed), len(kv_needed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seeds, kinds, st.integers(2, 8), st.integers(1, 2000), tolerances, st.integers(0, 2), st.booleans())
+def test_every_pair_once_and_the_tolerance_holds_at_every_level_or_is_explained(
+    seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int, tolerance: float, dedicated: int, uneven: bool
+) -> None:
+    layout = random_layout(seed, kind, ranks, tokens_per_rank)
+    speed = random_speeds(seed, ranks, dedicated) if uneven else np.ones(ranks + dedicated)
+    topology = random_topology(seed, ranks + dedicated)
+    plan = balance(layout, LLAMA, tolerance=tolerance, speed=speed, topology=topology)
+    assert covers_exactly_once(layout.lengths, plan.tasks)
+    plan.validate()
+    work, share = plan.work(), plan.speed / plan.speed.sum()
+    for group in (np.arange(len(speed)), topology.node, topology.pod):
+        cap = (1 + tolerance) * work.sum() * np.bincount(group, weights=share)
+        assert plan.limit is not None or (np.bincount(group, weights=work) <= cap + 1e-6).all()
+    if plan.limit is not None:
+        assert "document" in plan.limit
+        assert any(unit in plan.limit for unit in ("rank", "node", "pod", "outside"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, kinds, st.integers(2, 8), st.integers(2500, 20_000), st.sampled_from([0.05, 0.15, 0.5]))
+def test_divisible_work_is_always_balanced(
+    seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int, tolerance: float
+) -> None:
+    """What an outer level leaves to the inner one is 0.4 of the tolerance: room for a tile of the longest document."""
+    layout = random_layout(seed, kind, ranks, tokens_per_rank)
+    plan = balance(layout, LLAMA, tolerance=tolerance, topology=random_topology(seed, ranks))
+    share = plan.work().sum() / ranks
+    if 0.4 * 0.4 * tolerance * share >= TILE * layout.lengths.max():
+        assert plan.limit is None
+        assert plan.work().max() <= (1 + tolerance) * share * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, kinds, st.integers(1, 8), st.integers(1, 3000))
+def test_one_node_nodes_of_one_rank_and_no_topology_give_the_same_plan(
+    seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int
+) -> None:
+    layout = random_layout(seed, kind, ranks, tokens_per_rank)
+    flat = balance(layout, LLAMA)
+    for ranks_per_node in (1, ranks, ranks + 3):
+        plan = balance(layout, LLAMA, topology=Topology.regular(ranks, ranks_per_node))
+        assert all(np.array_equal(getattr(plan.tasks, name), getattr(flat.tasks, name))
+                   for name in plan.tasks.__slots__)
+        assert plan.limit == flat.limit
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, kinds, st.integers(2, 6), st.integers(1, 600))
+def test_bytes_between_nodes_are_counted_once_per_node(
+    seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int
+) -> None:
+    plan = balance(random_layout(seed, kind, ranks, tokens_per_rank), LLAMA, topology=random_topology(seed, ranks))
+    queries, keys = crossing_tokens(plan)
+    summary = plan.summary()
+    q_bytes = LLAMA.q_token_bytes() + LLAMA.out_token_bytes()
+    assert summary.bytes_between_nodes == queries * q_bytes + keys * LLAMA.kv_token_bytes()
+    assert summary.bytes_between_nodes <= summary.bytes_total
+    assert summary.bytes_between_nodes_max is not None
+    assert summary.bytes_between_nodes_max <= summary.bytes_between_nodes
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, kinds, st.integers(2, 8), st.integers(100, 2000))
+def test_seconds_by_levels_are_exact_and_no_slower_than_at_home(
+    seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int
+) -> None:
+    layout = random_layout(seed, kind, ranks, tokens_per_rank)
+    plan = balance(layout, LLAMA, cost=SECONDS, topology=random_topology(seed, ranks))
+    assert covers_exactly_once(layout.lengths, plan.tasks)
+    plan.validate()
+    summary = plan.summary()
+    at_home = summary.work_max_over_mean_at_home
+    assert plan.limit is not None or summary.work_max_over_mean <= 1.05 + 1e-9 or at_home <= 1.05 + 1e-9
+
+
+@pytest.mark.parametrize(("placement", "most"), [("given", 0.65), ("balanced", 0.35)])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_little_crosses_nodes_of_eight(placement: str, most: float, seed: int) -> None:
+    """Against the flat plan of the same documents, whose ranks each fetch what they need for themselves."""
+    lengths = sample_lengths("prolong", 64 * 65_536, seed=seed)
+    topology = Topology.regular(64, 8)
+    flat = balance(pack(lengths, ranks=64, placement=placement), LLAMA)
+    layout = pack(lengths, ranks=64, placement=placement, topology=topology)
+    assert (layout.tokens_per_rank() == 65_536).all()
+    plan = balance(layout, LLAMA, topology=topology)
+    plan.validate()
+    matrix = flat.traffic().matrix_bytes(LLAMA)
+    crossing = matrix[topology.node[:, None] != topology.node].sum()
+    summary = plan.summary()
+    assert summary.bytes_between_nodes is not None
+    assert summary.bytes_between_nodes <= most * crossing
+    assert summary.bytes_total <= 1.25 * matrix.sum()
+    assert summary.work_max_over_mean <= 1.05 + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, kinds, st.integers(2, 8), st.integers(1, 3000))
+def test_the_outline_of_nodes_crosses_as_much_as_the_plan(
+    seed: int, kind: LayoutKind, ranks: int, tokens_per_rank: int
+) -> None:
+    layout, topology = random_layout(seed, kind, ranks, tokens_per_rank), random_topology(seed, ranks)
+    if not topology.levels():
+        return
+    plan = balance(layout, LLAMA, topology=topology).summary()
+    outline = outline_of_nodes(layout, LLAMA, topology).summary()
+    assert outline.bytes_between_nodes == plan.bytes_between_nodes
+    assert outline.bytes_between_nodes_max == plan.bytes_between_nodes_max
+
+
+def test_a_node_s_ranks_may_be_anywhere_in_the_pool() -> None:
+    """Hosts that alternate: renaming ranks renames the plan's servers and nothing else that is counted."""
+    lengths = sample_lengths("prolong", 16 * 16_384, seed=1)
+    layout = pack(lengths, ranks=16)
+    alternating = Topology.of_hosts([f"host{rank % 2}" for rank in range(16)])
+    plan = balance(layout, LLAMA, topology=alternating)
+    plan.validate()
+    assert plan.summary().work_max_over_mean <= 1.05 + 1e-9
+    flat = replace(balance(layout, LLAMA), topology=alternating)
+    ours, theirs = plan.summary().bytes_between_nodes, flat.summary().bytes_between_nodes
+    assert ours is not None and theirs is not None and ours <= theirs
+
+
+def test_a_topology_of_another_pool_is_refused() -> None:
+    layout = pack([256, 256], ranks=2)
+    with pytest.raises(ValueError, match="topology has 3 servers but the pool has 2; give the node of every server"):
+        balance(layout, LLAMA, topology=Topology.regular(3, 2))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("ranks_per_node", [2, 3, 4])
+def test_a_step_is_planned_by_levels(stages: int, ranks_per_node: int) -> None:
+    """Also where nodes do not divide a stage's ranks: every pair once, and every plan knows its nodes."""
+    micro_batches = [sample_lengths("prolong", 4 * 16_384, seed=seed) for seed in range(3)]
+    topology = Topology.regular(4 * stages, ranks_per_node)
+    step = plan_step(micro_batches, LLAMA, num_data=4, layers=(2,) * stages, topology=topology)
+    step.validate()
+    assert all(plan.topology is topology for plan in step.plans())
+    for plan in step.plans():
+        assert plan.limit is not None or plan.summary().work_max_over_mean <= 1.05 + 1e-9

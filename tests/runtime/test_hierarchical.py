@@ -1,0 +1,125 @@
+"""Two hops give what one does: the dense answer, outputs and gradients, to 1e-10, whatever shares a node.
+
+And they carry across nodes what the plan says: each key and query once per node, each result once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.dispatch.hops import build_hops
+from distca.planning.balance import balance
+from distca.planning.plan import Plan
+from distca.planning.traffic import traffic_between_nodes
+from distca.runtime.attention import CoreAttention
+from distca.runtime.transport import C10dTransport, HierarchicalTransport, LoopbackTransport, LoopbackWorld, over_nodes
+from distca.spec import ModelShape
+from distca.testing import (
+    LAYOUT_KINDS,
+    LayoutKind,
+    attend_on_fake_ranks,
+    dense_on_one,
+    misplaced_plan,
+    random_layout,
+    random_qkv,
+    row_index,
+    run_processes,
+    scattered_plan,
+)
+from distca.workload.packing import pack
+from distca.workload.topology import Topology
+
+MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
+LENGTHS = [400, 40, 1, 55, 16]
+NODES = ([0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 2], [2, 0, 1, 0, 2, 0],
+         [0] * 8, [0] * 4 + [1] * 4, [0, 1, 2, 3], [0, 0, 0, 1, 1, 1, 2, 2])
+
+
+def check(plan: Plan, node: Sequence[int], seed: int, **options: Any) -> None:
+    tensors = random_qkv(seed, plan.layout.num_tokens, 4, 2)
+    actual = attend_on_fake_ranks(*tensors, plan, node=node, **options)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), actual, dense_on_one(*tensors, plan.layout.lengths),
+                               strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=f"{name} differs")
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 100_000), st.sampled_from(LAYOUT_KINDS), st.sampled_from(NODES), st.integers(1, 40),
+       st.integers(0, 1), st.sampled_from(["resend", "keep"]))
+def test_senseless_plans_are_exact_in_two_hops(
+    seed: int, kind: LayoutKind, node: list[int], tokens_per_rank: int, dedicated: int, state: str
+) -> None:
+    ranks = len(node) - dedicated
+    layout = random_layout(seed, kind, ranks, tokens_per_rank)
+    plan = scattered_plan(seed, layout, len(node), MODEL)
+    check(plan, node, seed, kernel="dense", state="resend" if dedicated else state)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 100_000), st.sampled_from(LAYOUT_KINDS), st.sampled_from(NODES), st.integers(40, 150))
+def test_plans_by_levels_are_exact_in_two_hops(seed: int, kind: LayoutKind, node: list[int], tokens_per_rank: int) -> None:
+    layout = random_layout(seed, kind, len(node), tokens_per_rank)  # type: ignore[arg-type]
+    plan = balance(layout, MODEL, tolerance=0.02, topology=Topology.of_hosts([str(one) for one in node]))
+    check(plan, node, seed, kernel="sdpa")
+
+
+@pytest.mark.parametrize("node", NODES, ids=str)
+@pytest.mark.parametrize("kind", ["scattered", "misplaced"])
+def test_a_token_crosses_to_a_node_once(node: list[int], kind: str) -> None:
+    """What the tables send between nodes is what the plan counts, and none of it goes between ranks of one node."""
+    layout = pack([60] * len(node), ranks=len(node))
+    plan = (scattered_plan(3, layout, len(node), MODEL) if kind == "scattered"
+            else misplaced_plan(layout, len(node), MODEL))
+    places = np.unique(node, return_inverse=True)[1]
+    tables = [build_hops(plan, rank, places) for rank in range(len(node))]
+    counted = traffic_between_nodes(layout, plan.tasks, places)
+    for side, tokens in (("queries", counted.q_tokens), ("keys", counted.kv_tokens)):
+        sent = [getattr(one.outer, side).send for one in tables]
+        assert sum(runs.num_tokens for runs in sent) == tokens.sum()
+        assert all(places[peer] != places[rank] for rank, runs in enumerate(sent) for peer in runs.peer.tolist())
+        inside = [getattr(one.inner, side) for one in tables]
+        assert sum(one.send.num_tokens for one in inside) == sum(one.receive.num_tokens for one in inside)
+    assert all(one.crosses == (len(counted.q_tokens) + len(counted.kv_tokens) > 0) for one in tables)
+
+
+def test_nodes_that_do_not_fit_the_ranks_are_refused() -> None:
+    def body(transport: LoopbackTransport) -> None:
+        HierarchicalTransport(transport, LoopbackTransport(LoopbackWorld(2), transport.rank % 2), [0, 0, 0, 1])
+
+    with pytest.raises(ValueError, match=r"node is \[0, 0, 0, 1\] for 4 ranks, of which 2 share the node of rank"):
+        LoopbackWorld(4).run(body)
+
+
+def as_two_nodes(transport: C10dTransport, plans: list[Plan], node: list[int]) -> list[float]:
+    attend = CoreAttention(transport=over_nodes(transport, node))
+    assert isinstance(attend.transport, HierarchicalTransport)
+    errors = []
+    for plan in plans:
+        tensors = random_qkv(0, plan.layout.num_tokens)
+        index = row_index(plan.layout, transport.rank)
+        leaves = [x[index].requires_grad_() for x in tensors[:3]]
+        out = attend(leaves[0], leaves[1], leaves[2], plan)
+        out.backward(tensors[3][index])
+        found = out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)
+        expected = dense_on_one(*tensors, plan.layout.lengths)
+        errors += [float((got - want[index]).abs().max()) for got, want in zip(found, expected, strict=True)]
+    return errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("node", [[0, 0, 1, 1], [0, 1, 1, 1]], ids=str)
+def test_four_processes_as_two_nodes_are_exact(node: list[int]) -> None:
+    topology = Topology.of_hosts([str(one) for one in node])
+    layouts = [pack(LENGTHS, ranks=4), pack(LENGTHS, ranks=4, placement="balanced", topology=topology)]
+    plans = [balance(layout, MODEL, tolerance=0.02, topology=topology) for layout in layouts]
+    plans += [misplaced_plan(layouts[0], 4, MODEL), scattered_plan(1, layouts[1], 4, MODEL)]
+    for outcome in run_processes(4, as_two_nodes, plans, node):
+        assert outcome.error is None
+        assert len(outcome.value) == 4 * len(plans) and max(outcome.value) < 1e-10
