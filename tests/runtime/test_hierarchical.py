@@ -64,8 +64,10 @@ def test_senseless_plans_are_exact_in_two_hops(
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 100_000), st.sampled_from(LAYOUT_KINDS), st.sampled_from(NODES), st.integers(40, 150))
-def test_plans_by_levels_are_exact_in_two_hops(seed: int, kind: LayoutKind, node: list[int], tokens_per_rank: int) -> None:
-    layout = random_layout(seed, kind, len(node), tokens_per_rank)  # type: ignore[arg-type]
+def test_plans_by_levels_are_exact_in_two_hops(
+    seed: int, kind: LayoutKind, node: list[int], tokens_per_rank: int
+) -> None:
+    layout = random_layout(seed, kind, len(node), tokens_per_rank)
     plan = balance(layout, MODEL, tolerance=0.02, topology=Topology.of_hosts([str(one) for one in node]))
     check(plan, node, seed, kernel="sdpa")
 
