@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
-
-import numpy as np
 
 from distca.units import is_count
 from distca.validation import MAX_TEXT_BYTES, parse_json, short
@@ -22,13 +20,13 @@ from distca.workload.length_values import (
     LENGTH,
     Wanted,
     Where,
-    length_of_text,
     lengths_of_lines,
     lengths_of_values,
     named,
 )
 
-ROWS_PER_BATCH = 65_536
+ROWS_PER_BATCH = 4_096
+NEW_LINE = "\n"
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -98,17 +96,25 @@ def _is_json(line: str) -> bool:
 
 def _json_lines(block: LineBlock, wanted: Wanted) -> IntArray:
     """A block parsed as one list, which is quick; line by line where that fails, to say which."""
-    lines = [(block.first + at, line) for at, line in enumerate(_decoded(block.content).split("\n")) if line.strip()]
-    try:
-        records: list[Any] = json.loads(f"[{','.join(line for _, line in lines)}]")
-    except (ValueError, RecursionError):
-        records = []
-    if len(records) != len(lines):
+    text = _decoded(block.content).rstrip("\n")
+    records = _json_list(text.replace("\n", ","))
+    numbers: Sequence[int] = range(block.first, block.first + text.count("\n") + 1)
+    if len(records) != len(numbers):  # blank lines, or broken ones
+        lines = [(number, line) for number, line in zip(numbers, text.split("\n"), strict=True) if line.strip()]
+        numbers = [number for number, _ in lines]
         records = [_json_line(line, number) for number, line in lines]
     values = _usual_values(records) if wanted == Wanted() else None
     if values is None:
-        values = [_value(record, wanted, f"line {number}") for (number, _), record in zip(lines, records, strict=True)]
-    return lengths_of_values(values, wanted, lambda index: f"line {lines[index][0]}")
+        values = [_value(record, wanted, f"line {number}") for number, record in zip(numbers, records, strict=True)]
+    return lengths_of_values(values, wanted, lambda index: f"line {numbers[index]}")
+
+
+def _json_list(content: str) -> list[Any]:
+    try:
+        found: list[Any] = json.loads(f"[{content}]")
+    except (ValueError, RecursionError):
+        return []
+    return found
 
 
 def _usual_values(records: list[Any]) -> list[Any] | None:
@@ -142,28 +148,19 @@ def _value(record: Any, wanted: Wanted, where: str) -> Any:
 def _read_table(blocks: Iterator[LineBlock], delimiter: str, wanted: Wanted) -> Iterator[IntArray]:
     """One column of a table with names in its first row; without names, columns are numbered from 1."""
     rows = csv.reader(_lines(blocks), delimiter=delimiter, strict=True)
-    head = _next_row(rows)
-    while head == []:
-        head = _next_row(rows)
-    if head is None:
-        return
+    head: list[str] = []
+    while not head:
+        some, _ = _next_rows(rows, 1)
+        if not some:
+            return
+        head = some[0]
     has_names = not all(is_count(cell.strip()) for cell in head)
     names = [cell.strip() for cell in head] if has_names else [str(number) for number in range(1, len(head) + 1)]
     at = names.index(wanted.choose(names))
-    cells: list[str] = [] if has_names else [head[at]]
-    lines: list[int] = [] if has_names else [rows.line_num]
-    while (row := _next_row(rows)) is not None:
-        if row:
-            if len(row) <= at:
-                raise ValueError(f"line {rows.line_num} has {len(row)} of the {len(names)} columns ({named(names)}); "
-                                 "repair or drop it")
-            cells.append(row[at])
-            lines.append(rows.line_num)
-        if len(cells) == ROWS_PER_BATCH:
-            yield _cells(cells, lines, wanted)
-            cells, lines = [], []
-    if cells:
-        yield _cells(cells, lines, wanted)
+    if not has_names:
+        yield _cells([head], at, names, wanted, rows.line_num - 1)
+    while (batch := _next_rows(rows, ROWS_PER_BATCH))[0]:
+        yield _cells(batch[0], at, names, wanted, batch[1])
 
 
 def _lines(blocks: Iterator[LineBlock]) -> Iterator[str]:
@@ -171,22 +168,33 @@ def _lines(blocks: Iterator[LineBlock]) -> Iterator[str]:
         yield from (f"{line}\n" for line in _decoded(block.content).removesuffix("\n").split("\n"))
 
 
-def _next_row(rows: Any) -> list[str] | None:
-    """The csv module's limit of a field is for the whole process: it is ours for one row at a time."""
-    before = csv.field_size_limit(MAX_LINE_BYTES)
+def _next_rows(rows: Any, count: int) -> tuple[list[list[str]], int]:
+    """Some rows, and the number of the line before them. The csv module's limit of a field is the whole process's: it
+    is ours meanwhile."""
+    limit, before = csv.field_size_limit(MAX_LINE_BYTES), rows.line_num
     try:
-        return next(rows, None)
+        return list(islice(rows, count)), before
     except csv.Error as error:
         raise ValueError(f"line {rows.line_num} is broken ({error}); repair it") from None
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(limit)
 
 
-def _cells(cells: list[str], lines: list[int], wanted: Wanted) -> IntArray:
+def _cells(rows: list[list[str]], at: int, names: list[str], wanted: Wanted, before: int) -> IntArray:
+    """Lengths that one column of some rows says; `before` is the number of the line in front of them."""
+    def line_of(row: int) -> str:
+        return f"line {before + sum(1 + sum(cell.count(NEW_LINE) for cell in one) for one in rows[:row + 1])}"
+
+    filled = [number for number, row in enumerate(rows) if row]
+    short_row = next((number for number in filled if len(rows[number]) <= at), None)
+    if short_row is not None:
+        raise ValueError(f"{line_of(short_row)} has {len(rows[short_row])} of the {len(names)} columns "
+                         f"({named(names)}); repair or drop it")
+    cells = [rows[number][at] for number in filled]
     if wanted.counter is not None:
-        return lengths_of_values(list(cells), wanted, lambda index: f"line {lines[index]}")
-    joined = "\n".join(cells)
-    if joined.count("\n") == len(cells) - 1 and "#" not in joined and all(cells):
-        return lengths_of_lines(joined.encode("utf-8", "replace"), lambda index: f"line {lines[index]}")
-    return np.array([length_of_text(cell, f"line {line}") for cell, line in zip(cells, lines, strict=True)],
-                    dtype=np.int64)
+        return lengths_of_values(list(cells), wanted, lambda index: line_of(filled[index]))
+    plain_digits = all(map(str.isdecimal, cells))
+    odd = None if plain_digits else next((at for at, cell in enumerate(cells) if not is_count(cell.strip())), None)
+    if odd is not None:
+        raise bad_length(line_of(filled[odd]), cells[odd])
+    return lengths_of_lines(NEW_LINE.join(cells).encode(), lambda index: line_of(filled[index]))
