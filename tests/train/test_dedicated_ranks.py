@@ -118,10 +118,10 @@ def test_a_server_that_dies_ends_the_run_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_trainers_that_fail_end_their_servers(tmp_path: Path) -> None:
-    (tmp_path / "words.txt").write_text("a")
-    done = subprocess.run(command(tmp_path / "log", 3, 1, "--data.source", "text", "--data.path",
-                                  str(tmp_path / "words.txt")), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "one token" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "words.jsonl").write_text('{"other": "a"}\n')
+    done = subprocess.run(command(tmp_path / "log", 3, 1, "--data.source", "jsonl", "--data.path",
+                                  str(tmp_path / "words.jsonl")), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and "words.jsonl" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "dedicated", "servers"), [
