@@ -54,9 +54,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
 @pytest.mark.parametrize(("ranks", "tensor", "mode", "ping_pong", "more"), [
     (2, 1, "disaggregated", "true", ()),
     (2, 1, "disaggregated", "false", ("--parallel.fsdp", "false")),
-    (2, 1, "disaggregated", "true", ("--attention.placement", "given", "--model.recompute", "full")),
+    (2, 1, "disaggregated", "true", ("--attention.placement", "given", "--model.recompute", "full",
+                                     "--model.tile_tokens", "100")),
     (2, 2, "disaggregated", "true", ()),
     pytest.param(1, 1, "disaggregated", "true", (), marks=pytest.mark.slow),
+    pytest.param(2, 1, "disaggregated", "true", ("--model.compile", "on"), marks=pytest.mark.slow),
     pytest.param(2, 1, "disaggregated", "true", ("--attention.state", "keep"), marks=pytest.mark.slow),
     pytest.param(2, 1, "disaggregated", "true", ("--attention.cost", "table.json"), marks=pytest.mark.slow),
     pytest.param(2, 1, "per_document_cp", "true", ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
