@@ -20,6 +20,7 @@ from distca.spec import cluster_named
 from distca.train.data import attention_time, step_plan
 from distca.train.settings import load_settings
 from distca.workload.sequences import Source, batch_sequences
+from distca.workload.topology import Topology
 
 
 def differing(one: object, other: object, path: str = "step") -> list[str]:
@@ -54,7 +55,8 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed, num_data, tp, pp, 
         "model.name": model.name, "parallel.tensor": str(tp), "parallel.pipeline": str(pp),
         "batch.ping_pong": str(ping_pong).lower(), "attention.placement": strategy.placement,
         "attention.tolerance": str(tolerance), "attention.cost": "h200"})
-    trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model))
+    topology = Topology.of_cluster(cluster, num_data * pp, tp)
+    trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model), topology)
     assert differing(trained, simulated) == []
     trained.validate()
 
