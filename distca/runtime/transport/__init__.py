@@ -44,7 +44,7 @@ def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = Non
     return over_nodes(c10d, hosts_of(c10d))
 
 
-def over_nodes(outer: C10dTransport, node: Sequence[int]) -> Transport:
+def over_nodes(outer: C10dTransport, node: Sequence[object]) -> Transport:
     """Two levels over a group whose ranks are on those nodes, or the group itself where there is only one level.
 
     Every rank of the group asks for it at once, with the same nodes.
