@@ -151,8 +151,7 @@ class ClusterShape:
     inter_node_bandwidth: float  # bytes/s one way over the GPU's own NIC
     intra_node_latency_seconds: float
     inter_node_latency_seconds: float
-    nodes_per_pod: int = 0       # nodes that reach each other over their NICs; 0: all of them
-    inter_pod_bandwidth: float = 0.0  # bytes/s one way of a GPU's share of the links between pods; 0: its NIC's
+    nodes_per_pod: int = 0       # nodes that plans keep work among before it leaves for others; 0: all of them
 
     def ranks_per_node(self, tp: int = 1) -> int:
         """Ranks of one tensor-parallel index on a node."""
@@ -161,22 +160,25 @@ class ClusterShape:
     def __post_init__(self) -> None:
         check_whole(f"cluster {self.name!r}: gpus_per_node", self.gpus_per_node, most=MAX_SIZE)
         check_whole(f"cluster {self.name!r}: nodes_per_pod", self.nodes_per_pod, least=0, most=MAX_SIZE)
-        check_number(f"cluster {self.name!r}: inter_pod_bandwidth", self.inter_pod_bandwidth, least=0, most=MAX_RATE)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "gpu", "gpus_per_node", "nodes_per_pod", "inter_pod_bandwidth"):
+            if field.name in ("name", "gpu", "gpus_per_node", "nodes_per_pod"):
                 continue
             bound = {"least": 0.0} if field.name.endswith("latency_seconds") else {"above": 0.0}
             check_number(f"cluster {self.name!r}: {field.name}", value, most=MAX_RATE, **bound)
 
 
-# The H200's GEMM and attention rates are measured. The H100 has the same compute die, so it gets the same rates.
+# The H200's GEMM and attention rates are measured. The H100 has the same compute die, so it gets the same rates; the
+# others are taken to reach the same part of their peak. Peaks, memory and links are the vendor's published figures.
 # Latencies are typical of NVLink and of RDMA writes between nodes, not measured.
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
         ClusterShape("dgx-h200", "H200", 8, 989e12, 754e12, 550e12, 141e9, 4.8e12, 450e9, 50e9, 2e-6, 6e-6),
         ClusterShape("dgx-h100", "H100", 8, 989e12, 754e12, 550e12, 80e9, 3.35e12, 450e9, 50e9, 2e-6, 6e-6),
+        ClusterShape("dgx-a100", "A100", 8, 312e12, 238e12, 174e12, 80e9, 2.04e12, 300e9, 25e9, 2e-6, 6e-6),
+        ClusterShape("dgx-b200", "B200", 8, 2250e12, 1715e12, 1251e12, 180e9, 8e12, 900e9, 50e9, 2e-6, 6e-6),
+        ClusterShape("gb200-nvl72", "GB200", 72, 2500e12, 1906e12, 1390e12, 186e9, 8e12, 900e9, 50e9, 2e-6, 6e-6),
     )
 }
 

@@ -77,3 +77,15 @@ def test_unknown_names_list_the_known_and_the_nearest() -> None:
 def test_registries_are_keyed_by_name() -> None:
     assert all(model_named(name).name == name for name in MODELS)
     assert all(cluster_named(name).name == name for name in CLUSTERS)
+
+
+@pytest.mark.parametrize(("name", "gpus_per_node"), [
+    ("dgx-a100", 8), ("dgx-h100", 8), ("dgx-h200", 8), ("dgx-b200", 8), ("gb200-nvl72", 72)])
+def test_clusters_reach_the_h200_s_part_of_their_peak(name: str, gpus_per_node: int) -> None:
+    """Rates that nobody measured are the H200's share of the published peak."""
+    cluster, measured = cluster_named(name), cluster_named("dgx-h200")
+    assert cluster.gpus_per_node == cluster.ranks_per_node(1) == gpus_per_node
+    for rate in ("gemm_flops_per_second", "attention_flops_per_second"):
+        share = getattr(measured, rate) / measured.peak_flops_per_second
+        assert getattr(cluster, rate) == pytest.approx(share * cluster.peak_flops_per_second, rel=0.01)
+    assert cluster.intra_node_bandwidth > cluster.inter_node_bandwidth

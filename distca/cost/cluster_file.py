@@ -9,7 +9,7 @@ A file names what differs from a cluster that is known already, or everything:
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from distca.spec import CLUSTERS, ClusterShape, cluster_named, unknown_name
 from distca.validation import check_name, check_number, read_toml
 
 _NAMES = tuple(field.name for field in fields(ClusterShape))
+_NEEDED = tuple(field.name for field in fields(ClusterShape) if field.default is MISSING)
 _TEXT = ("name", "gpu")
 
 
@@ -46,10 +47,10 @@ def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:
     values: dict[str, Any] = {} if base is None else asdict(cluster_named(check_name("base", base)))
     values["name"] = stem
     values |= content
-    missing = [name for name in _NAMES if name not in values]
+    missing = [name for name in _NEEDED if name not in values]
     if missing:
         raise ValueError(f"{', '.join(missing)} not given; add them, or base = {next(iter(CLUSTERS))!r} to take the "
                          "rest from a known cluster")
-    for name in _NAMES:
-        (check_name if name in _TEXT else check_number)(name, values[name])
+    for name, value in values.items():
+        (check_name if name in _TEXT else check_number)(name, value)
     return ClusterShape(**values)

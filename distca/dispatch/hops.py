@@ -17,7 +17,7 @@ import numpy as np
 from distca.dispatch.build import Places, side_of, task_columns, touching, travels
 from distca.dispatch.tables import RankTables, Runs, Side
 from distca.planning.plan import Plan
-from distca.planning.traffic import TokenRanges, key_ranges, query_ranges
+from distca.planning.traffic import Gateways, TokenRanges, key_ranges, query_ranges
 
 _NO_TASKS = (np.empty(0, dtype=np.int64),) * 5
 
@@ -43,7 +43,7 @@ def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
     owns = rank < layout.num_ranks
     row_tokens = (int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank])) if owns else (0, 0)
     per_node = replace(tasks, server=node[tasks.server])
-    places, gateways = Places.in_rows(layout), _Gateways(node)
+    places, gateways = Places.in_rows(layout), Gateways(node)
     sides: list[tuple[Side, Side, Places]] = []
     passes = False
     for ranges_of, row in zip((query_ranges, key_ranges), row_tokens, strict=True):
@@ -63,32 +63,6 @@ def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
         RankTables(int(gateways.place[rank]), int(is_here.sum()), q_outer.buffer_tokens, k_outer.buffer_tokens, q_inner,
                    k_inner, *task_columns(served, query_start, key_start)),
         travels(plan, node), passes)
-
-
-class _Gateways:
-    """Which rank of a node takes in what another node's rank sends there."""
-
-    def __init__(self, node: np.ndarray) -> None:
-        self.node = node
-        order = np.argsort(node, kind="stable")
-        size = np.bincount(node)
-        first = np.cumsum(size) - size
-        self.place = np.empty(len(node), dtype=np.int64)         # [servers] number inside the node
-        self.place[order] = np.arange(len(node)) - first[node[order]]
-        self._order, self._first, self._size = order, first, size
-
-    def of(self, home: np.ndarray, node: np.ndarray) -> np.ndarray:
-        """The rank that takes in a home's tokens for a node: the home itself for its own."""
-        gateway = self._order[self._first[node] + self.place[home] % np.maximum(self._size[node], 1)]
-        return np.where(self.node[home] == node, home, gateway)
-
-    def landing(self, ranges: TokenRanges) -> TokenRanges:
-        """Ranges that nodes need, at the rank where they come in."""
-        return replace(ranges, server=self.of(ranges.home, ranges.server))
-
-    def relayed(self, ranges: TokenRanges) -> TokenRanges:
-        """Ranges that ranks need, from where they came in to the rank's node."""
-        return replace(ranges, home=self.of(ranges.home, self.node[ranges.server]))
 
 
 def _where(ranges: TokenRanges, is_here: np.ndarray) -> TokenRanges:

@@ -118,6 +118,42 @@ def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) ->
     return _away(keys, queries, int(node.max()) + 1)
 
 
+class Gateways:
+    """Which rank of a node takes in what another node's rank sends there."""
+
+    def __init__(self, node: np.ndarray) -> None:
+        self.node = node
+        order = np.argsort(node, kind="stable")
+        size = np.bincount(node)
+        first = np.cumsum(size) - size
+        self.place = np.empty(len(node), dtype=np.int64)         # [servers] number inside the node
+        self.place[order] = np.arange(len(node)) - first[node[order]]
+        self._order, self._first, self._size = order, first, size
+
+    def of(self, home: np.ndarray, node: np.ndarray) -> np.ndarray:
+        """The rank that takes in a home's tokens for a node: the home itself for its own."""
+        gateway = self._order[self._first[node] + self.place[home] % np.maximum(self._size[node], 1)]
+        return np.where(self.node[home] == node, home, gateway)
+
+    def landing(self, ranges: TokenRanges) -> TokenRanges:
+        """Ranges that nodes need, at the rank where they come in."""
+        return replace(ranges, server=self.of(ranges.home, ranges.server))
+
+    def relayed(self, ranges: TokenRanges) -> TokenRanges:
+        """Ranges that ranks need, from where they came in to the rank's node."""
+        return replace(ranges, home=self.of(ranges.home, self.node[ranges.server]))
+
+
+def traffic_in_hops(layout: Layout, tasks: TaskTable, node: np.ndarray) -> tuple[Traffic, Traffic]:
+    """Count what crosses ranks in two hops: from homes to gateways in other nodes, then inside nodes to servers."""
+    tasks, gateways = _of_travellers(layout, tasks), Gateways(node)
+    per_node = replace(tasks, server=node[tasks.server])
+    outer = _away(gateways.landing(key_ranges(layout, per_node)), gateways.landing(query_ranges(layout, per_node)),
+                  len(node))
+    inner = _away(gateways.relayed(key_ranges(layout, tasks)), gateways.relayed(query_ranges(layout, tasks)), len(node))
+    return outer, inner
+
+
 def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
     """Without the tasks of documents that lie on one rank and are computed there: none of their tokens move."""
     travels = np.zeros(layout.num_documents, dtype=bool)

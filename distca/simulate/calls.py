@@ -11,6 +11,7 @@ sooner. Documents whose slices do not fill a tile are not cut again: they wait f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TILE
+from distca.planning.traffic import Traffic, traffic_in_hops
 from distca.simulate.clock import Clock, Exchange, Ring
 from distca.simulate.costs import Costs
 from distca.spec import ModelShape
@@ -40,6 +42,14 @@ class Messages:
     going_bytes: np.ndarray   # [messages] home to server
     coming_bytes: np.ndarray  # [messages] server to home
 
+    @classmethod
+    def of(cls, moved: Traffic, plan: Plan, backward: bool) -> Messages:
+        home, server = (np.concatenate(pair) for pair in ((moved.q_home, moved.kv_home),
+                                                          (moved.q_server, moved.kv_server)))
+        going, coming = (np.concatenate([moved.q_tokens * per_q, moved.kv_tokens * per_kv])
+                         for per_q, per_kv in token_bytes(plan.model, plan.tp, backward))
+        return cls(home, server, going, coming)
+
 
 class PlanCosts:
     """Seconds and messages of the plans of a step, whatever the links are; rings may be told not to hide."""
@@ -50,8 +60,8 @@ class PlanCosts:
         self._seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._chunks: dict[int, ChunkTasks] = {}
         self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
-        self._messages: dict[tuple[int, bool], Messages] = {}
-        self._exchanges: dict[Key, tuple[Exchange, Exchange]] = {}
+        self._hops: dict[tuple[int, bool], tuple[Messages, ...]] = {}
+        self._exchanges: dict[Key, tuple[tuple[Exchange, Exchange], ...]] = {}
 
     def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
         """[servers]"""
@@ -69,29 +79,34 @@ class PlanCosts:
             self._chunk_seconds[key] = self._chunks[id(plan)].seconds(self.attention, backward)
         return self._chunk_seconds[key]
 
-    def messages(self, plan: Plan, backward: bool) -> Messages:
+    def hops(self, plan: Plan, backward: bool) -> tuple[Messages, ...]:
+        """Messages of one hop, or of two where the plan's ranks share nodes: between nodes, then inside them."""
         key = id(plan), backward
-        if key not in self._messages:
-            moved = plan.traffic()
-            home, server = (np.concatenate(pair) for pair in ((moved.q_home, moved.kv_home),
-                                                              (moved.q_server, moved.kv_server)))
-            going, coming = (np.concatenate([moved.q_tokens * per_q, moved.kv_tokens * per_kv])
-                             for per_q, per_kv in token_bytes(plan.model, plan.tp, backward))
-            self._messages[key] = Messages(home, server, going, coming)
-        return self._messages[key]
+        if key not in self._hops:
+            nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
+            hops = (plan.traffic(),) if nodes is None else traffic_in_hops(plan.layout, plan.tasks, nodes)
+            self._hops[key] = tuple(Messages.of(moved, plan, backward) for moved in hops)
+        return self._hops[key]
+
+    def messages(self, plan: Plan, backward: bool) -> Messages:
+        """Of all hops."""
+        hops = self.hops(plan, backward)
+        return Messages(*(np.concatenate([getattr(hop, name) for hop in hops]) for name in Messages.__slots__))
 
     def exchanges(
         self, placed: Placed, key: Key, num_ranks: int, ranks_per_node: int
-    ) -> tuple[Exchange, Exchange]:
-        """Homes to servers and back, of plans that run at the same time."""
+    ) -> tuple[tuple[Exchange, Exchange], ...]:
+        """Of each hop, homes to servers and back, of plans that run at the same time."""
         if key not in self._exchanges:
-            parts = []
-            for first, plan, backward in placed:
-                found = self.messages(plan, backward)
-                parts.append((found.home + first, found.server + first, found.going_bytes, found.coming_bytes))
-            home, server, going, coming = map(np.concatenate, zip(*parts, strict=True))
-            self._exchanges[key] = (Exchange.of(home, server, going, num_ranks, ranks_per_node),
-                                    Exchange.of(server, home, coming, num_ranks, ranks_per_node))
+            hops: list[tuple[Exchange, Exchange]] = []
+            for parts in zip_longest(*([(first, hop) for hop in self.hops(plan, backward)]
+                                       for first, plan, backward in placed)):
+                home, server, going, coming = map(np.concatenate, zip(*(
+                    (hop.home + first, hop.server + first, hop.going_bytes, hop.coming_bytes)
+                    for first, hop in filter(None, parts)), strict=True))
+                hops.append((Exchange.of(home, server, going, num_ranks, ranks_per_node),
+                             Exchange.of(server, home, coming, num_ranks, ranks_per_node)))
+            self._exchanges[key] = tuple(hops)
         return self._exchanges[key]
 
     def buffer_bytes(self, plan: Plan, backward: bool) -> np.ndarray:
@@ -121,6 +136,7 @@ class PoolCall:
     seconds: tuple[tuple[str, np.ndarray], ...]  # of each phase: what it is called, and [ranks]
     going: Exchange
     coming: Exchange
+    inside: tuple[Exchange, Exchange] | None = None  # the hop inside nodes: behind `going`, and before `coming`
 
     def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
         """Homes send; when servers have it."""
@@ -128,8 +144,12 @@ class PoolCall:
 
     def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
         """Servers compute and send back; when homes have it."""
+        if self.inside is not None:
+            there = clock.exchange("inside nodes", there, self.inside[0])
         for name, seconds in self.seconds:
             there = clock.compute(name, "attention", there, seconds)
+        if self.inside is not None:
+            there = clock.exchange("inside nodes", there, self.inside[1])
         return clock.exchange("to homes", there, self.coming)
 
 
@@ -167,9 +187,10 @@ class Calls:
             phase = seconds.setdefault(backward, np.zeros(self.num_ranks))
             phase[first:first + plan.num_servers] = self.plan_costs.seconds(plan, backward)
         named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
-        going, coming = self.plan_costs.exchanges(placed, key, self.num_ranks, self.costs.ranks_per_node)
         links = self.costs.attention_links
-        return PoolCall(named, going.over(links), coming.over(links))
+        hops = [(going.over(links), coming.over(links)) for going, coming in self.plan_costs.exchanges(
+            placed, key, self.num_ranks, self.costs.ranks_per_node)]
+        return PoolCall(named, *hops[0], hops[1] if len(hops) > 1 else None)
 
     def _ring_call(self, placed: Placed) -> RingCall:
         runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)

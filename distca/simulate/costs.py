@@ -60,7 +60,7 @@ class Costs:
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
         return cls(model, tp, _attention_time(table, model, tp, scale), network, network, network,
-                   max(cluster.gpus_per_node // tp, 1), rates, cluster.memory_bandwidth)
+                   cluster.ranks_per_node(tp), rates, cluster.memory_bandwidth)
 
     def without_network(self) -> Costs:
         """The same with links between pool ranks that take no time; TP traffic stays as it is."""

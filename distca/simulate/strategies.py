@@ -25,6 +25,7 @@ from distca.simulate.costs import Costs
 from distca.simulate.memory import max_live_tokens, memory
 from distca.simulate.setting import Setting
 from distca.spec import unknown_name
+from distca.workload.topology import Topology
 
 BOUND = "bound"           # no strategy: what none can beat
 _MOST_SHARDS = 4_000_000  # of one candidate: beyond, context parallelism cuts documents into dust
@@ -116,7 +117,8 @@ class Pool:
         return plan_step(
             batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=setting.layers,
             tp=setting.tp, ping_pong=choice.ping_pong, placement=choice.placement,
-            tolerance=min(choice.loosened * tolerance, 1.0), cost=costs.attention)
+            tolerance=min(choice.loosened * tolerance, 1.0), cost=costs.attention,
+            topology=Topology.of_cluster(setting.cluster, setting.num_data * len(setting.layers), setting.tp))
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,4 +112,4 @@ def _safetensors(module: str) -> Any:
         return import_module(module)
     except ImportError:
         raise ValueError("the package safetensors is not installed, which Hugging Face models need; "
-                         "pip install 'distca[train]'") from None
+                         "pip install safetensors") from None

@@ -229,7 +229,8 @@ class Trainer:
         """MFU of a step, over the GPUs of all ranks, those that only serve included."""
         if self.peak_flops is None:
             return None
-        flops = training_flops((micro_batch.lengths for micro_batch in plan.micro_batches), plan.model)
+        flops = training_flops((micro_batch.lengths for micro_batch in plan.micro_batches), plan.model,
+                               plan.model.layer_windows)
         return flops / (self.peak_flops * self.world * seconds)
 
     def update(self) -> float:

@@ -5,6 +5,7 @@ And they carry across nodes what the plan says: each key and query once per node
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,3 +126,18 @@ def test_four_processes_as_two_nodes_are_exact(node: list[int]) -> None:
     for outcome in run_processes(4, as_two_nodes, plans, node):
         assert outcome.error is None
         assert len(outcome.value) == 4 * len(plans) and max(outcome.value) < 1e-10
+
+
+def found_from_hosts(transport: C10dTransport, names: list[str]) -> tuple[str, list[int] | None]:
+    """What "c10d" and "flat" are on a rank that is told its host's name."""
+    platform.node = lambda: names[transport.rank]
+    chosen = CoreAttention(transport="c10d")
+    assert type(CoreAttention(transport="flat").transport) is C10dTransport
+    return type(chosen.transport).__name__, None if chosen.topology is None else chosen.topology.node.tolist()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("names", "expected"), [
+    (["a", "a", "b"], ("HierarchicalTransport", [0, 0, 1])), (["a", "a", "a"], ("C10dTransport", None))])
+def test_nodes_are_found_from_the_ranks_hosts(names: list[str], expected: tuple[str, list[int] | None]) -> None:
+    assert [outcome.value for outcome in run_processes(3, found_from_hosts, names)] == [expected] * 3

@@ -21,6 +21,7 @@ from distca.spec import cluster_named
 from distca.train.data import attention_time, step_plan
 from distca.train.settings import load_settings
 from distca.workload.sequences import Source, batch_sequences
+from distca.workload.topology import Topology
 
 
 def differing(one: Any, other: Any, path: str = "step") -> list[str]:
@@ -57,7 +58,8 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed: int, num_data: int
         "model.name": model.name, "parallel.tensor": str(tp), "parallel.pipeline": str(pp),
         "batch.ping_pong": str(ping_pong).lower(), "attention.placement": strategy.placement,
         "attention.tolerance": str(tolerance), "attention.cost": "h200"})
-    trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model))
+    topology = Topology.of_cluster(cluster, num_data * pp, tp)
+    trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model), topology)
     assert differing(trained, simulated) == []
     trained.validate()
 

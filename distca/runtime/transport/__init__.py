@@ -30,7 +30,7 @@ def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = Non
 
     "c10d" goes in two hops where ranks are on several hosts and some share one, so that what ranks of a host need alike
     crosses to it once; "flat" never does. "auto" is symmetric memory where NCCL connects ranks that have a GPU each on
-    one node, and "c10d" elsewhere.
+    one node, and "c10d" elsewhere, with symmetric memory for its hop inside nodes.
     """
     if not isinstance(chosen, str):
         return chosen
@@ -41,19 +41,20 @@ def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = Non
         return c10d
     if chosen == "symmetric" or (chosen == "auto" and _on_one_node(c10d)):
         return _symmetric(c10d)
-    return over_nodes(c10d, hosts_of(c10d))
+    return over_nodes(c10d, hosts_of(c10d), symmetric=chosen == "auto")
 
 
-def over_nodes(outer: C10dTransport, node: Sequence[int]) -> Transport:
+def over_nodes(outer: C10dTransport, node: Sequence[object], *, symmetric: bool = False) -> Transport:
     """Two levels over a group whose ranks are on those nodes, or the group itself where there is only one level.
 
-    Every rank of the group asks for it at once, with the same nodes.
+    Every rank of the group asks for it at once, with the same nodes. `symmetric` uses symmetric memory inside a node
+    where NCCL connects ranks that have a GPU each.
     """
     if not has_levels(node):
         return outer
     inner = C10dTransport(group_of_node(outer, node))
     logging.getLogger("distca").info("transport: %d ranks on %d nodes, in two hops", outer.size, len(set(node)))
-    return HierarchicalTransport(outer, _symmetric(inner) if _on_one_node(inner) else inner, node)
+    return HierarchicalTransport(outer, _symmetric(inner) if symmetric and _on_one_node(inner) else inner, node)
 
 
 def _symmetric(c10d: C10dTransport) -> Transport:

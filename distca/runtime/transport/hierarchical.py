@@ -7,13 +7,13 @@ transport between all ranks.
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.interface import Handle, Transport
@@ -22,9 +22,10 @@ from distca.runtime.transport.interface import Handle, Transport
 class HierarchicalTransport:
     """One rank's end of a group in nodes: `outer` between all ranks, `inner` between those of this rank's node."""
 
-    def __init__(self, outer: Transport, inner: Transport, node: Sequence[int]) -> None:
+    def __init__(self, outer: Transport, inner: Transport, node: Sequence[object]) -> None:
         self.outer, self.inner = outer, inner
-        self.node = np.unique(np.asarray(node, dtype=np.int64), return_inverse=True)[1]  # [ranks] numbered from 0
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(node))}
+        self.node = np.array([numbers[one] for one in node], dtype=np.int64)  # [ranks] numbered as they come
         here = int((self.node == self.node[outer.rank]).sum()) if len(self.node) == outer.size else 0
         if here != inner.size:
             raise ValueError(f"node is {list(node)} for {outer.size} ranks, of which {inner.size} share the node of "
@@ -51,25 +52,28 @@ class HierarchicalTransport:
         return self.outer.hear()
 
 
-def hosts_of(transport: C10dTransport) -> list[int]:
-    """A number for the host of every rank, the same where they share one; every rank of the group asks at once.
+def hosts_of(transport: C10dTransport) -> list[str]:
+    """The host of every rank; every rank of the group asks at once.
 
-    Two ranks have no levels, whatever their hosts, and are not asked.
+    They are told over the store that the ranks met at, not over the group, whose tensors may need a GPU that nobody has
+    chosen yet. Two ranks have no levels, whatever their hosts, and are not asked.
     """
     if transport.size <= 2:
-        return [0] * transport.size
-    backends = dist.get_backend_config(transport.group)
-    device = torch.device("cpu") if "cpu:" in backends else torch.device("cuda", torch.cuda.current_device())
-    name = hashlib.blake2b(platform.node().encode(), digest_size=8).digest()
-    return transport.gather(int.from_bytes(name, "little", signed=True), device)
+        return [""] * transport.size
+    store = _get_default_store()
+    try:
+        store.set(f"distca/host/{dist.get_rank()}", platform.node())
+        return [store.get(f"distca/host/{rank}").decode() for rank in dist.get_process_group_ranks(transport.group)]
+    except RuntimeError as error:
+        raise transport.lost(error) from error
 
 
-def has_levels(node: Sequence[int]) -> bool:
+def has_levels(node: Sequence[object]) -> bool:
     """Whether ranks are on several nodes, and some of them share one."""
     return 1 < len(set(node)) < len(node)
 
 
-def group_of_node(transport: C10dTransport, node: Sequence[int]) -> dist.ProcessGroup:
+def group_of_node(transport: C10dTransport, node: Sequence[object]) -> dist.ProcessGroup:
     """A group of the ranks that share this rank's node; every rank of the transport's group asks for it at once."""
     members = [rank for rank, other in enumerate(node) if other == node[transport.rank]]
     everyone = dist.get_process_group_ranks(transport.group)
