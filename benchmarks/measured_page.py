@@ -84,8 +84,8 @@ def nodes(results: Path) -> str:
               f"{found['work_max_over_mean']:.2f}"] for placement, found in content["summary"].items()]
     heads = ("placement", "bytes between nodes, median", "worst", "bytes in all, worst", "max/mean, worst")
     return (f"## Inside nodes\n\n{content['settings']['ranks_per_node']} ranks to a node, 32 to 512 ranks of 64K "
-            "tokens, sequences of 64K and of 512K tokens of prolong lengths, tolerance 0.05: plans by levels, whose bytes "
-            "cross once per node, over flat plans of the same documents and placement, which cross once per rank "
+            "tokens, sequences of 64K and of 512K tokens of prolong lengths, tolerance 0.05: plans by levels, whose "
+            "bytes cross once per node, over flat plans of the same documents and placement, which cross once per rank "
             f"({_source('nodes')}, `benchmarks/nodes.py`).\n\n" + _table(heads, table))
 
 
