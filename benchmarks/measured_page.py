@@ -31,8 +31,8 @@ KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cud
 
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
-    parts = (planning, reference, attention, runtime, training_on_a_gpu, long_document, training, pipeline, overlap,
-             integrations, simulated, trusted, report_page)
+    parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, pipeline,
+             overlap, integrations, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -75,6 +75,18 @@ def reference(results: Path) -> str:
             f"bytes over theirs is {ratios[0]} with given placement and {ratios[1]} with balanced, of the busiest "
             f"sender's {ratios[2]} and {ratios[3]}. Ours stays within {worst:.2f} of the mean on every batch, theirs "
             f"reaches {min(theirs):.2f} to {max(theirs):.2f}.")
+
+
+def nodes(results: Path) -> str:
+    content = _read(results, "nodes")
+    table = [[placement, f"{found['between_nodes_over_flat_median']:.2f}×",
+              f"{found['between_nodes_over_flat_max']:.2f}×", f"{found['total_over_flat_max']:.2f}×",
+              f"{found['work_max_over_mean']:.2f}"] for placement, found in content["summary"].items()]
+    heads = ("placement", "bytes between nodes, median", "worst", "bytes in all, worst", "max/mean, worst")
+    return (f"## Inside nodes\n\n{content['settings']['ranks_per_node']} ranks to a node, 32 to 512 ranks of 64K "
+            "tokens, sequences of 64K and of 512K tokens of prolong lengths, tolerance 0.05: plans by levels, whose "
+            "bytes cross once per node, over flat plans of the same documents and placement, which cross once per rank "
+            f"({_source('nodes')}, `benchmarks/nodes.py`).\n\n" + _table(heads, table))
 
 
 def attention(results: Path) -> str:

@@ -58,7 +58,8 @@ class Dealer:
         is_leaf = depth == len(self.levels)
         if is_leaf and self.is_outline:
             return [replace(rows, server=np.full(len(rows), members[0]))]
-        names, unit = np.unique(members if is_leaf else self.levels[depth][members], return_inverse=True)
+        names, unit = (members, np.arange(len(members))) if is_leaf else np.unique(
+            self.levels[depth][members], return_inverse=True)
         if len(names) == 1 and not is_leaf:
             return self._inside(rows, members, depth + 1, held, limits)
         unit_of = np.full(len(self.cap), len(names))             # the last unit is outside
@@ -67,9 +68,12 @@ class Dealer:
         rows = self._one_level(rows, unit_of, names, depth, held, limits)
         if is_leaf:
             return [replace(rows, server=names[rows.server])]
+        order = np.argsort(rows.server, kind="stable")
+        begin = np.searchsorted(rows.server[order], np.arange(len(names) + 1))
         parts: list[TaskTable] = []
         for number in range(len(names)):
-            parts += self._inside(rows.take(rows.server == number), members[unit == number], depth + 1, held, limits)
+            mine = rows.take(order[begin[number]:begin[number + 1]])
+            parts += self._inside(mine, members[unit == number], depth + 1, held, limits)
         return parts
 
     def _one_level(
