@@ -27,6 +27,7 @@ IGNORED = -100  # the label of a token that has no next one, or whose next one d
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL: tokens that count as labels
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
+Labelled = tuple[np.ndarray, np.ndarray]  # a document's token ids and labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,7 @@ class Collator:
                 raise ValueError("distca.data.Collator runs in a worker of the loader, which cannot reach other ranks; "
                                  "set num_workers (Trainer: dataloader_num_workers) to 0")
             rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-            everyone = [[] for _ in range(ranks)]
-            dist.all_gather_object(everyone, mine, group=self.group)
+            everyone = _gathered(mine, self.group)
         documents = [document for row in everyone for document in row]
         return rows([ids for ids, _ in documents], rank, ranks, labels=[labels for _, labels in documents],
                     placement=self.placement, tolerance=self.tolerance).batch()
@@ -158,7 +158,30 @@ def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:
         np.concatenate([stop, lengths[late]]), np.concatenate([rank, np.full_like(late, ranks - 1)]), ranks)
 
 
-def _documents_of(feature: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _gathered(mine: list[Labelled], group: dist.ProcessGroup | None) -> list[list[Labelled]]:
+    """Every rank's documents: how many and how long in one collective, their lengths, tokens and labels in another."""
+    ranks = dist.get_world_size(group)
+    on_cpu = "cpu:" in str(dist.get_backend_config(group))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    lengths = [len(ids) for ids, _ in mine]
+    sizes = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(lengths), sum(lengths)], device=device), group=group)
+    told = [one.tolist() for one in sizes]
+    content = np.concatenate([np.array(lengths, dtype=np.int64), *(ids for ids, _ in mine), *(own for _, own in mine)])
+    padded = torch.zeros(max(count + 2 * tokens for count, tokens in told), dtype=torch.int64, device=device)
+    padded[:len(content)] = torch.from_numpy(content)
+    table = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(table, padded, group=group)
+    return [_from_wire(row.cpu().numpy(), count, tokens) for row, (count, tokens) in zip(table, told, strict=True)]
+
+
+def _from_wire(row: np.ndarray, count: int, tokens: int) -> list[Labelled]:
+    edges = np.cumsum(row[:count])[:-1]
+    ids, labels = (row[count + at:count + at + tokens] for at in (0, tokens))
+    return list(zip(np.split(ids, edges), np.split(labels, edges), strict=True)) if count else []
+
+
+def _documents_of(feature: Mapping[str, Any]) -> list[Labelled]:
     """Token ids and labels of each document of a feature."""
     ids = _column(feature["input_ids"], "input_ids")
     labels = _column(feature["labels"], "labels").copy() if feature.get("labels") is not None else ids.copy()

@@ -133,7 +133,7 @@ def test_the_readme_installs_by_lines_that_work_today() -> None:
 
 def test_nothing_is_installed_from_an_index_that_does_not_have_us() -> None:
     """A hint names the package that is missing, or `pip install .` in a checkout."""
-    wanted = re.compile(r"pip install[^\n`]*?['\"\s]distca(?![\w/.])|distca\[")
+    wanted = re.compile(r"pip install[^\n`]*?['\" ]distca(?![\w/.])|distca\[")
     assert wanted.search("pip install distca") and wanted.search("pip install 'distca[plot]'")
     others = [path for path in TEXTS if path.name != Path(__file__).name]
     assert len(others) > 100 and not [path for path in others if wanted.search(path.read_text(encoding="utf-8"))]

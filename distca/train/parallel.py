@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks and groups with "replica" in place of "data", and a "data" of one rank after it."""
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], "replica", "data", "tensor")
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = dist.new_group([dist.get_rank()], timeout=timedelta(minutes=10), use_local_synchronization=True)
     *outer, tensor = mesh.get_all_groups()
     return DeviceMesh.from_group([*outer, alone, tensor], mesh.device_type, mesh.mesh.unsqueeze(-2),
                                  mesh_dim_names=names)

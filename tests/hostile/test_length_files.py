@@ -17,8 +17,8 @@ from distca import cli
 from distca.validation import was_refused
 from distca.workload.length_files import FORMATS, Reading, read_source
 
-pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'distca[data]'")
-zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed; pip install 'distca[data]'")
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install pyarrow")
+zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed; pip install zstandard")
 from pyarrow import parquet  # noqa: E402
 
 Run = Callable[..., tuple[int, str, str]]

@@ -18,7 +18,7 @@ from distca.testing import run_processes
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
-                                "pip install 'distca[megatron-core]'")
+                                "pip install '.[megatron-core]'")
 VOCAB = 64
 CASES = {2: [[300], [80, 40], [3, 1, 201, 1, 5]], 4: [[5, 1, 220, 7, 40], [256]]}
 

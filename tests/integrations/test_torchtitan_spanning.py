@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton")),
-    reason="torchtitan or triton is not installed: pip install 'distca[torchtitan]'")
+    reason="torchtitan or triton is not installed: pip install '.[torchtitan]'")
 VOCAB = 2048
 CASES = {2: [[300], [80, 40], [3, 1, 201, 1, 6]], 4: [[5, 1, 220, 7, 43], [256]]}
 

@@ -115,7 +115,7 @@ def run(**options: Any) -> list[torch.Tensor]:
 
 
 def test_an_unknown_kernel() -> None:
-    names = "hopper, cudnn, varlen, sdpa, dense"
+    names = "hopper, cudnn, fa4, varlen, sdpa, dense"
     with pytest.raises(ValueError, match=f"kernel='flash9' is unknown; give auto or one of {names}"):
         run(kernel="flash9", dtype=torch.float64)
 

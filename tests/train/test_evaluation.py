@@ -95,7 +95,7 @@ def train_each(transport: Any, runs: list[Settings]) -> None:
 def logged(settings: Settings) -> tuple[list[float], list[float | None]]:
     records = [json.loads(line) for line in Path(settings.log.folder, "steps.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    return [record["loss"] for record in records], [record["eval_loss"] for record in records]
+    return [record["loss"] for record in records], [record.get("eval_loss") for record in records]
 
 
 def train(ranks: int, runs: list[Settings]) -> None:

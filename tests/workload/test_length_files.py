@@ -22,10 +22,10 @@ from distca.workload import byte_streams, length_files
 from distca.workload.documents import MAX_LENGTH, Workload
 from distca.workload.length_files import FORMATS, Reading, read_source, what_it_is
 
-pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'distca[data]'")
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install pyarrow")
 from pyarrow import feather, parquet  # noqa: E402
 
-zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed; pip install 'distca[data]'")
+zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed; pip install zstandard")
 
 LENGTHS = [3, 5, 131_072, 16, MAX_LENGTH, 1]
 Write = Callable[[Path, list[int]], None]

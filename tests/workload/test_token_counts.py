@@ -13,7 +13,7 @@ from distca.train.settings import load_settings
 from distca.workload.length_files import Reading, read_source
 from distca.workload.token_counts import token_counter
 
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed; pip install 'distca[text]'")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed; pip install tokenizers")
 TEXTS = ["one two three", "", "four", "one one one one one", "unknown words here and there"]
 
 
@@ -45,7 +45,7 @@ def test_lengths_are_what_training_packs(tokenizer: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("column", ["body", None])
 def test_texts_of_tables(tokenizer: Path, tmp_path: Path, column: str | None) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install 'distca[data]'")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install pyarrow")
     from pyarrow import parquet
 
     name = column or "text"
