@@ -38,7 +38,8 @@ def _distca(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_shells_complete_commands(tmp_path: Path) -> None:
     done = _distca(_DISTCA_COMPLETE="complete_bash", COMP_WORDS="distca si", COMP_CWORD="1")
     assert done.stdout.split() == ["simulate"]
-    installed = _distca("--install-completion", "bash", HOME=str(tmp_path))
+    without_a_guess = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # of the shell that this runs under
+    installed = _distca("--install-completion", "bash", HOME=str(tmp_path), **without_a_guess)
     assert installed.returncode == 0, installed.stderr
     scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_DISTCA_COMPLETE" in path.read_text()]
     assert scripts and "complete" in (tmp_path / ".bashrc").read_text() + scripts[0].read_text()
