@@ -128,7 +128,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where there is something to trip over."""
-    folder = tmp_path_factory.mktemp("hostile")
+    folder = tmp_path_factory.mktemp("hostile") / "in" / "here"  # other tests' files are not two folders above
+    folder.mkdir(parents=True)
     for name in ("folder.html", "folder.png", "empty", "log", "no_text"):
         (folder / name).mkdir()
     (folder / "loop").symlink_to("loop")

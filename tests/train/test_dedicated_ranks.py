@@ -87,6 +87,7 @@ def test_the_loss_does_not_depend_on_who_serves(
         assert all(1.0 <= step[name] <= ranks // tensor + 1e-9 for name in ("work_before", "work_after"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_other_servers(alone: list[float], tmp_path: Path) -> None:
     """Two train and one serves, then one trains and one serves: the curve is that of one process."""

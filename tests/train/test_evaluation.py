@@ -141,6 +141,7 @@ def test_data_ranks_give_them_too_and_evaluating_changes_no_bit(
     assert logged(resumed) == logged(looking)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_stages_and_tensor_ranks_give_them_too(plain: tuple[list[float], list[float]], tmp_path: Path) -> None:
     runs = [some_settings(tmp_path, "stages", 2, parallel__pipeline=2),

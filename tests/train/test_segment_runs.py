@@ -194,8 +194,7 @@ def some_ways(transport: Any, mesh: str, ways: Sequence[str]) -> list[float]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("mesh", "ways"), [
-    ("data", ("tiles and offload", "compiled")), ("tensor", ("tiles and offload", "compiled, recomputed")),
-    ("pipeline", ("tiles and offload", "compiled")),
+    ("data", ("tiles and offload", "compiled")),
     *(pytest.param(mesh, tuple(WAYS), marks=pytest.mark.slow) for mesh in MESHES),
 ])
 def test_ways_on_meshes(mesh: str, ways: tuple[str, ...]) -> None:
