@@ -1,4 +1,7 @@
-"""Ranks that only serve attention: the losses of one process whoever serves, and an end together however it ends."""
+"""Ranks that only serve attention: the losses of one process whoever serves, and an end together however it ends.
+
+Every test run has them beside the rest in test_together.py.
+"""
 
 import json
 import signal
@@ -71,7 +74,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("ranks", "dedicated", "tensor", "pipeline", "more"), [
-    (3, 1, 1, 2, ("--model.recompute", "full", "--attention.transport", "auto")),
+    pytest.param(3, 1, 1, 2, ("--model.recompute", "full", "--attention.transport", "auto"), marks=pytest.mark.slow),
     pytest.param(3, 1, 1, 1, (), marks=pytest.mark.slow),
     pytest.param(4, 2, 1, 1, ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
     pytest.param(4, 2, 2, 1, ("--batch.ping_pong", "false"), marks=pytest.mark.slow),
