@@ -11,7 +11,7 @@ from distca.planning.step import MicroBatch, StepPlan
 from distca.spec import ModelShape
 from distca.train.data import Batch, Row, step_plan
 from distca.train.settings import Settings
-from distca.train.sources import IGNORED
+from distca.workload.documents import IGNORED
 
 
 def num_cores() -> int:

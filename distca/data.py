@@ -19,11 +19,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from distca.workload.documents import check_lengths
+from distca.workload.documents import IGNORED, check_lengths
 from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
 
-IGNORED = -100  # the label of a token that has no next one, or whose next one does not count
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL: tokens that count as labels
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor

@@ -32,7 +32,7 @@ from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
-from distca.train.sources import IGNORED
+from distca.workload.documents import IGNORED
 from distca.workload.packing import NanoBatch
 from distca.workload.topology import Topology
 

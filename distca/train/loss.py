@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distca.train.compiled import any_rows
-
-IGNORED = -100                                                   # the label of a token that has no next token
+from distca.workload.documents import IGNORED
 
 
 def chunked_cross_entropy(

@@ -20,10 +20,10 @@ from distca.formats import column_names, files_below, read_columns, table_files,
 from distca.train.settings import Data
 from distca.train.tokenizing import Text, Tokens
 from distca.validation import plain, short
+from distca.workload.documents import IGNORED
 
 FIELDS = {"text": "text", "chat": "messages", "tokens": "input_ids"}  # by data.content, where data.field is empty
 MASK_FIELDS = ("loss_mask", "labels")  # beside the tokens, the first that a record has
-IGNORED = -100                         # the label of a token whose next one is none, or not in the loss
 
 _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

@@ -21,6 +21,7 @@ from distca.validation import CORPUS_WHY, DOCUMENTS_WHY, MAX_DOCUMENTS, check_na
 IntArray = npt.NDArray[np.int64]
 
 MAX_TOKENS = 2**40      # of a workload
+IGNORED = -100          # the label of a token that has no next one, or whose next one is not in the loss
 MAX_LENGTH = 2**31 - 1  # the pairs of one document then fit an int64
 
 QUANTILE_LEVELS = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.975, 0.99, 0.995, 0.999, 1.0)

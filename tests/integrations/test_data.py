@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.data import IGNORED, Collator, rows
+from distca.data import Collator, rows
 from distca.integrations.document_lengths import from_positions
 from distca.integrations.spanning import join_slices
 from distca.runtime.transport import Transport
 from distca.testing import run_processes
+from distca.workload.documents import IGNORED
 
 
 def numbered(lengths: list[int]) -> list[list[int]]:
