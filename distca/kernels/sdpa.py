@@ -132,9 +132,9 @@ class SdpaKernel:
         else:
             dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
             for part, (dq_part, dk_part, dv_part) in zip(prepared.parts, results, strict=True):
-                dq[part.q] += dq_part
-                dk[part.k] += dk_part
-                dv[part.k] += dv_part
+                dq[part.q].add_(dq_part)
+                dk[part.k].add_(dk_part)
+                dv[part.k].add_(dv_part)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
