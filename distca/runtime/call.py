@@ -54,6 +54,10 @@ class Shapes(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shapes:
+        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+
     @property
     def q_bytes(self) -> int:
         return self.num_heads * self.head_dim * self.dtype.itemsize
