@@ -106,9 +106,10 @@ def run_backward(
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
 
-    Where it must be deterministic nothing is added up in memory: dQ comes from a kernel of its own.
+    Where it must be deterministic, or heads are wide, nothing is added up in memory: dQ comes from a kernel of its own.
     """
     dout, q, k, v, out, lse = saved
+    deterministic |= tiles_of(q.shape[2]).dq_apart
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
         q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),

@@ -20,6 +20,7 @@ class Tiles:
     forward_keys: int = TILE_KEYS
     backward_keys: int = TILE_KEYS
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
+    dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
     forward: tuple[str, ...] = ("common.cuh", "forward.cu")
     backward: tuple[str, ...] = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
@@ -31,8 +32,9 @@ _WIDE_BACKWARD = ("common.cuh", "wide.cuh", "wide_backward.cu", "backward_ends.c
 TILES = {  # by the head dim of queries and keys
     64: Tiles(64),
     128: Tiles(128),
-    192: Tiles(128, backward_keys=64, dq_keys=64, forward=_WIDE_FORWARD, backward=_WIDE_BACKWARD),
-    256: Tiles(256, forward_keys=80, backward_keys=64, dq_keys=64, forward=_WIDE_FORWARD, backward=_WIDE_BACKWARD),
+    192: Tiles(128, backward_keys=64, dq_keys=64, dq_apart=True, forward=_WIDE_FORWARD, backward=_WIDE_BACKWARD),
+    256: Tiles(256, forward_keys=80, backward_keys=64, dq_keys=64, dq_apart=True, forward=_WIDE_FORWARD,
+               backward=_WIDE_BACKWARD),
 }
 
 

@@ -155,14 +155,14 @@ class CoreAttention:
         if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
             raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
                              "'resend'")
-        shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+        shapes = Shapes.of(q, k, v)
         return Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
                        (q, k, v))
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
-        if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
             raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; give q [tokens, "
-                             "heads, dim], k and v [tokens, kv_heads, dim] with the same tokens and dim")
+                             "heads, dim], k [tokens, kv_heads, dim], v [tokens, kv_heads, value_dim]")
         if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
             raise ValueError(f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give heads that kv_heads divides")
         if not q.dtype == k.dtype == v.dtype:

@@ -1,31 +1,33 @@
-// Backward of wide heads: tiles of 64 keys, one warpgroup for dV and one for dK.
+// dK and dV of wide heads: tiles of 64 keys, one warpgroup for each gradient.
 //
 // With 256 columns the sums of 64 keys take 128 registers a thread, so a warpgroup can hold those of one gradient. The
 // first makes probabilities from transposed scores and dV from them; the second makes dP, takes the probabilities over
 // shared memory, where each thread finds those of the same places, and makes dS and dK. So scores and dP have 64
-// columns each, and all left operands of dV and dK stay in registers: halves of one product in both warpgroups would
-// read shared memory half as often again as the tensor cores can wait for. dQ is added up in memory as in backward.cu,
-// 128 columns by the first warpgroup and the rest by the second, and laid out alike.
+// columns each, and the left operands of dV and dK stay in registers: halves of one product in both warpgroups would
+// read shared memory half as often again as the tensor cores can wait for. For the same reason keys and values stay in
+// registers as far as there are any. dQ has a kernel of its own (backward_dq.cu): with so few keys in a tile, adding it
+// up in memory takes longer than computing scores and dP twice.
 
-constexpr int STAGES = 2;
+constexpr int STAGES = D == 256 ? 2 : 3;
 constexpr int DOUT_TILE = ROW_PANEL * (DV / 64);
-constexpr int SCORES = ROWS / 2;                                      // of a thread
-constexpr int FIRST_COLUMNS = 128;                                    // of dQ, which the first warpgroup makes
-constexpr int DS_TILE = KEY_PANEL;
+constexpr int SCORES = ROWS / 2;                           // of a thread
+constexpr int HELD_KEYS = D == 256 ? 6 : D / 16;           // steps of 16 columns; two more would spill
+constexpr int HELD_VALUES = DV == 256 ? 6 : DV / 16;
+constexpr int P_TILE = 4 * 128 * 16;
 constexpr int AT_KEYS = 0;
 constexpr int AT_VALUES = AT_KEYS + KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + VALUE_TILE;
 constexpr int AT_DOUTS = AT_QUERIES + STAGES * ROW_TILE;
-constexpr int AT_DS = AT_DOUTS + STAGES * DOUT_TILE;                  // two, rows are keys; dK in the end
-constexpr int AT_P = AT_DS + 2 * DS_TILE;                             // uint4 [4][threads]; dV in the end
-constexpr int AT_LSE = AT_P + 4 * 128 * 16;                           // stages of float[ROWS], times log2(e)
-constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;                  // rowsum(dO * O), likewise
-constexpr int AT_TILE = AT_DELTA + STAGES * ROWS * 4;                 // int4: k_first, k_count, blocks, head
-constexpr int AT_BLOCKS = AT_TILE + 16;                               // two int4 of a stage
+constexpr int AT_P = AT_DOUTS + STAGES * DOUT_TILE;        // two uint4 [4][threads]
+constexpr int AT_STAGING = AT_P + 2 * P_TILE;              // 64 columns of dV, and of dK
+constexpr int AT_LSE = AT_STAGING + 2 * KEY_PANEL;         // stages of float[ROWS], times log2(e)
+constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;       // rowsum(dO * O), likewise
+constexpr int AT_TILE = AT_DELTA + STAGES * ROWS * 4;      // int4: k_first, k_count, blocks, head
+constexpr int AT_BLOCKS = AT_TILE + 16;                    // two int4 of a stage
 constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
-constexpr int BLOCK_FLOATS = ROWS * D;                                // of dQ's sum
+constexpr int BLOCK_FLOATS = ROWS * D;                     // of dQ's sum, where it is added up
 static_assert(ROWS == 64 && KEYS == 64, "one product has the scores of a block");
-static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+static_assert(AT_BARRIERS + (8 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
@@ -33,14 +35,12 @@ struct Barriers {
     INLINE u32 keys_empty() const { return base + 8; }
     INLINE u32 values_full() const { return base + 16; }
     INLINE u32 values_empty() const { return base + 24; }
-    INLINE u32 p_full() const { return base + 32; }
-    INLINE u32 p_empty() const { return base + 40; }
-    INLINE u32 ds_full(u32 place) const { return base + 48 + 8 * place; }
-    INLINE u32 ds_empty(u32 place) const { return base + 64 + 8 * place; }
-    INLINE u32 queries_full(u32 stage) const { return base + 80 + 8 * stage; }
-    INLINE u32 queries_empty(u32 stage) const { return base + 80 + 8 * (STAGES + stage); }
-    INLINE u32 douts_full(u32 stage) const { return base + 80 + 8 * (2 * STAGES + stage); }
-    INLINE u32 douts_empty(u32 stage) const { return base + 80 + 8 * (3 * STAGES + stage); }
+    INLINE u32 p_full(u32 place) const { return base + 32 + 8 * place; }
+    INLINE u32 p_empty(u32 place) const { return base + 48 + 8 * place; }
+    INLINE u32 queries_full(u32 stage) const { return base + 64 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 64 + 8 * (STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 64 + 8 * (2 * STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 64 + 8 * (3 * STAGES + stage); }
 };
 
 struct Maps {
@@ -71,7 +71,6 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
     int4* said = reinterpret_cast<int4*>(shared + AT_TILE);
     const u32 items = work.count * kv_heads;
-    const int num_blocks = table[2];
     Ring<STAGES> ring;
     u32 next = 0, tile_empty = 1;
     if (lane == 0) next = draw(counter, items);
@@ -92,7 +91,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const int4 a = rows[2 * number], b = rows[2 * number + 1];
-            const int q_begin = a.x, q_end = a.y, shift = b.x, block_base = b.y;
+            const int q_begin = a.x, q_end = a.y, shift = b.x;
             const int low = max(k_first, a.z),
                       high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
             if (low >= high) continue;
@@ -113,7 +112,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (lane == 0) {
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, 0, 0);
+                    block_said[1] = make_int4(masked, 0, 0, 0);
                 }
                 copy_queries(base + AT_QUERIES + stage * ROW_TILE, maps.queries, maps.query_rows,
                              barriers.queries_full(stage), q_first, q_count, head, lane);
@@ -153,24 +152,26 @@ INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) 
     }
 }
 
-// Some columns of dQ, from all keys of the tile.
-template <int N>
-INLINE void issue_dq(float (&dq)[N], u32 ds, u32 keys) {
-    const u64 a = outer_descriptor(ds, DS_TILE), b = outer_descriptor(keys, KEY_PANEL);
+// Keys or values of this warp's rows, as left operands.
+template <int COUNT>
+INLINE void load_rows(u32 (&to)[COUNT][4], u32 tile, u32 warp, u32 lane) {
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0);
-    products_commit();
+    for (int i = 0; i < COUNT; i++)
+        load_matrices(to[i], tile + i / 4 * KEY_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
 }
 
-// They are added to the others' in global memory, in any order.
-template <int N>
-INLINE void add_dq(float* dq_sum, const float (&dq)[N], int place, int first_column, u32 thread) {
-    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + first_column * ROWS + thread * 4;
+// Products of 64 keys with a block over DIM: transposed scores, or those of values and output gradients.
+template <int DIM, int COUNT>
+INLINE void issue_transposed(float (&s)[SCORES], const u32 (&held)[COUNT][4], u32 tile, u32 block) {
 #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
+    for (int i = 0; i < DIM / 16; i++) {
+        const u64 b = inner_descriptor(block + i / 4 * ROW_PANEL) + i % 4 * INNER_STEP;
+        if (i < COUNT)
+            product<0>(s, held[i][0], held[i][1], held[i][2], held[i][3], b, i > 0);
+        else
+            product<0, 0>(s, inner_descriptor(tile + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b, true);
+    }
+    products_commit();
 }
 
 // A warp writes its 16 keys' gradients, 64 columns at a time.
@@ -202,24 +203,23 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[DIM / 2], float 
     }
 }
 
-// Probabilities, dV, and the first columns of dQ one block later.
-INLINE void compute_dv(u32 base, const Barriers& barriers, float* dq_sum, bf16* dv, int kv_heads, float scale_log2,
-                       int window) {
+// Probabilities and dV.
+INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_heads, float scale_log2, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
-    const u32 keys = base + AT_KEYS;
     Ring<STAGES> ring;
-    Ring<2> ds_ring;
-    u32 tile_full = 0, p_empty = 1;
+    Ring<2> p_ring;
+    u32 tile_full = 0;
     while (true) {
         wait(barriers.keys_full(), tile_full);
         tile_full ^= 1;
         const int4 tile = load_said(base + AT_TILE);
         if (tile.z == 0) return;
         float s[SCORES], sums[DV / 2];
-        u32 p[SCORES / 2];
-        int place;
+        u32 keys[HELD_KEYS][4], p[SCORES / 2];
+        load_rows(keys, base + AT_KEYS, warp, lane);
+        if (HELD_KEYS == D / 16) arrive(barriers.keys_empty());
 #pragma unroll
         for (int i = 0; i < DV / 2; i++) sums[i] = 0;
 
@@ -227,13 +227,12 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
             wait(barriers.queries_full(ring.stage), ring.full);
             hold(s);
             products_begin();
-            issue_rows<D>(s, keys, KEY_PANEL, base + AT_QUERIES + ring.stage * ROW_TILE, ROW_PANEL);
+            issue_transposed<D>(s, keys, base + AT_KEYS, base + AT_QUERIES + ring.stage * ROW_TILE);
         };
         auto finish_scores = [&] {
             hold(s);
-            const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
+            const int masked = load_said(base + AT_BLOCKS + 32 * ring.stage + 16).x;
             const u32 lse = base + AT_LSE + ring.stage * ROWS * 4 + columns;
-            place = said.y;
 #pragma unroll
             for (int i = 0; i < SCORES; i += 4) {
                 const float2 less = load_pair(lse + i * 8);
@@ -242,17 +241,18 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
                 s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
                 s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
             }
-            if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
+            if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
             arrive(barriers.queries_empty(ring.stage));
         };
         auto hand_over = [&] {
             round_pairs(p, s);
-            wait(barriers.p_empty(), p_empty);
-            p_empty ^= 1;
+            wait(barriers.p_empty(p_ring.stage), p_ring.empty());
 #pragma unroll
             for (int i = 0; i < SCORES / 8; i++)
-                store_shared(base + AT_P + (i * 128 + thread) * 16, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
-            arrive(barriers.p_full());
+                store_shared(base + AT_P + p_ring.stage * P_TILE + (i * 128 + thread) * 16, p[4 * i], p[4 * i + 1],
+                             p[4 * i + 2], p[4 * i + 3]);
+            arrive(barriers.p_full(p_ring.stage));
+            p_ring.advance();
         };
         auto begin_dv = [&](const Ring<STAGES>& at) {
             wait(barriers.douts_full(at.stage), at.full);
@@ -261,22 +261,11 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
             products_begin();
             issue_sums<ROWS>(sums, p, base + AT_DOUTS + at.stage * DOUT_TILE, ROW_PANEL);
         };
-        auto finish_dv = [&](const Ring<STAGES>& at) {
+        auto finish_dv = [&](u32 stage) {
             products_wait<0>();
             hold(sums);
             hold(p);
-            arrive(barriers.douts_empty(at.stage));
-        };
-        auto make_dq = [&](int of_place) {
-            float dq[FIRST_COLUMNS / 2];
-            wait(barriers.ds_full(ds_ring.stage), ds_ring.full);
-            products_begin();
-            issue_dq(dq, base + AT_DS + ds_ring.stage * DS_TILE, keys);
-            products_wait<0>();
-            hold(dq);
-            arrive(barriers.ds_empty(ds_ring.stage));
-            ds_ring.advance();
-            add_dq(dq_sum, dq, of_place, 0, thread);
+            arrive(barriers.douts_empty(stage));
         };
 
         begin_scores();
@@ -285,42 +274,40 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
         hand_over();
         for (int left = tile.z - 1; left > 0; left--) {
             const Ring<STAGES> at = ring;
-            const int this_place = place;
             ring.advance();
             begin_scores();
             begin_dv(at);
             products_wait<1>();
             finish_scores();
-            finish_dv(at);
+            finish_dv(at.stage);
             hand_over();
-            if (WITH_DQ) make_dq(this_place);
         }
+        if (HELD_KEYS < D / 16) arrive(barriers.keys_empty());
         begin_dv(ring);
-        finish_dv(ring);
+        finish_dv(ring.stage);
         ring.advance();
-        if (WITH_DQ) make_dq(place);
-        arrive(barriers.keys_empty());
-        wait(barriers.p_empty(), p_empty);  // the other warpgroup has read the last ones
-        write_keys<DV>(dv, base + AT_P, sums, 1.f, tile, kv_heads, warp, lane);
+        write_keys<DV>(dv, base + AT_STAGING, sums, 1.f, tile, kv_heads, warp, lane);
     }
 }
 
-// dS from the other's probabilities, dK, and the other columns of dQ.
-INLINE void compute_dk(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, int kv_heads, float scale) {
+// dS from the other's probabilities, and dK.
+INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const u32 columns = 2 * (lane & 3) * 4;
-    const u32 ds_place = base + AT_DS + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
     Ring<STAGES> ring;
-    Ring<2> ds_ring;
-    u32 tile_full = 0, p_full = 0;
+    Ring<2> p_ring;
+    u32 tile_full = 0;
     while (true) {
         wait(barriers.keys_full(), tile_full);
         const int4 tile = load_said(base + AT_TILE);
+        arrive(barriers.keys_empty());
         if (tile.z == 0) return;
         wait(barriers.values_full(), tile_full);
         tile_full ^= 1;
         float dp[SCORES], sums[D / 2];
-        u32 ds[SCORES / 2];
+        u32 values[HELD_VALUES][4], ds[SCORES / 2];
+        load_rows(values, base + AT_VALUES, warp, lane);
+        if (HELD_VALUES == DV / 16) arrive(barriers.values_empty());
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sums[i] = 0;
 
@@ -328,37 +315,27 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
             wait(barriers.douts_full(ring.stage), ring.full);
             hold(dp);
             products_begin();
-            issue_rows<DV>(dp, base + AT_VALUES, KEY_PANEL, base + AT_DOUTS + ring.stage * DOUT_TILE, ROW_PANEL);
+            issue_transposed<DV>(dp, values, base + AT_VALUES, base + AT_DOUTS + ring.stage * DOUT_TILE);
         };
         auto make_ds = [&] {
             const u32 delta = base + AT_DELTA + ring.stage * ROWS * 4 + columns;
-            wait(barriers.p_full(), p_full);
-            p_full ^= 1;
+            wait(barriers.p_full(p_ring.stage), p_ring.full);
 #pragma unroll
             for (int i = 0; i < SCORES / 8; i++) {
-                const uint4 p = load_shared(base + AT_P + (i * 128 + thread) * 16);
+                const uint4 p = load_shared(base + AT_P + p_ring.stage * P_TILE + (i * 128 + thread) * 16);
                 const u32 pairs[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
-                for (int j = 0; j < 4; j++) {  // pair j has numbers 2j and 2j + 1 of eight, in columns of pair j / 2
+                for (int j = 0; j < 4; j++) {  // numbers 2j and 2j + 1 of eight; two pairs stand in the same columns
                     const float2 less = load_pair(delta + (8 * i + j / 2 * 4) * 8);
                     const int at = 8 * i + 2 * j;
                     dp[at] = __uint_as_float(pairs[j] << 16) * (dp[at] - less.x);
                     dp[at + 1] = __uint_as_float(pairs[j] & 0xFFFF0000u) * (dp[at + 1] - less.y);
                 }
             }
-            arrive(barriers.p_empty());
+            arrive(barriers.p_empty(p_ring.stage));
+            p_ring.advance();
             arrive(barriers.douts_empty(ring.stage));
             round_pairs(ds, dp);
-            if (WITH_DQ) {
-                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
-#pragma unroll
-                for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                    store_matrices((ds_place + ds_ring.stage * DS_TILE) ^ (j * 32), ds[4 * j], ds[4 * j + 1],
-                                   ds[4 * j + 2], ds[4 * j + 3]);
-                fence_async_proxy();
-                sync_named(3, 128);
-                arrive(barriers.ds_full(ds_ring.stage));
-            }
         };
         auto begin_dk = [&] {
             wait(barriers.queries_full(ring.stage), ring.full);
@@ -368,20 +345,9 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
             issue_sums<ROWS>(sums, ds, base + AT_QUERIES + ring.stage * ROW_TILE, ROW_PANEL);
         };
         auto finish_dk = [&](u32 stage) {
-            products_wait<0>();
             hold(sums);
             hold(ds);
             arrive(barriers.queries_empty(stage));
-        };
-        auto make_dq = [&] {
-            float dq[(D - FIRST_COLUMNS) / 2];
-            const int place = load_said(base + AT_BLOCKS + 32 * ring.stage + 16).y;
-            issue_dq(dq, base + AT_DS + ds_ring.stage * DS_TILE, base + AT_KEYS + FIRST_COLUMNS / 64 * KEY_PANEL);
-            finish_dk(ring.stage);
-            hold(dq);
-            arrive(barriers.ds_empty(ds_ring.stage));
-            ds_ring.advance();
-            add_dq(dq_sum, dq, place, FIRST_COLUMNS, thread);
         };
 
         begin_dp();
@@ -390,32 +356,21 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, float* dq_sum, bf16* 
         for (int left = tile.z - 1; left > 0; left--) {
             make_ds();
             begin_dk();
-            if (WITH_DQ) make_dq();
             const u32 stage = ring.stage;
             ring.advance();
             begin_dp();
-            if (WITH_DQ)
-                products_wait<0>();
-            else
-                finish_dk(stage);
+            products_wait<1>();
+            finish_dk(stage);
+            products_wait<0>();
             hold(dp);
         }
         make_ds();
-        arrive(barriers.values_empty());
+        if (HELD_VALUES < DV / 16) arrive(barriers.values_empty());
         begin_dk();
-        if (WITH_DQ)
-            make_dq();
-        else
-            finish_dk(ring.stage);
+        products_wait<0>();
+        finish_dk(ring.stage);
         ring.advance();
-        arrive(barriers.keys_empty());
-        if (WITH_DQ) {  // both places of dS have been read by both
-            Ring<2> free = ds_ring;
-            wait(barriers.ds_empty(free.stage), free.empty());
-            free.advance();
-            wait(barriers.ds_empty(free.stage), free.empty());
-        }
-        write_keys<D>(dk, base + AT_DS, sums, scale, tile, kv_heads, warp, lane);
+        write_keys<D>(dk, base + AT_STAGING + KEY_PANEL, sums, scale, tile, kv_heads, warp, lane);
     }
 }
 
@@ -438,11 +393,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         barrier_init(barriers.keys_empty(), READERS);
         barrier_init(barriers.values_full(), 1);
         barrier_init(barriers.values_empty(), READERS / 2);
-        barrier_init(barriers.p_full(), READERS / 2);
-        barrier_init(barriers.p_empty(), READERS / 2);
         for (u32 i = 0; i < 2; i++) {
-            barrier_init(barriers.ds_full(i), READERS / 2);
-            barrier_init(barriers.ds_empty(i), READERS);
+            barrier_init(barriers.p_full(i), READERS / 2);
+            barrier_init(barriers.p_empty(i), READERS / 2);
         }
         for (u32 i = 0; i < STAGES; i++) {
             barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
@@ -464,8 +417,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     } else {
         take_registers<240>();
         if (warpgroup == 1)
-            compute_dv(base, barriers, dq_sum, dv, kv_heads, scale * LOG2E, window);
+            compute_dv(base, barriers, dv, kv_heads, scale * LOG2E, window);
         else
-            compute_dk(base, barriers, dq_sum, dk, kv_heads, scale);
+            compute_dk(base, barriers, dk, kv_heads, scale);
     }
 }
