@@ -26,10 +26,11 @@ from distca.cost.latency_table import LatencyTable
 from distca.integrations.document_lengths import RowSlices, from_positions, whole_documents
 from distca.integrations.row_table import Rows, RowTable
 from distca.integrations.spanning import join_slices, spans
+from distca.kernels.interface import check_tensors
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
-from distca.runtime.attention import CoreAttention, check_tensors, not_compiled
+from distca.runtime.attention import CoreAttention, not_compiled
 from distca.runtime.call import Shapes
 from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PLANS_KEPT

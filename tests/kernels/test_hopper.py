@@ -20,6 +20,7 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper_tiles import TILES
 from distca.kernels.interface import BackwardInputs
 from distca.testing import task_rows
 
@@ -181,7 +182,7 @@ class Cubin:
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", TILES)
 def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch,
                                                      tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All variants; the compiler remarks, as C7510 to C7515 and others, where it makes one wgmma wait for another."""
