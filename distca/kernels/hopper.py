@@ -19,6 +19,7 @@ import torch
 from distca.kernels.cuda_driver import nvrtc
 from distca.kernels.hopper_launch import (
     Heads,
+    Most,
     Tables,
     empty,
     free_multiprocessors,
@@ -43,10 +44,11 @@ HEAD_DIMS = (64, 128)
 class HopperTasks:
     """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "num_sms", "rows", "window")
+    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "most", "num_sms", "rows", "window")
 
-    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int) -> None:
-        self.device, self.window = device, window
+    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int,
+                 most: Most | None = None) -> None:
+        self.device, self.window, self.most = device, window, most
         self.num_sms = free_multiprocessors(device, spare_multiprocessors)
         self.by_heads: dict[Heads, Tables] = {}
         self.take(rows)
@@ -79,7 +81,7 @@ class HopperTasks:
             if capturing:
                 raise ValueError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
                                  "run once before capturing a CUDA graph")
-            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms)
+            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms, self.most)
         return self.by_heads[heads]
 
 
@@ -111,8 +113,11 @@ class HopperKernel:
             return str(error)
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> HopperTasks:
-        return HopperTasks(rows, device, window, self.spare_multiprocessors)
+    def prepare(
+        self, rows: TaskRows, device: torch.device, window: int | None = None, most: Most | None = None
+    ) -> HopperTasks:
+        """`most` makes room for any rows of so many queries, keys and rows whose queries are disjoint."""
+        return HopperTasks(rows, device, window, self.spare_multiprocessors, most)
 
     def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""

@@ -42,6 +42,7 @@ SHARED_BYTES = 227 * 1024
 CALLS_KEPT = 512
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
+Most = tuple[int, int, int]  # queries, keys and rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,15 @@ class Tables:
         object.__setattr__(self, "backward_numbers", (self.backward.data_ptr(), counters + 4, *backward[:-1]))
 
     @classmethod
-    def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Tables:
+    def build(
+        cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int,
+        most: Most | None = None,
+    ) -> Tables:
+        """With room for a little more, or for any rows up to `most`."""
         forward, backward = tables_of(rows, window, heads, num_sms)
         capacity = Capacity.fitting(forward, backward)
+        if most is not None:
+            capacity = capacity.or_more(Capacity.bound(*most, tokens_per_block(heads[0] // heads[1])))
         return cls(
             capacity,
             _pinned(forward.pack(capacity), device).to(device, non_blocking=True),

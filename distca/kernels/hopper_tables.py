@@ -15,7 +15,7 @@ Everything here is a handful of numpy calls: no loop over rows, tiles or pairs o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,10 @@ class Capacity:
             rows=most_rows,
             blocks=most_parts(num_q, most_rows, tokens_per_block),
         )
+
+    def or_more(self, other: Capacity) -> Capacity:
+        """Room for what either has room for."""
+        return Capacity(*(max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)))
 
     def holds(self, forward: ForwardTables, backward: BackwardTables) -> str | None:
         """None when both tables fit, else what does not and what to do."""
