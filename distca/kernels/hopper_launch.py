@@ -332,11 +332,12 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> tor
     """
     if _empty_strided is None or not like.is_cuda:
         return torch.empty(shape, dtype=dtype, device=like.device)
-    if len(shape) == 3:
-        stride: tuple[int, ...] = (shape[1] * shape[2], shape[2], 1)
+    sizes = tuple(shape)                                         # of which a torch.Size is none
+    if len(sizes) == 3:
+        stride: tuple[int, ...] = (sizes[1] * sizes[2], sizes[2], 1)
     else:
-        stride = (shape[1], 1) if len(shape) == 2 else (1,)
-    return _empty_strided(shape, stride, dtype)
+        stride = (sizes[1], 1) if len(sizes) == 2 else (1,)
+    return _empty_strided(sizes, stride, dtype)
 
 
 def free_multiprocessors(device: torch.device, spare: int) -> int:

@@ -197,7 +197,7 @@ class SteadyAttention:
         if reason is not None:
             raise ValueError(f"SteadyAttention needs kernel 'hopper', which cannot run here: {reason}; use "
                              "CoreAttention")
-        from distca.runtime import exchange_triton               # which needs a GPU's packages
+        from distca.runtime import exchange_triton  # which needs a GPU's packages
 
         self._launches = exchange_triton
         self.node, self.shapes, self.scale, self.window = node, shapes, scale, plan.window
@@ -236,8 +236,9 @@ class SteadyAttention:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """out and log-sum-exp of the row, without autograd."""
         if (len(q), len(k)) != self.row_tokens or k.shape != v.shape:
-            raise ValueError(f"q has {len(q)} tokens, k {len(k)} and v {len(v)}, but the plans put {self.row_tokens[0]} "
-                             f"queries and {self.row_tokens[1]} keys on rank {self.node.rank}; pass its own row")
+            raise ValueError(f"q has {len(q)} tokens, k {len(k)} and v {len(v)}, but the plans put "
+                             f"{self.row_tokens[0]} queries and {self.row_tokens[1]} keys on rank {self.node.rank}; "
+                             "pass its own row")
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
             q.shape[:2], dtype=self.shapes.lse_dtype)
         buffers = self._dispatched(self._forward, (q, k, v), self._buffers[:3])
