@@ -109,8 +109,9 @@ def main() -> None:
                       f"{row.first_step_seconds:.1f}", f"{row.memory_bytes / 2**30:.1f}")
     Console(width=120).print(table)
     seconds = {row.mode: row.step_seconds for row in results}
-    ratios = {f"{other} / distca{tail}": seconds[other] / seconds[f"distca{tail}"] for tail in ("", ", compiled")
-              for other in seconds if f"distca{tail}" in seconds}
+    pairs = [("flex_attention", "distca"), ("flex_attention, compiled", "distca, compiled"),
+             ("distca", "distca, compiled")]
+    ratios = {f"{one} / {other}": seconds[one] / seconds[other] for one, other in pairs if {one, other} <= set(seconds)}
     host = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **versions(),
             "transformers": transformers.__version__}
     content = {"host": host, "options": {"layers": chosen.layers, "steps": chosen.steps, "lengths": LENGTHS},

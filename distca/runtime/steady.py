@@ -210,14 +210,17 @@ class SteadyAttention:
             for tables in zip(*everyones, strict=True))
         q, k, lse = (one.new_empty((count, *one.shape[1:])) for one, count in zip(
             shapes.empty_row(), (num_q, num_k, num_q), strict=True))
-        self._buffers = q, k, torch.empty_like(k), torch.empty_like(q), torch.empty_like(q), lse
+        self._buffers = BackwardInputs(torch.empty_like(q), q, k, torch.empty_like(k), torch.empty_like(q), lse)
         self._memory = node.memory(2 * self._region_bytes)
         self._regions = [tuple(peer[at:at + self._region_bytes] for peer in self._memory.peers)
                          for at in (0, self._region_bytes)]
         self._agree(plan, backward, None)
 
     def refill(self, plan: Plan, backward: Plan | None = None) -> None:
-        """Follow these plans from now on, also in graphs that were captured; every rank raises where one cannot."""
+        """Follow these plans from now on, also in graphs that were captured.
+
+        Where one rank cannot, every rank raises, and calls nothing before it was refilled with plans that fit.
+        """
         reason = None
         try:
             tables = self._tables(self.node.rank, plan, backward)
@@ -241,17 +244,16 @@ class SteadyAttention:
                              "pass its own row")
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
             q.shape[:2], dtype=self.shapes.lse_dtype)
-        buffers = self._dispatched(self._forward, (q, k, v), self._buffers[:3])
-        results = self.kernel.forward(*buffers, self._forward.rows, self.scale)
+        there = self._dispatched(self._forward, (q, k, v), self._buffers[1:4])
+        results = self.kernel.forward(there[0], there[1], there[2], self._forward.rows, self.scale)
         return self._combined(self._forward, results, (out, lse))
 
     def backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor) -> Tensors:
         """dq, dk, dv of the row."""
         gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        buffers = self._dispatched(self._backward, (q, k, v, out, dout, lse), self._buffers)
-        there = BackwardInputs(buffers[4], *buffers[:4], buffers[5])
-        results = self.kernel.backward(there, self._backward.rows, self.scale)
+        there = self._dispatched(self._backward, (dout, q, k, v, out, lse), self._buffers)
+        results = self.kernel.backward(BackwardInputs(*there), self._backward.rows, self.scale)
         return self._combined(self._backward, results, gradients)
 
     def _dispatched(self, way: _Way, row: Tensors, buffers: Tensors) -> Tensors:
@@ -281,14 +283,14 @@ class SteadyAttention:
                 raise ValueError(f"the plan has {one.num_servers} servers and a window of {one.window}; give plans of "
                                  f"{self.node.size} servers and a window of {self.window}")
         return (Tables.of(plan, rank, [q, kv, kv], [q, lse], self.shapes.num_heads),
-                Tables.of(backward, rank, [q, kv, kv, q, q, lse], [q, kv, kv], None))
+                Tables.of(backward, rank, [q, q, kv, kv, q, lse], [q, kv, kv], None))
 
     def _check_room(self, tables: Tables) -> None:
         if tables.row_tokens != self.row_tokens:
             raise ValueError(f"the plan puts {tables.row_tokens} queries and keys on rank {self.node.rank}, where "
                              f"there were {self.row_tokens}; make a SteadyAttention for each number of tokens")
-        needs = (("queries of tasks", tables.buffer_tokens[0], len(self._buffers[0])),
-                 ("keys of tasks", tables.buffer_tokens[1], len(self._buffers[1])),
+        needs = (("queries of tasks", tables.buffer_tokens[0], len(self._buffers.q)),
+                 ("keys of tasks", tables.buffer_tokens[1], len(self._buffers.k)),
                  ("bytes received", tables.region_bytes, self._region_bytes))
         for what, count, most in needs:
             if count > most:

@@ -33,16 +33,15 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=f"needs an NVIDIA Hopper GPU; {MISSING}"),
 ]
 
-RANKS = 2
 MODEL = ModelShape("small", 1, 512, 8, 2, 128, 1024, 64)
-LENGTHS = [[2900, 1, 127, 68], [700, 1300, 513, 583], [3096], [1548, 1548]]  # 3096 = 2 x 1548
+LENGTHS = [[2900, 1, 127, 68], [700, 1300, 513, 583], [3096], [1548, 1548]]  # 3096 = 2 x 1548 = 4 x 774
 
 
-def plans() -> list[Plan]:
+def plans(ranks: int) -> list[Plan]:
     """The first one in the most pieces."""
-    layouts = [pack(lengths, ranks=RANKS) for lengths in LENGTHS]
-    found = [scattered_plan(1, layouts[0], RANKS, MODEL), *(balance(one, MODEL, tolerance=0.05) for one in layouts),
-             scattered_plan(2, layouts[1], RANKS, MODEL)]
+    layouts = [pack(lengths, ranks=ranks) for lengths in LENGTHS]
+    found = [scattered_plan(1, layouts[0], ranks, MODEL), *(balance(one, MODEL, tolerance=0.05) for one in layouts),
+             scattered_plan(2, layouts[1], ranks, MODEL)]
     assert sum(bool((plan.tasks.home != plan.tasks.server).any()) for plan in found) >= 3
     return found
 
@@ -81,7 +80,7 @@ def layer_of(joined: C10dTransport) -> tuple[Layer, list[Plan]]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     from distca.runtime.transport.symmetric import SymmetricTransport
 
-    transport, found = SymmetricTransport(joined.group, timeout_seconds=60.0), plans()
+    transport, found = SymmetricTransport(joined.group, timeout_seconds=60.0), plans(joined.size)
     return Layer(SteadyAttention(transport, found[0], Shapes(8, 2, 128, torch.bfloat16, GPU), room=3.0)), found
 
 
@@ -89,11 +88,11 @@ def replays_exactly(joined: C10dTransport) -> bool:
     layer, found = layer_of(joined)
     for seed, plan in enumerate([*found, found[0]]):
         layer.steady.refill(plan, found[0] if plan.layout is found[0].layout else None)
-        batch = [x.to(torch.bfloat16).cuda() for x in random_qkv(seed, plan.layout.num_tokens, 8, 2, 128,
-                                                                 torch.float32)]
+        batch = q, k, v, dout = tuple(x.to(torch.bfloat16).cuda() for x in random_qkv(
+            seed, plan.layout.num_tokens, 8, 2, 128, torch.float32))
         index = row_index(plan.layout, joined.rank).cuda()
         layer.replay([x[index] for x in batch])
-        expected = expected_attention(*batch, TaskRows.documents(plan.layout.lengths))
+        expected = expected_attention(q, k, v, dout, TaskRows.documents(plan.layout.lengths))
         for whole, got in zip([expected[0], *expected[2:]], layer.results, strict=True):
             whole.at(index).check(got)
     return True
@@ -123,8 +122,9 @@ def replays_without_allocating(joined: C10dTransport) -> bool:
     return allocations() == before
 
 
-@pytest.mark.parametrize("body", [replays_exactly, replays_without_allocating])
-def test_a_captured_layer(body: Any) -> None:
-    outcomes = run_processes(RANKS, body, timeout_seconds=90.0, deadline_seconds=240.0)
+@pytest.mark.parametrize(("body", "ranks"), [
+    (replays_exactly, 2), (replays_exactly, 4), (replays_without_allocating, 2)])
+def test_a_captured_layer(body: Any, ranks: int) -> None:
+    outcomes = run_processes(ranks, body, timeout_seconds=90.0, deadline_seconds=240.0)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None and outcome.exit_code == 0 and outcome.value is True, f"rank {rank}: {outcome}"

@@ -115,7 +115,7 @@ def test_multiprocessors_to_spare_are_for_hopper_alone() -> None:
     attend = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), spare_multiprocessors=8)
     plan = distca.plan(distca.pack([5], ranks=1), model="tiny")
     with pytest.raises(ValueError, match="spare_multiprocessors is 8, but kernel sdpa"):
-        attend(*(torch.ones(5, 1, 8) for _ in range(3)), plan)
+        attend(torch.ones(5, 1, 8), torch.ones(5, 1, 8), torch.ones(5, 1, 8), plan)
 
 
 def test_integers_are_nobodys() -> None:

@@ -158,9 +158,9 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hopper_launch, "_forward_kernel", lambda *_: kernel)
     place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), 16, 32, 48, (256, 64, 1),
                               (128, 64, 1), (128, 64, 1), False)
-    first, _ = hopper_launch._forward_call(1, *place)
-    assert hopper_launch._forward_call(1, *place)[0] is first
-    assert hopper_launch._forward_call(2, *place)[0] is not first
+    first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
+    assert first is not None and again is first
+    assert elsewhere is not None and elsewhere[0] is not first[0]
     hopper_launch._forward_call.cache_clear()
 
 
