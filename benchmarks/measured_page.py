@@ -32,7 +32,7 @@ KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cud
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, pipeline,
-             overlap, integrations, simulated, trusted, report_page)
+             overlap, integrations, transformers_on_a_gpu, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -198,6 +198,16 @@ def integrations(results: Path) -> str:
             f"{content['speedup']:.2f}× of attention computed per document, "
             f"{_loss(content['largest_loss_difference'])} ({_source('integrations')}, `benchmarks/integrations.py "
             f"--tokens {options['tokens']} --layers {options['layers']}`).")
+
+
+def transformers_on_a_gpu(results: Path) -> str:
+    content = _read(results, "transformers_gpu")
+    seconds = {row["mode"]: f"{1e3 * row['step_seconds']:.0f} ms" for row in content["rows"]}
+    return (f"A Llama of {content['options']['layers']} layers in Transformers on one {content['host']['device']}, one "
+            f"packed row of {sum(content['options']['lengths']):,} tokens, a step with AdamW: {seconds['distca']} with "
+            f"distca and {seconds['flex_attention']} with `flex_attention`, under torch.compile "
+            f"{seconds['distca, compiled']} and {seconds['flex_attention, compiled']} ({_source('transformers_gpu')}, "
+            "`benchmarks/transformers_gpu.py`).")
 
 
 def simulated(results: Path) -> str:

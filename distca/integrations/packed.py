@@ -252,7 +252,7 @@ def _read(
                              "the queries, keys and values of just these")
     except ValueError as error:
         return error, None
-    return slices, Shapes.of(q, k)
+    return slices, Shapes.of(q, k, v)
 
 
 def _shape_of(shapes: Shapes) -> ModelShape:

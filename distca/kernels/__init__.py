@@ -7,6 +7,7 @@ that fit, and says so once; or a kernel's name, which fits or is refused with th
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
 from distca.kernels.varlen import VarlenKernel
 
-__all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
+__all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]
 
 _KERNELS: tuple[Kernel, ...] = (
     HopperKernel(), CudnnKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel(),
@@ -56,6 +57,16 @@ def choose(
             return kernel
         refused.append(f"{kernel.name}: {reason}")
     raise ValueError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
+
+
+def sparing(kernel: Kernel, multiprocessors: int) -> Kernel:
+    """The same kernel with so many of the GPU's multiprocessors left to copies and collectives."""
+    if multiprocessors == 0:
+        return kernel
+    if not isinstance(kernel, HopperKernel):
+        raise ValueError(f"spare_multiprocessors is {multiprocessors}, but kernel {kernel.name} leaves none free; give "
+                         "0, or kernel='hopper' on a Hopper GPU")
+    return replace(kernel, spare_multiprocessors=multiprocessors)
 
 
 def _announce(

@@ -17,7 +17,16 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import Heads, Tables, free_multiprocessors, run_backward, run_forward, tables_of
+from distca.kernels.hopper_launch import (
+    Heads,
+    Most,
+    Tables,
+    empty,
+    free_multiprocessors,
+    run_backward,
+    run_forward,
+    tables_of,
+)
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
 from distca.kernels.hopper_tiles import DIMS_TEXT, TILES
 from distca.kernels.interface import (
@@ -35,10 +44,11 @@ from distca.kernels.interface import (
 class HopperTasks:
     """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "num_sms", "rows", "window")
+    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "most", "num_sms", "rows", "window")
 
-    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int) -> None:
-        self.device, self.window = device, window
+    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int,
+                 most: Most | None = None) -> None:
+        self.device, self.window, self.most = device, window, most
         self.num_sms = free_multiprocessors(device, spare_multiprocessors)
         self.by_heads: dict[Heads, Tables] = {}
         self.take(rows)
@@ -55,22 +65,23 @@ class HopperTasks:
             self.by_heads[heads] = self.by_heads[heads].refilled(*content)
         self.rows, self.inside = rows, inside
         self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
-        self.checked: set[tuple[object, ...]] = set()
+        self.checked: dict[tuple[object, ...], Tables] = {}
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """check_inputs, once for tensors of the same shapes."""
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        if key not in self.checked:
+    def tables(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, capturing: bool) -> Tables:
+        """The tables for these tensors' heads; tensors are checked once for each kind of them."""
+        kind = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device())
+        found = self.checked.get(kind)
+        if found is None:
             check_inputs(q, k, v, self.rows)
-            self.checked.add(key)
+            found = self.checked[kind] = self._of_heads((q.shape[1], k.shape[1], q.shape[2]), capturing)
+        return found
 
-    def tables(self, q: torch.Tensor, k: torch.Tensor, capturing: bool) -> Tables:
-        heads = q.shape[1], k.shape[1], q.shape[2]
+    def _of_heads(self, heads: Heads, capturing: bool) -> Tables:
         if heads not in self.by_heads:
             if capturing:
                 raise ValueError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
                                  "run once before capturing a CUDA graph")
-            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms)
+            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms, self.most)
         return self.by_heads[heads]
 
 
@@ -104,8 +115,11 @@ class HopperKernel:
             return str(error)
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> HopperTasks:
-        return HopperTasks(rows, device, window, self.spare_multiprocessors)
+    def prepare(
+        self, rows: TaskRows, device: torch.device, window: int | None = None, most: Most | None = None
+    ) -> HopperTasks:
+        """`most` makes room for any rows of so many queries, keys and rows whose queries are disjoint."""
+        return HopperTasks(rows, device, window, self.spare_multiprocessors, most)
 
     def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""
@@ -114,14 +128,12 @@ class HopperKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        prepared.check(q, k, v)
-        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
-        out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=accumulation_dtype(q.dtype), device=q.device)
-        if capturing or prepared.covered["q"] < q.shape[0]:  # a graph is replayed with other rows
+        capturing, scale, shape = _capturing(q), _positive(softmax_scale(q, scale)), q.shape
+        tables = prepared.tables(q, k, v, capturing)
+        out, lse = empty((*shape[:2], v.shape[2]), q.dtype, q), empty(shape[:2], accumulation_dtype(q.dtype), q)
+        if capturing or prepared.covered["q"] < shape[0]:  # a graph is replayed with other rows
             out.zero_()
             lse.fill_(-torch.inf)
-        tables = prepared.tables(q, k, capturing)
         if tables.num_blocks or capturing:
             run_forward(q, k, v, out, lse, tables, prepared.window, scale)
         return out, lse
@@ -130,15 +142,14 @@ class HopperKernel:
         self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
-        prepared.check(q, k, v)
         capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        tables = prepared.tables(q, k, v, capturing)
+        dq, dk, dv = empty(q.shape, q.dtype, q), empty(k.shape, k.dtype, k), empty(v.shape, v.dtype, v)
         if capturing or prepared.covered["q"] < q.shape[0]:
             dq.zero_()
         if capturing or prepared.covered["k"] < k.shape[0]:
             dk.zero_()
             dv.zero_()
-        tables = prepared.tables(q, k, capturing)
         if tables.num_blocks or capturing:
             num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
             run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, prepared.window, scale,
@@ -147,7 +158,7 @@ class HopperKernel:
 
 
 def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _covered(begin: np.ndarray, end: np.ndarray) -> int:

@@ -15,7 +15,7 @@ Everything here is a handful of numpy calls: no loop over rows, tiles or pairs o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Capacity:
         return cls(**{name: 1 << max(0, count - 1).bit_length() for name, count in _counts(forward, backward).items()})
 
     @classmethod
-    def bound(cls, num_q: int, num_k: int, num_rows: int, tokens_per_block: int) -> Capacity:
+    def bound(cls, num_q: int, num_k: int, num_rows: int, tokens_per_block: int, tile_keys: int) -> Capacity:
         """Room for any rows whose queries are disjoint, with at most that many queries, keys and rows."""
         most_rows = min(num_rows, num_q)
         most_regions = min(most_rows, num_k)
@@ -58,10 +58,14 @@ class Capacity:
         return cls(
             tiles=most_parts(num_q, most_rows, 2 * tokens_per_block),
             segments=most_rows,
-            items=most_parts(num_k, most_regions, TILE_KEYS),
+            items=most_parts(num_k, most_regions, tile_keys),
             rows=most_rows,
             blocks=most_parts(num_q, most_rows, tokens_per_block),
         )
+
+    def or_more(self, other: Capacity) -> Capacity:
+        """Room for what either has room for."""
+        return Capacity(*(max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)))
 
     def holds(self, forward: ForwardTables, backward: BackwardTables) -> str | None:
         """None when both tables fit, else what does not and what to do."""

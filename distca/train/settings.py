@@ -139,6 +139,8 @@ class Attention:
     cost: str = setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
                             "forward and backward each by its own; empty balances causal pairs.")
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
+    spare_multiprocessors: int = setting(0, "Multiprocessors of a GPU that kernel hopper leaves free for copies and "
+                                            "collectives that run beside.", least=0, most=1023)
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                          choices=("resend", "keep"))
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "

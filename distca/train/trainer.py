@@ -107,7 +107,8 @@ class Trainer:
         self.peak_flops = peak_of(device, dtype)
         shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       transport=transport_between(shared, settings), recorder=self.recorder)
+                                       transport=transport_between(shared, settings), recorder=self.recorder,
+                                       spare_multiprocessors=settings.attention.spare_multiprocessors)
         nodes = self.attention.topology
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                              model=shape.model, topology=nodes)

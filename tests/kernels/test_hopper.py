@@ -152,6 +152,19 @@ def test_spare_multiprocessors_are_not_taken(launched: list[bool], monkeypatch: 
         assert [tables.num_sms for tables in prepared.by_heads.values()] == [132 - spare]
 
 
+def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch's storages are read while other threads run, as autograd's."""
+    monkeypatch.setattr(hopper_launch, "tensor_map", lambda *_: cuda_driver.TensorMap())
+    kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
+    monkeypatch.setattr(hopper_launch, "_forward_kernel", lambda *_: kernel)
+    place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), 16, 32, 48, (256, 64, 1),
+                              (128, 64, 1), (128, 64, 1), False)
+    first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
+    assert first is not None and again is first
+    assert elsewhere is not None and elsewhere[0] is not first[0]
+    hopper_launch._forward_call.cache_clear()
+
+
 @pytest.mark.parametrize("spare", [-1, 132])
 def test_spares_that_leave_none_are_refused(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
