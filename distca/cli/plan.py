@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -34,10 +33,8 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.cluster_file import find_cluster
 from distca.cost.shipped_tables import find_table
 from distca.models import model_named
-from distca.planning.balance import balance
-from distca.planning.placed import plan_placed
 from distca.planning.plan import Plan
-from distca.planning.step import work_of_documents
+from distca.planning.step import StepPlan, plan_step
 from distca.planning.tasks import tasks_at_home
 from distca.report.figures import PlannedBatch
 from distca.report.planned_batches import PlannedBatches
@@ -45,9 +42,8 @@ from distca.report.render_batches import print_batches
 from distca.spec import ModelShape
 from distca.units import UNITS_HELP
 from distca.validation import MAX_RANKS, check_whole
-from distca.workload.layout import Layout
 from distca.workload.length_files import Reading
-from distca.workload.packing import check_tolerance, pack, pack_workload
+from distca.workload.packing import check_tolerance, pack
 from distca.workload.topology import Topology
 
 
@@ -71,9 +67,11 @@ class PlanPool:
     def speed(self, ranks: int) -> np.ndarray:
         return np.ones(ranks + self.dedicated)
 
-    def balanced(self, layout: Layout, backward: bool = False) -> Plan:
-        return balance(layout, self.model, tolerance=self.tolerance, speed=self.speed(layout.num_ranks), tp=self.tp,
-                       cost=self.cost, backward=backward, topology=self.topology(layout.num_ranks))
+    def step(self, lengths: np.ndarray, ranks: int, placement: str) -> StepPlan:
+        """One attention call, forward and backward."""
+        return plan_step([lengths], self.model, num_data=ranks, layers=(1,), tp=self.tp, ping_pong=False,
+                         placement=placement, tolerance=self.tolerance, speed=self.speed(ranks), cost=self.cost,
+                         topology=self.topology(ranks))
 
 
 def plan_command(
@@ -172,9 +170,9 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
         cost.table.require(int(batch.lengths.max()))
     step("placing documents and balancing attention")
     begin = perf_counter()
-    plan, used = plan_placed(placement, partial(_layout, batch, pool), pool.balanced)
-    backward = plan if cost is None else pool.balanced(plan.layout, backward=True)
+    planned = pool.step(batch.lengths, batch.ranks, placement)
     plan_seconds = perf_counter() - begin
+    plan, backward = planned.plans()[0], planned.plans()[-1]
     step("proving the plan")
     invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
@@ -183,7 +181,7 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
     before = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost,
                   topology=None if topology is None else topology.first(batch.ranks))
     return PlannedBatch.of(plan, batch.source, before=before, backward=backward, placement=placement,
-                           plan_seconds=plan_seconds, invalid=invalid, placement_used=used)
+                           plan_seconds=plan_seconds, invalid=invalid, placement_used=planned.placement)
 
 
 def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[int | None, int]:
@@ -198,17 +196,6 @@ def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[in
     return shape.ranks_per_node(tp), shape.nodes_per_pod
 
 
-def _layout(batch: DocumentBatch, pool: PlanPool, placement: str) -> Layout:
-    speed = pool.speed(batch.ranks)
-    work, wave_tokens = work_of_documents(pool.cost), 1 if pool.cost is None else pool.cost.wave_tokens
-    topology = pool.topology(batch.ranks)
-    if batch.workload is not None:
-        return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
-                             document_work=work, wave_tokens=wave_tokens, topology=topology)
-    return pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank, placement=placement,
-                tolerance=pool.tolerance, speed=speed, document_work=work, wave_tokens=wave_tokens, topology=topology)
-
-
 def _failed_proof(plan: Plan) -> str | None:
     try:
         plan.validate()
@@ -219,5 +206,4 @@ def _failed_proof(plan: Plan) -> str | None:
 
 def _warm_up(pool: PlanPool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
-    batch = DocumentBatch("warm-up", np.array([3072, 512, 512]), 2, 2048)
-    pool.balanced(_layout(batch, pool, placement)).summary()
+    pool.step(np.array([3072, 512, 512]), 2, placement).plans()[0].summary()
