@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
+from distca.cost.work import attention_backward_flops, attention_flops
 from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.placed import Planner, is_no_more, sends_no_more
 from distca.planning.plan import Plan, server_work
@@ -141,6 +142,19 @@ class StepPlan:
         """Every plan of a forward tick once, in the order of ticks; of stages that share attention."""
         return list({id(plan): plan for tick, nanos in enumerate(self.by_stage[0]) if not self.ticks.phase(tick)
                      for depths in nanos for plan in depths}.values())
+
+    def server_work(self) -> np.ndarray:
+        """[servers] attention of the step, both ways, where stages share it: seconds, or forward's pairs.
+
+        Of a pair backward counts as so much more as it has more FLOPs.
+        """
+        ratio = attention_backward_flops(1.0, self.model, self.tp) / attention_flops(1.0, self.model, self.tp)
+        times: dict[int, float] = {}
+        for tick, nanos in enumerate(self.by_stage[0]):
+            weight = ratio if self.ticks.phase(tick) else 1.0
+            for plan, count in _counted([plan for depths in nanos for plan in depths]):
+                times[id(plan)] = times.get(id(plan), 0.0) + count * (1.0 if plan.cost is not None else weight)
+        return np.asarray(np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0))
 
     def validate(self) -> None:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""

@@ -15,7 +15,7 @@ from distca.models import TRAINABLE
 from distca.planning.tick_plans import layers_of_stages
 from distca.planning.windows import windows_by_depth
 from distca.train.decoder_shape import DecoderShape, check_model, decoder_shape
-from distca.train.degrees import check_dedicated, check_pipeline, check_tensor
+from distca.train.degrees import check_adapt, check_dedicated, check_pipeline, check_tensor
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
 
@@ -138,6 +138,8 @@ class Attention:
                                common=True)
     cost: str = setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
                             "forward and backward each by its own; empty balances causal pairs.")
+    adapt: bool = setting(False, "Learn from measured seconds how fast each rank's attention is beside the others', and "
+                                 "give a slower one less; for attention.mode disaggregated.")
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                          choices=("resend", "keep"))
@@ -275,6 +277,7 @@ class Settings:
             raise ValueError(f"attention.ranks_per_node is {self.attention.ranks_per_node} but attention.dedicated is "
                              f"{self.attention.dedicated}, and ranks that only serve exchange in one hop; set one of "
                              "them to 0")
+        check_adapt(self.attention.adapt, self.attention.mode, self.attention.dedicated)
         ranks = self.run.ranks - self.attention.dedicated
         counted = "run.ranks less attention.dedicated" if self.attention.dedicated else "run.ranks"
         if ranks % tensor:
