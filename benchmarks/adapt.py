@@ -1,8 +1,8 @@
 """Does attention.adapt help where one rank is slow? CPU ranks train, the last one computing all its attention twice.
 
 Two trainers take turns, step by step, on the same documents: one plans for equal servers, the other learns speeds.
-What counts is the slowest rank's attention, which everybody waits for. A rank of half the speed among R - 1 others holds
-equal shares up for 2 / R of all the work; shares by speed take 1 / (R - 0.5), and the tolerance.
+What counts is the slowest rank's attention, which everybody waits for. Of R ranks, one of half the speed holds equal
+shares up for 2 / R of all the work; shares by speed take 1 / (R - 0.5), and the tolerance.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def one_rank(settings: Settings) -> int:
     rank, ranks = here().rank, here().world
     start_group(settings, torch.device("cpu"), ranks)
     if rank == ranks - 1:
-        choose = registry.choose
+        choose = vars(registry)["choose"]
         vars(registry)["choose"] = lambda *arguments: Twice(choose(*arguments))
     trainers = {name: Trainer(settings, torch.device("cpu")) for name in VARIANTS}
     records: dict[str, list[Any]] = {name: [] for name in VARIANTS}

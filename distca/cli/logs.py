@@ -36,6 +36,7 @@ SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the un
     "exposed_seconds": "waiting for exchanges, seconds",
     "host_seconds": "waiting for the batch, seconds",
     "memory_bytes": "memory, bytes",
+    "tolerance": "tolerance chosen",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
 }

@@ -23,6 +23,7 @@ from distca.planning.placed import Planner, is_no_more, sends_no_more
 from distca.planning.plan import Plan, server_work
 from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
+from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
@@ -111,6 +112,7 @@ class StepPlan:
     gather_ranks: int = 1                       # neighbours that gather each other's keys whole, as context parallelism
                                                 # does; 1: keys go where plans need them
     placement: str | None = None                # of the documents: given where balanced was asked for and sends more
+    tried: tuple[tuple[float, float], ...] = ()  # tolerances that were planned, with the step's predicted seconds
 
     @property
     def num_stages(self) -> int:
@@ -235,7 +237,7 @@ def plan_step(
     tp: int = 1,
     ping_pong: bool = True,
     placement: str = "balanced",
-    tolerance: float = 0.05,
+    tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None,
     cost: AttentionTime | None = None,
     topology: Topology | None = None,
@@ -245,19 +247,17 @@ def plan_step(
     `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
     as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
     placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs.
+    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs. Where `tolerance` is a
+    function that predicts a step's seconds, the quickest of `TOLERANCES` is taken.
     """
-    planner = _Planner([np.asarray(lengths, dtype=np.int64) for lengths in micro_batches], model, num_data,
-                       tuple(layers), tp, ping_pong, tolerance, check_pool(speed, len(layers) * num_data), cost,
-                       topology)
-    step = planner.step(placement)
-    if placement != "balanced":
-        return step
-    no_more = sends_no_more(step.forward_plans(), planner.in_order)
-    if no_more:
-        return step
-    given = planner.step("given")
-    return step if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()) else given
+    pool = check_pool(speed, len(layers) * num_data)
+    lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
+
+    def plan(tolerance: float) -> StepPlan:
+        planner = _Planner(lengths, model, num_data, tuple(layers), tp, ping_pong, tolerance, pool, cost, topology)
+        return planner.no_worse_than_given() if placement == "balanced" else planner.step(placement)
+
+    return quickest(plan, tolerance) if callable(tolerance) else plan(tolerance)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,6 +279,15 @@ class _Planner:
         return self._step(placement, partial(
             plan_ticks, model=self.model, layers=self.layers, tolerance=self.tolerance, tp=self.tp, speed=self.pool,
             cost=self.cost, topology=self.topology))
+
+    def no_worse_than_given(self) -> StepPlan:
+        """Balanced placement's step, or given's where that sends less."""
+        step = self.step("balanced")
+        no_more = sends_no_more(step.forward_plans(), self.in_order)
+        if no_more:
+            return step
+        given = self.step("given")
+        return step if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()) else given
 
     def in_order(self, planner: Planner) -> list[Plan]:
         """Forward's plans by another planner, with documents in the given order."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +25,13 @@ import torch
 from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.cost.attention_time import AttentionTime
+from distca.cost.cluster_file import find_cluster
 from distca.cost.shipped_tables import find_table
 from distca.planning.step import StepPlan, StepSummary, plan_step
 from distca.planning.tick_plans import layers_of_stages
+from distca.planning.tolerance import StepSeconds
 from distca.planning.windows import with_windows
+from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
@@ -316,10 +320,18 @@ def step_plan(
         step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     else:
         servers = len(layers) * num_data + attention.dedicated // tp  # with this rank's heads
+        tolerance = attention.tolerance if isinstance(attention.tolerance, float) else _step_seconds(
+            model, attention.cluster, tp, attention.cost)
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
-                         placement=attention.placement, tolerance=attention.tolerance,
+                         placement=attention.placement, tolerance=tolerance,
                          speed=np.ones(servers) if speed is None else speed, cost=cost, topology=topology)
     return with_windows(step, model.layer_windows)
+
+
+@lru_cache(maxsize=4)
+def _step_seconds(model: ModelShape, cluster: str, tp: int, cost: str) -> StepSeconds:
+    """What `attention.tolerance` auto is chosen by."""
+    return step_seconds(model, find_cluster(cluster), tp, find_table(cost))
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

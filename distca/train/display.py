@@ -189,8 +189,8 @@ def plain_line(record: StepRecord, steps: int) -> str:
     speeds = f"speeds {min(record.server_speed):.2f}–{max(record.server_speed):.2f}  " if record.server_speed else ""
     return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  {held_out}lr {record.lr:.2e}  "
             f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s{used(record.mfu)}  "
-            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}{size(record.bytes_per_layer)}/layer  "
-            f"attention {_share(record.attention_seconds, record.seconds)}  "
+            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}"
+            f"{size(record.bytes_per_layer)}/layer  attention {_share(record.attention_seconds, record.seconds)}  "
             f"linear {_share(record.linear_seconds, record.seconds)}  "
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
 

@@ -34,6 +34,7 @@ class StepRecord:
     attention_seconds: float = 0.0  # computing core attention, mean over the ranks that train
     linear_seconds: float = 0.0  # computing the rest of the model, mean over the ranks that train
     mfu: float | None = None  # model FLOPs over what the GPUs' peak would do in the step; None where that is unknown
+    tolerance: float | None = None  # that was chosen, where attention.tolerance is auto
     attention_seconds_max: float | None = None  # the slowest rank's, where attention.adapt measures each one's
     server_speed: tuple[float, ...] | None = None  # of the pool's ranks after this step, over the median; then, too
 

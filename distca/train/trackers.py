@@ -14,7 +14,7 @@ from distca.train.settings import Settings
 
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
-          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss")
+          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
 
 
 class Tracker(Protocol):

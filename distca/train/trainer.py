@@ -197,6 +197,7 @@ class Trainer:
             mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
             memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles,
+            tolerance=plan.plans()[0].tolerance if plan.tried else None,
             attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
             server_speed=None if self.speeds is None else self.speeds.for_log)
 
