@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,13 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.models import model_named
-from distca.planning.balance import balance
-from distca.planning.placed import plan_placed
 from distca.planning.plan import Plan
+from distca.planning.step import plan_step
 from distca.spec import ModelShape
 from distca.workload.documents import fill
-from distca.workload.layout import Layout
-from distca.workload.packing import PLACEMENTS, pack
+from distca.workload.packing import PLACEMENTS
 from distca.workload.sequences import Source, batch_sequences
 from distca.workload.topology import Topology
 
@@ -107,17 +104,14 @@ def measure(case: Case, placement: str, model: ModelShape, tolerance: float, per
 def planned(
     case: Case, placement: str, model: ModelShape, tolerance: float, topology: Topology | None, repeats: int
 ) -> tuple[Plan, str, float]:
-    lay: Callable[[str], Layout] = partial(_lay, case, tolerance, topology)
     seconds: list[float] = []
     for _ in range(repeats):
         begin = perf_counter()
-        plan, used = plan_placed(placement, lay, partial(balance, model=model, tolerance=tolerance, topology=topology))
+        step = plan_step([case.lengths], model, num_data=case.ranks, layers=(1,), ping_pong=False,
+                         placement=placement, tolerance=tolerance, topology=topology)
         seconds.append(perf_counter() - begin)
-    return plan, used, median(seconds)
-
-
-def _lay(case: Case, tolerance: float, topology: Topology | None, placement: str) -> Layout:
-    return pack(case.lengths, ranks=case.ranks, placement=placement, tolerance=tolerance, topology=topology)
+    assert step.placement is not None
+    return step.plans()[0], step.placement, median(seconds)
 
 
 def summarize(results: list[Result]) -> dict[str, dict[str, float]]:
