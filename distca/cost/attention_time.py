@@ -2,7 +2,8 @@
 
 Plans are searched on `shard` and judged on `servers`; the runtime, the simulator and the planner charge the same. A
 latency table gives the seconds that a shard adds to a batch that fills the device. A whole batch takes a launch and the
-tail of its work list more (work_list.py), where the table's kernel is known to have one.
+tail of its work list more (work_list.py), where the table's kernel is known to have one. Then a shard of fewer queries
+than the table's shortest takes as much less forward as it has fewer of the kernel's own tiles.
 
 A table is measured with the heads of one rank. Another head dim is another kernel, so it is refused, but for shipped
 tables: there it is scaled by FLOPs, which `note` says, since nobody measured it. Another number of heads is scaled by
@@ -109,12 +110,18 @@ class AttentionTime:
         surface = self._surfaces[backward]
         if surface is None or not 0 <= q_len <= kv_len:
             return self._factor * self.table.seconds(q_len, kv_len, backward=backward)  # says what is wrong
-        return self._factor * surface.at(q_len, kv_len) if q_len else 0.0
+        if q_len < self.table.q_len[0]:
+            return float(self.shards(np.array([q_len]), np.array([kv_len]), backward)[0])
+        return self._factor * surface.at(q_len, kv_len)
 
     def shards(self, q_len: Column, kv_len: Column, backward: bool = False) -> FloatArray:
         """The same on arrays."""
         q, kv = np.atleast_1d(np.asarray(q_len, dtype=np.float64)), np.asarray(kv_len, dtype=np.float64)
-        return self._factor * self.table.seconds(q, kv, backward=backward)
+        seconds = self.table.seconds(q, kv, backward=backward)
+        if not backward and self.work_list is not None:
+            part = np.minimum(self.work_list.filled(q) / self.table.q_len[0], 1.0)
+            seconds = np.maximum(seconds * part, q * (kv - 0.5 * (q - 1)) / self._best_rates[0])
+        return self._factor * seconds
 
     def servers(
         self,
