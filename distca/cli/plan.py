@@ -47,7 +47,7 @@ from distca.units import UNITS_HELP
 from distca.validation import MAX_RANKS, check_whole
 from distca.workload.layout import Layout
 from distca.workload.length_files import Reading
-from distca.workload.packing import check_tolerance, pack, pack_workload
+from distca.workload.packing import NO_CUTS, check_tolerance, pack, pack_workload
 from distca.workload.topology import Topology
 
 
@@ -200,13 +200,13 @@ def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[in
 
 def _layout(batch: DocumentBatch, pool: PlanPool, placement: str) -> Layout:
     speed = pool.speed(batch.ranks)
-    work, wave_tokens = work_of_documents(pool.cost), 1 if pool.cost is None else pool.cost.wave_tokens
+    work, cuts = work_of_documents(pool.cost), NO_CUTS if pool.cost is None else pool.cost.cuts()
     topology = pool.topology(batch.ranks)
     if batch.workload is not None:
         return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
-                             document_work=work, wave_tokens=wave_tokens, topology=topology)
+                             document_work=work, cuts=cuts, topology=topology)
     return pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank, placement=placement,
-                tolerance=pool.tolerance, speed=speed, document_work=work, wave_tokens=wave_tokens, topology=topology)
+                tolerance=pool.tolerance, speed=speed, document_work=work, cuts=cuts, topology=topology)
 
 
 def _failed_proof(plan: Plan) -> str | None:

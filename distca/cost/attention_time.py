@@ -25,9 +25,12 @@ from distca.cost.latency_table import LatencyTable, Surface
 from distca.cost.shipped_tables import nearest_heads
 from distca.cost.work_list import Tasks, WorkList
 from distca.spec import ModelShape
+from distca.workload.placement import Cuts
 
 FloatArray = npt.NDArray[np.float64]
 Column = npt.NDArray[Any]
+
+_LONGEST_ITEM = 0.5  # of a rank's backward that the longest item of a document may take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +103,17 @@ class AttentionTime:
         return (self.table.name, self.table.peak_pairs_per_second, self.heads, self.kv_heads, self.scale, self.flops,
                 self.work_list)
 
-    @property
-    def wave_tokens(self) -> int:
-        """Queries that the device takes at once; 1 where work is not known to come in items."""
-        return 1 if self.work_list is None else self.work_list.wave_tokens
+    def cuts(self) -> Cuts:
+        """Slices that suit the device, where work is known to come in items.
+
+        A document's first keys are read by all its queries on a server, by one worker: that should not take longer than
+        what all workers do beside it.
+        """
+        if self.work_list is None or self._surfaces[1] is None:
+            return Cuts()
+        forward, backward = (self._factor / rate for rate in self._best_rates)  # seconds of a pair
+        return Cuts(self.work_list.wave_tokens,
+                    _LONGEST_ITEM / ((forward + backward) * self.work_list.pairs_at_once))
 
     def shard(self, q_len: float, kv_len: float, backward: bool = False) -> float:
         """Seconds that queries at the end of their keys add to a full batch; never falls in either length."""

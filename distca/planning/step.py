@@ -22,7 +22,16 @@ from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, served_in_bubbles, tick_layout, work_over_ticks
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
-from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+from distca.workload.packing import (
+    NO_CUTS,
+    DocumentWork,
+    NanoBatch,
+    causal_work,
+    check_pool,
+    pack,
+    pack_ping_pong,
+    pack_whole,
+)
 from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
@@ -231,7 +240,7 @@ def plan_step(
     cut = pack_ping_pong if ping_pong else pack_whole
     packed = tuple(MicroBatch(np.asarray(lengths, dtype=np.int64), cut(
         lengths, ranks=num_data, placement=placement, tolerance=tolerance, speed=share,
-        document_work=work_of_documents(cost), wave_tokens=1 if cost is None else cost.wave_tokens,
+        document_work=work_of_documents(cost), cuts=NO_CUTS if cost is None else cost.cuts(),
         topology=None if topology is None else topology.first(num_data)))
         for lengths in micro_batches)
     ticks = same_phase_ticks(stages, len(packed))
