@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class AttentionTime:
         heads = self.table.metadata.get("num_heads", self.heads)
         assert isinstance(heads, int)
         surfaces = self.table.surfaces
-        best = tuple(0.0 if surface is None else surface.best_rate() for surface in surfaces)
+        best = tuple(0.0 if surface is None else float(surface.best_rates()) for surface in surfaces)
         object.__setattr__(self, "_factor", self.scale * self.flops * self.heads / heads)
         object.__setattr__(self, "_surfaces", surfaces)
         object.__setattr__(self, "_best_rates", best)
@@ -177,11 +178,21 @@ class AttentionTime:
         seconds = self.shards(q, as_aligned, backward)
         return np.where(aligned, seconds, seconds * (kv / (as_aligned - 0.5 * (q - 1))))
 
-    def least(self, pairs: float, backward: bool = False) -> float:
-        """Seconds below which no batch of so many pairs can come: all of them at the best rate of any shape."""
-        if self._surfaces[backward] is None:
+    def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
+        """Seconds below which no batch of so many pairs can come: all of them at the best rate of any shape.
+
+        Of pairs in documents of `kv_len` tokens, at the best rate of any shape that has no more keys.
+        """
+        surface = self._surfaces[backward]
+        if surface is None:
             self.table.seconds(1, 1, backward=backward)          # says what is missing
-        return self._factor * pairs / self._best_rates[backward]
+        assert surface is not None
+        rates = surface.best_rates(np.asarray(kv_len, dtype=np.float64))
+        if not backward and self.work_list is not None:          # fewer queries than the table's, in whole tiles
+            keys = np.append(surface.kv[1:], inf)
+            of_tiles = np.maximum.accumulate(surface.q[0] * keys / surface.seconds[0])
+            rates = np.maximum(rates, of_tiles[np.maximum(np.searchsorted(surface.kv, kv_len) - 1, 0)])
+        return self._factor * float(np.sum(pairs / np.minimum(rates, self._best_rates[backward])))
 
 
 def _dims(model: ModelShape) -> str:
