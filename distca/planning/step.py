@@ -26,7 +26,16 @@ from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubb
 from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
-from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+from distca.workload.packing import (
+    NO_CUTS,
+    DocumentWork,
+    NanoBatch,
+    causal_work,
+    check_pool,
+    pack,
+    pack_ping_pong,
+    pack_whole,
+)
 from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
@@ -308,7 +317,7 @@ class _Planner:
                           self.pool[ranks:].sum() / stages)                    # the last: dedicated servers
         return MicroBatch(lengths, cut(
             lengths, ranks=self.num_data, placement=placement, tolerance=self.tolerance, speed=share,
-            document_work=work_of_documents(self.cost), wave_tokens=1 if self.cost is None else self.cost.wave_tokens,
+            document_work=work_of_documents(self.cost), cuts=NO_CUTS if self.cost is None else self.cost.cuts(),
             topology=None if self.topology is None else self.topology.first(self.num_data)))
 
 

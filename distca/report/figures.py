@@ -79,7 +79,8 @@ class PlannedBatch:
         servers = f" and {count_text(dedicated, 'dedicated server')}" if dedicated else ""
         topology = self.plan.topology
         nodes = "" if topology is None else (
-            f" in {count_text(topology.num_nodes, 'node')} of up to {topology.ranks_per_node}")
+            f" in {count_text(topology.num_nodes, 'node')} of up to {topology.ranks_per_node}"
+            + (f" and {topology.num_pods} pods" if topology.num_pods > 1 else ""))
         return (f"{count_text(self.num_ranks, 'rank')} of {self.tokens_per_rank:,} tokens{servers}{nodes}, "
                 f"{count_text(self.plan.layout.num_documents, 'document')}")
 
@@ -120,6 +121,8 @@ class PlannedBatch:
             "ranks_per_node": None if self.plan.topology is None else self.plan.topology.ranks_per_node,
             "bytes_between_nodes": self.after.bytes_between_nodes,
             "bytes_between_nodes_max": self.after.bytes_between_nodes_max,
+            "bytes_between_pods": self.after.bytes_between_pods,
+            "bytes_between_pods_max": self.after.bytes_between_pods_max,
             "bytes_all_gather": self.after.bytes_all_gather,
             "bytes_backward_total": self.after.backward_bytes_total,
             "smallest_shard": self.after.smallest_shard,
@@ -255,6 +258,8 @@ def plan_page(batch: PlannedBatch) -> ReportData:
         *(() if batch.after.bytes_between_nodes is None else (
             ("between nodes", byte_text(batch.after.bytes_between_nodes)),
             ("busiest node", byte_text(batch.after.bytes_between_nodes_max or 0)))),
+        *(() if batch.after.bytes_between_pods is None else (
+            ("between pods", byte_text(batch.after.bytes_between_pods)),)),
         ("tasks, of which moved", f"{batch.after.num_tasks:,}, {batch.after.num_moved:,}"),
         ("planning", seconds_text(batch.plan_seconds)),
     ]

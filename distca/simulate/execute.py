@@ -207,7 +207,7 @@ class _Execution:
         clock, stages = self.clock, np.arange(len(number))
         tokens = np.zeros(self.num_ranks)
         tokens[self.is_own] = self.tokens[number].sum(axis=1).ravel()
-        seconds, posted = self.costs.send_seconds(tokens), clock.compute_free
+        seconds, posted = self.costs.send_seconds(tokens, self.num_data), clock.compute_free
         self.leaving = np.zeros(self.num_ranks)
         for phase, name, end, step in ((False, "send activations", len(stages) - 1, 1),
                                        (True, "send gradients", 0, -1)):
