@@ -37,8 +37,9 @@ def stage_of(whole: Any, chunk: int, chunks: int, settings: dict[str, Any]) -> t
         settings = {**settings, "vp_stage": chunk, "virtual_pipeline_model_parallel_size": chunks}
     model = follow_positions(importlib.import_module("test_megatron_core").gpt(
         enable(get_gpt_layer_local_spec(), tolerance=0.02), first=stage == chunk == 0,
-        last=stage == STAGES - 1 and chunk == chunks - 1, num_layers=LAYERS, variable_seq_lengths=True,
-        calculate_per_token_loss=True, pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **settings))
+        last=stage == STAGES - 1 and chunk == chunks - 1, num_layers=LAYERS, calculate_per_token_loss=True,
+        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",  # the one that Megatron allows beside them
+        pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **settings))
     first = (chunk * STAGES + stage) * per_chunk
     names = {f"decoder.layers.{layer}.": f"decoder.layers.{first + layer}." for layer in range(per_chunk)}
     ours = {}
