@@ -22,7 +22,12 @@ trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
                                 "pip install '.[megatron-core]'")
 VOCAB, STAGES, LAYERS = 64, 2, 4
-MICRO_BATCHES = [[150, 31, 60], [3, 1, 201, 1, 5], [240], [80, 80]]  # each over the two ranks of a stage
+MICRO_BATCHES = {                                                 # by chunks of a stage, each over its two ranks
+    1: [[150, 31, 60], [3, 1, 201, 1, 5], [240], [80, 80]],
+    2: [[150, 31, 59], [3, 1, 230, 1, 5], [240], [119, 121]]}    # equally long, as two interleaved stages ask for
+SCHEDULE = {
+    1: {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},  # the one allowed beside them
+    2: {"overlap_p2p_comm": True, "batch_p2p_comm": False}}
 
 
 def stage_of(whole: Any, chunk: int, chunks: int, settings: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -38,8 +43,7 @@ def stage_of(whole: Any, chunk: int, chunks: int, settings: dict[str, Any]) -> t
     model = follow_positions(importlib.import_module("test_megatron_core").gpt(
         enable(get_gpt_layer_local_spec(), tolerance=0.02), first=stage == chunk == 0,
         last=stage == STAGES - 1 and chunk == chunks - 1, num_layers=LAYERS, calculate_per_token_loss=True,
-        variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",  # the one that Megatron allows beside them
-        pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **settings))
+        pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **SCHEDULE[chunks], **settings))
     first = (chunk * STAGES + stage) * per_chunk
     names = {f"decoder.layers.{layer}.": f"decoder.layers.{first + layer}." for layer in range(per_chunk)}
     ours = {}
@@ -87,7 +91,7 @@ def pipelined(transport: Transport, chunks: int, settings: dict[str, Any]) -> li
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     plain = importlib.import_module("test_megatron_core")
-    documents = [trainers.rows_of_tokens([lengths], VOCAB)[0] for lengths in MICRO_BATCHES]
+    documents = [trainers.rows_of_tokens([lengths], VOCAB)[0] for lengths in MICRO_BATCHES[chunks]]
     plain.cpu_megatron()
     whole = plain.gpt(get_gpt_layer_local_spec(), num_layers=LAYERS)
     _, expected = plain.expected_of(whole, documents)
@@ -97,13 +101,13 @@ def pipelined(transport: Transport, chunks: int, settings: dict[str, Any]) -> li
     group, replica = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_rank()
     losses = get_forward_backward_func()(
         forward_step_func=forward_step, model=[model for model, _ in parts], num_microbatches=len(documents),
-        data_iterator=[batches(documents, replica, 2) for _ in parts], seq_length=1, micro_batch_size=1)
+        data_iterator=[batches(documents, replica, 2) for _ in parts], seq_length=120, micro_batch_size=1)
     actual = plain.summed({name: x.grad for _, ours in parts for name, x in ours.items()}, group)
     if losses:                                                   # of the last stage
         actual["loss"] = plain.summed({"loss": torch.stack(losses).sum()}, group)["loss"]
     trainers.assert_same(actual, {name: expected[name] for name in actual})
     pool = parts[-1][0].decoder.layers[0].self_attention.core_attention.pool
-    assert pool.latest.layout.lengths.tolist() == MICRO_BATCHES[-1]
+    assert pool.latest.layout.lengths.tolist() == MICRO_BATCHES[chunks][-1]
     return dist.get_process_group_ranks(pool.group)
 
 
