@@ -198,7 +198,7 @@ def about(records: list[list[dict[str, Any]]], replicas: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--layers", type=int, default=4, help="of both stages together")
     parser.add_argument("--replicas", type=int, default=2, help="that are measured one by one and replayed together")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each mode; the fastest counts")

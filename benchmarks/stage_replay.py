@@ -63,10 +63,9 @@ def replay(stages: Stages, *, serve: bool) -> float:
 
 
 def balanced_inside(replicas: Sequence[Stages]) -> Stages:
-    """One replica for all whose stages share their attention equally, call by call, and wait for the slowest else."""
+    """One replica that stands for all, whose stages share their attention equally and have equal tokens besides."""
     return [[Op(same[0].forward, same[0].micro_batch, tuple(
-        Piece(pieces[0].attention, sum(p.seconds for p in pieces) / len(pieces) if pieces[0].attention else
-              max(p.seconds for p in pieces))
+        Piece(pieces[0].attention, sum(piece.seconds for piece in pieces) / len(pieces))
         for pieces in zip(*(op.pieces for op in same), strict=True)))
         for same in zip(*ops, strict=True)] for ops in zip(*replicas, strict=True)]
 

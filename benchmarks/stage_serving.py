@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +31,8 @@ WORTH = 2 ** 17                                                  # pairs of a bl
 KERNEL = kernel_named("sdpa")
 TIMEOUT = timedelta(seconds=300)
 Block = tuple[int, int, int, int]                                # queries [begin, end) and keys [begin, end)
+Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Collect = Callable[[Block, list[torch.Tensor]], None]
 Inputs = tuple[list[torch.Tensor], list[torch.Tensor]]           # by query and by key
 
 
@@ -83,22 +85,27 @@ class Stage:
         dist.send(torch.zeros(4, dtype=torch.int64), self.other, self.groups[self.rank])
         self.server.join()
 
-    def each(self, lengths: list[int], compute: Any, inputs: Inputs, collect: Any) -> None:
-        """Blocks of queries with their keys, the large ones first where the neighbour waits, the small ones here."""
-        todo = deque(sorted(blocks(lengths), key=_pairs, reverse=True))
-        away: tuple[Future[Any], Block] | None = None
+    def each(self, large: list[Block], compute: Compute, inputs: Inputs, rest: Callable[[], None], collect: Collect
+             ) -> None:
+        """Compute `rest` here, and the large blocks here or, the largest first, where the neighbour waits."""
+        todo = deque(sorted(large, key=_pairs, reverse=True))
+        away = self._hand_over(todo, inputs)
+        rest()
         while todo or away is not None:
             if away is not None and (away[0].done() or not todo):
                 collect(away[1], away[0].result())
                 away = None
-            elif (self.serves and away is None and len(todo) > 1 and _pairs(todo[0]) >= WORTH
-                  and self.flags[self.other]):
-                block = todo.popleft()
-                away = self.caller.submit(self._call, _cut(inputs, block)), block
-                self.served += 1
-            elif todo:
+            away = self._hand_over(todo, inputs) if away is None else away
+            if todo:
                 block = todo.pop()
                 collect(block, compute(_cut(inputs, block)))
+
+    def _hand_over(self, todo: deque[Block], inputs: Inputs) -> tuple[Future[list[torch.Tensor]], Block] | None:
+        if not self.serves or len(todo) < 2 or not self.flags[self.other]:
+            return None
+        self.served += 1
+        block = todo.popleft()
+        return self.caller.submit(self._call, _cut(inputs, block)), block
 
     def _call(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """At the neighbour: a header, then all tensors in one message; the answer is one too."""
@@ -123,15 +130,15 @@ class Stage:
                 dist.send(torch.cat([x.reshape(-1) for x in answer]), self.other, group)
 
 
-def blocks(lengths: list[int]) -> list[Block]:
-    """Queries [begin, end) and keys [begin, end) of every block, which end together."""
+def blocks(lengths: list[int]) -> tuple[list[Block], list[Block]]:
+    """Blocks that are worth the way, and the others."""
     found, begin = [], 0
     for length in lengths:
         for first in range(begin, begin + length, BLOCK):
             last = min(first + BLOCK, begin + length)
             found.append((first, last, begin, last))
         begin += length
-    return found
+    return ([block for block in found if _pairs(block) >= WORTH], [block for block in found if _pairs(block) < WORTH])
 
 
 def _pairs(block: Block) -> int:
@@ -164,14 +171,16 @@ def _receive(shapes: list[tuple[int, ...]], source: int, group: Any) -> list[tor
 
 def forward_block(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     q, k, v = tensors
-    rows = TaskRows.aligned([0], [len(q)], [0], [len(k)])
-    return list(KERNEL.forward(q, k, v, KERNEL.prepare(rows, q.device)))
+    return list(KERNEL.forward(q, k, v, _prepared([(0, len(q), 0, len(k))])))
 
 
 def backward_block(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     inputs = BackwardInputs(*tensors)
-    rows = TaskRows.aligned([0], [len(inputs.q)], [0], [len(inputs.k)])
-    return list(KERNEL.backward(inputs, KERNEL.prepare(rows, inputs.q.device)))
+    return list(KERNEL.backward(inputs, _prepared([(0, len(inputs.q), 0, len(inputs.k))])))
+
+
+def _prepared(some: list[Block]) -> Any:
+    return KERNEL.prepare(TaskRows.aligned(*np.array(some, dtype=np.int64).reshape(-1, 4).T), torch.device("cpu"))
 
 
 class Attend(torch.autograd.Function):
@@ -180,21 +189,31 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, stage: Stage, lengths: list[int]
                 ) -> torch.Tensor:
+        large, small = blocks(lengths)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+
+        def rest() -> None:
+            for whole, part in zip((out, lse), KERNEL.forward(q, k, v, _prepared(small)), strict=True):
+                whole.copy_(part)
 
         def collect(block: Block, answer: list[torch.Tensor]) -> None:
             out[block[0]:block[1]], lse[block[0]:block[1]] = answer
 
         with stage.clock.attention():
-            stage.each(lengths, forward_block, ([q], [k, v]), collect)
+            stage.each(large, forward_block, ([q], [k, v]), rest, collect)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.stage, ctx.lengths = stage, lengths
+        ctx.stage, ctx.large, ctx.small = stage, large, small
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+
+        def rest() -> None:
+            inputs = BackwardInputs(grads[0], q, k, v, out, lse)
+            for whole, part in zip((dq, dk, dv), KERNEL.backward(inputs, _prepared(ctx.small)), strict=True):
+                whole.copy_(part)
 
         def collect(block: Block, answer: list[torch.Tensor]) -> None:
             dq[block[0]:block[1]] = answer[0]
@@ -202,7 +221,7 @@ class Attend(torch.autograd.Function):
             dv[block[2]:block[3]] += answer[2]
 
         with ctx.stage.clock.attention():
-            ctx.stage.each(ctx.lengths, backward_block, ([grads[0], q, out, lse], [k, v]), collect)
+            ctx.stage.each(ctx.large, backward_block, ([grads[0], q, out, lse], [k, v]), rest, collect)
         return dq, dk, dv, None, None
 
 
