@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from distca.testing import run_processes
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton")),
-    reason="torchtitan or triton is not installed: pip install '.[torchtitan]'")
-TAKES_MICRO_BATCHES = hasattr(dist, "set_timeout")               # torch from 2.14: what torchtitan 0.3 is written for
+    not hasattr(dist, "set_timeout") or None in map(importlib.util.find_spec, ("torchtitan", "triton")),
+    reason="torchtitan, triton or torch from 2.14, whose schedules take micro-batches, is not installed: pip install "
+           "'.[torchtitan]'")
 VOCAB, STAGES = 2048, 2
 MICRO_BATCHES = [[240], [150, 31, 59], [3, 1, 230, 1, 5], [119, 121]]  # rows of a pipeline are equally long
 
@@ -36,17 +37,28 @@ def whole_config(layers: int) -> Any:
     return spec
 
 
+@cache
+def parallelism_of(schedule: str) -> tuple[Any, Any]:
+    """torchtitan's settings, and its meshes, which it makes once."""
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=STAGES, pipeline_parallel_schedule=schedule,
+        pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=0)
+    set_spmd_backend(parallelism.spmd_backend)
+    return parallelism, ParallelDims.from_config(parallelism, 2 * STAGES)
+
+
 def pipeline(schedule: str, layers: int, checkpointing: Any) -> tuple[Any, list[Any]]:
     """Schedule and parts of this rank, as torchtitan's trainer makes them."""
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims
+    from torchtitan.config import CompileConfig, TrainingConfig
 
     plain, spec = importlib.import_module("test_torchtitan"), whole_config(layers)
-    parallelism = ParallelismConfig(
-        spmd_backend="partial_dtensor", pipeline_parallel_degree=STAGES, pipeline_parallel_schedule=schedule,
-        pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=0)
+    parallelism, meshes = parallelism_of(schedule)
     made, parts, _, _ = spec.pipelining_fn(
-        plain.balanced_model(spec.model, tolerance=0.02), parallel_dims=ParallelDims.from_config(parallelism, 4),
+        plain.balanced_model(spec.model, tolerance=0.02), parallel_dims=meshes,
         training=TrainingConfig(mixed_precision_param="float32", local_batch_size=len(MICRO_BATCHES)),
         parallelism=parallelism, compile_config=CompileConfig(), ac_config=checkpointing, dump_folder="",
         device=torch.device("cpu"), model_config=spec.model, parallelize_fn=spec.parallelize_fn, loss_fn=total_loss)
@@ -114,8 +126,6 @@ def four_ranks(transport: Transport, schedule: str, layers: int) -> list[list[in
     ("1F1B", 2), pytest.param("Interleaved1F1B", 4, marks=pytest.mark.slow),
     pytest.param("InterleavedZeroBubble", 4, marks=pytest.mark.slow)])
 def test_stages_equal_one_document_at_a_time(schedule: str, layers: int) -> None:
-    if schedule != "1F1B" and not TAKES_MICRO_BATCHES:
-        pytest.skip("torchtitan 0.3 hands several micro-batches to a schedule as torch from 2.14 on takes them")
     outcomes = trainers.values(
         run_processes(4, four_ranks, schedule, layers, deadline_seconds=250.0, timeout_seconds=60.0))
     assert outcomes == [[[0, 1]] * 2, [[0, 1]] * 2, [[2, 3]] * 2, [[2, 3]] * 2]
