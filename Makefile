@@ -32,7 +32,7 @@ bench: $(INSTALLED)
 torchtitan:
 	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan
 	$(VENV)-torchtitan/bin/python -m pip install --quiet --editable '.[train,torchtitan]' hypothesis pytest pytest-timeout transformers
-	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_spanning.py tests/integrations/test_versions.py
+	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan*.py tests/integrations/test_versions.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"distca needs Python 3.11 or newer, found {v[0]}.{v[1]}; try: make PYTHON=python3.12")'
