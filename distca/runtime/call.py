@@ -84,6 +84,11 @@ class Shapes(NamedTuple):
     def lse_bytes(self) -> int:
         return self.num_heads * self.lse_dtype.itemsize
 
+    @property
+    def fields(self) -> tuple[tuple[str, int], ...]:
+        """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
+        return ("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes), ("q", self.lse_bytes)
+
     def empty_row(self) -> tuple[torch.Tensor, ...]:
         """q, k, v, out and lse of no tokens."""
         q, k = (torch.empty(0, heads, self.head_dim, dtype=self.dtype, device=self.device)
@@ -118,31 +123,31 @@ class Prepared:
     @cached_property
     def inputs(self) -> Hops[Dispatch]:
         """q, k and v, stamped."""
-        q, k, v, *_ = self._fields
+        q, k, v, *_ = self.shapes.fields
         return self._dispatch([q, k, v], Stamp.of(self.digest, self.shapes.device))
 
     @cached_property
     def outputs(self) -> Hops[Combine]:
         """out and lse."""
-        *_, out, lse = self._fields
+        *_, out, lse = self.shapes.fields
         return self._combine([out, lse], merged_heads=self.shapes.num_heads)
 
     @cached_property
     def backward_inputs(self) -> Hops[Dispatch]:
         """q, k, v, out, dout and lse."""
-        q, k, v, out, lse = self._fields
+        q, k, v, out, lse = self.shapes.fields
         return self._dispatch([q, k, v, out, out, lse])
 
     @cached_property
     def kept_backward_inputs(self) -> Hops[Dispatch]:
         """out, dout and lse, where servers keep q, k and v."""
-        *_, out, lse = self._fields
+        *_, out, lse = self.shapes.fields
         return self._dispatch([out, out, lse])
 
     @cached_property
     def gradients(self) -> Hops[Combine]:
         """dq, dk and dv."""
-        q, k, v, *_ = self._fields
+        q, k, v, *_ = self.shapes.fields
         return self._combine([q, k, v])
 
     def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
@@ -150,13 +155,6 @@ class Prepared:
 
     def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
         return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
-
-    @property
-    def _fields(self) -> tuple[tuple[str, int], ...]:
-        """q, k, v, out and lse."""
-        shapes = self.shapes
-        return (("q", shapes.q_bytes), ("k", shapes.k_bytes), ("k", shapes.v_bytes), ("q", shapes.out_bytes),
-                ("q", shapes.lse_bytes))
 
     def _on_device(self, exchange: Exchange) -> Exchange:
         return packed_on(self.shapes.device, exchange)
