@@ -15,7 +15,7 @@ test: $(INSTALLED) lint
 	$(PYTEST)
 
 check: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m 'not slow and not multiprocess and not browser' tests/workload tests/cost tests/planning \
+	$(PYTEST) -m 'not slow and not multiprocess and not browser' tests/workload tests/cost tests/planning \
 	  tests/dispatch tests/baselines tests/report tests/test_docs.py tests/test_imports.py tests/test_models.py \
 	  tests/test_spec.py tests/test_validation.py
 
