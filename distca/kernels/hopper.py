@@ -11,7 +11,9 @@ of its own instead, which sums it in registers and gives the same bits every tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +23,8 @@ from distca.kernels.hopper_launch import (
     Heads,
     Most,
     Tables,
-    empty,
     free_multiprocessors,
+    new,
     run_backward,
     run_forward,
     tables_of,
@@ -41,10 +43,18 @@ from distca.kernels.interface import (
 )
 
 
+class Kind(NamedTuple):
+    """What calls on tensors of the same shapes share."""
+
+    tables: Tables
+    scale: float  # unless another one is asked for
+    new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
+
+
 class HopperTasks:
     """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "most", "num_sms", "rows", "window")
+    __slots__ = ("by_heads", "covered", "device", "inside", "kinds", "most", "num_sms", "rows", "window")
 
     def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int,
                  most: Most | None = None) -> None:
@@ -65,15 +75,19 @@ class HopperTasks:
             self.by_heads[heads] = self.by_heads[heads].refilled(*content)
         self.rows, self.inside = rows, inside
         self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
-        self.checked: dict[tuple[object, ...], Tables] = {}
+        self.kinds: dict[tuple[object, ...], Kind] = {}
 
-    def tables(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, capturing: bool) -> Tables:
-        """The tables for these tensors' heads; tensors are checked once for each kind of them."""
-        kind = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device())
-        found = self.checked.get(kind)
+    def kind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, capturing: bool) -> Kind:
+        """Tensors are checked once for each kind of them."""
+        about = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device())
+        found = self.kinds.get(about)
         if found is None:
             check_inputs(q, k, v, self.rows)
-            found = self.checked[kind] = self._of_heads((q.shape[1], k.shape[1], q.shape[2]), capturing)
+            tables = self._of_heads((q.shape[1], k.shape[1], q.shape[2]), capturing)
+            results = ((*q.shape[:2], v.shape[2]), q.dtype), (q.shape[:2], accumulation_dtype(q.dtype))
+            gradients = ((x.shape, x.dtype) for x in (q, k, v))
+            found = self.kinds[about] = Kind(tables, softmax_scale(q, None), tuple(
+                new(shape, dtype, q) for shape, dtype in (*results, *gradients)))
         return found
 
     def _of_heads(self, heads: Heads, capturing: bool) -> Tables:
@@ -131,10 +145,11 @@ class HopperKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        capturing, scale, shape = _capturing(q), _positive(softmax_scale(q, scale)), q.shape
-        tables = prepared.tables(q, k, v, capturing)
-        out, lse = empty((*shape[:2], v.shape[2]), q.dtype, q), empty(shape[:2], accumulation_dtype(q.dtype), q)
-        if capturing or prepared.covered["q"] < shape[0]:  # a graph is replayed with other rows
+        capturing = _capturing(q)
+        tables, usual_scale, (new_out, new_lse, *_) = prepared.kind(q, k, v, capturing)
+        scale = usual_scale if scale is None else _positive(scale)
+        out, lse = new_out(), new_lse()
+        if capturing or prepared.covered["q"] < q.shape[0]:  # a graph is replayed with other rows
             out.zero_()
             lse.fill_(-torch.inf)
         if tables.num_blocks or capturing:
@@ -145,9 +160,10 @@ class HopperKernel:
         self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
-        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
-        tables = prepared.tables(q, k, v, capturing)
-        dq, dk, dv = empty(q.shape, q.dtype, q), empty(k.shape, k.dtype, k), empty(v.shape, v.dtype, v)
+        capturing = _capturing(q)
+        tables, usual_scale, (_, _, new_dq, new_dk, new_dv) = prepared.kind(q, k, v, capturing)
+        scale = usual_scale if scale is None else _positive(scale)
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
         if capturing or prepared.covered["q"] < q.shape[0]:
             dq.zero_()
         if capturing or prepared.covered["k"] < k.shape[0]:

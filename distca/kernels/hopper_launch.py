@@ -8,7 +8,7 @@ kernels per head dim and group size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,7 +143,7 @@ def run_backward(
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     num_numbers = num_q * heads
     num_sums = 0 if deterministic else num_blocks * kv_heads * backward_block_rows(dim) * dim
-    workspace = empty((num_sums + 2 * num_numbers,), torch.float32, q)
+    workspace = new((num_sums + 2 * num_numbers,), torch.float32, q)()
     dq_sum = workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
@@ -339,19 +339,17 @@ def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens:
 _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of up to three dimensions beside `like`; on a GPU as torch's compiled code makes its own.
+def new(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors of this shape beside `like`; on a GPU as torch's compiled code makes its own.
 
     That takes the host a quarter of torch.empty's time.
     """
     if _empty_strided is None or not like.is_cuda:
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    sizes = tuple(shape)                                         # of which a torch.Size is none
-    if len(sizes) == 3:
-        stride: tuple[int, ...] = (sizes[1] * sizes[2], sizes[2], 1)
-    else:
-        stride = (sizes[1], 1) if len(sizes) == 2 else (1,)
-    return _empty_strided(sizes, stride, dtype)
+        return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=like.device)
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return functools.partial(_empty_strided, tuple(shape), tuple(strides), dtype)
 
 
 def free_multiprocessors(device: torch.device, spare: int) -> int:

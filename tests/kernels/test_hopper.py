@@ -110,6 +110,18 @@ def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched: li
     assert_same(attend(inputs(), prepared), before)
 
 
+def test_room_for_so_many_queries_keys_and_rows(launched: list[bool]) -> None:
+    """The first rows alone would leave no room for these."""
+    few, many = TaskRows.documents([30]), TaskRows.documents([17] * 20 + [160])
+    narrow, roomy = HOPPER.prepare(few, CPU), HOPPER.prepare(few, CPU, most=(500, 500, 21))
+    for prepared in (narrow, roomy):
+        attend(inputs(), prepared)
+    with pytest.raises(ValueError, match="do not fit"):
+        HOPPER.refill(narrow, many)
+    HOPPER.refill(roomy, many)
+    assert_same(attend(inputs(), roomy), attend(inputs(), HOPPER.prepare(many, CPU)))
+
+
 def test_deterministic_gradients_are_one_call_for_any_rows(launched: list[bool], determinism: None) -> None:
     for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 1), (NOTHING, 0)):
         prepared = HOPPER.prepare(rows, CPU)
