@@ -104,6 +104,17 @@ class AttentionTime:
         """Queries that the device takes at once; 1 where work is not known to come in items."""
         return 1 if self.work_list is None else self.work_list.wave_tokens
 
+    def speeds(self, num_servers: int) -> FloatArray:
+        """Of each server, over that of the first: `servers` counts seconds times these."""
+        return np.ones(num_servers)
+
+    def check_servers(self, num_servers: int) -> None:
+        """Refuse a pool of another size than is known."""
+
+    def repeated(self, times: int) -> AttentionTime:
+        """The same where each server stands so many times in a row."""
+        return self
+
     def shard(self, q_len: float, kv_len: float, backward: bool = False) -> float:
         """Seconds that queries at the end of their keys add to a full batch; never falls in either length."""
         surface = self._surfaces[backward]

@@ -156,7 +156,8 @@ class StepPlan:
             weight = ratio if self.ticks.phase(tick) else 1.0
             for plan, count in _counted([plan for depths in nanos for plan in depths]):
                 times[id(plan)] = times.get(id(plan), 0.0) + count * (1.0 if plan.cost is not None else weight)
-        return np.asarray(np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0))
+        work, cost = np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0), self.plans()[0].cost
+        return np.asarray(work if cost is None else work / cost.speeds(len(work)))
 
     def validate(self) -> None:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
@@ -196,7 +197,8 @@ class StepPlan:
         any_plan, num_layers = self.plans()[0], sum(self.layers)
         cost, servers = any_plan.cost, any_plan.num_servers / any_plan.layout.num_ranks  # for each rank with tokens
         at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
-        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window)
+        speeds = 1.0 if cost is None else cost.speeds(self.num_data)
+        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window) / speeds
                                               for window, count in self._windows().items()] for tasks in at_home])
         if not self.is_shared:
             calls = [[call for nano in range(self.num_nano_batches) for call in self._calls_of(number, nano)]
@@ -251,6 +253,8 @@ def plan_step(
     function that predicts a step's seconds, the quickest of `TOLERANCES` is taken.
     """
     pool = check_pool(speed, len(layers) * num_data)
+    if cost is not None:
+        cost.check_servers(len(pool))
     lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
 
     def plan(tolerance: float) -> StepPlan:
@@ -304,8 +308,9 @@ class _Planner:
     def _packed(self, lengths: np.ndarray, placement: str) -> MicroBatch:
         cut, stages = pack_ping_pong if self.ping_pong else pack_whole, len(self.layers)
         ranks = stages * self.num_data
-        share = np.append(self.pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
-                          self.pool[ranks:].sum() / stages)                    # the last: dedicated servers
+        pool = self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
+        share = np.append(pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
+                          pool[ranks:].sum() / stages)                    # the last: dedicated servers
         return MicroBatch(lengths, cut(
             lengths, ranks=self.num_data, placement=placement, tolerance=self.tolerance, speed=share,
             document_work=work_of_documents(self.cost), wave_tokens=1 if self.cost is None else self.cost.wave_tokens,
