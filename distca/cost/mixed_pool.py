@@ -63,8 +63,8 @@ class MixedPool:
 
     def time(self, model: ModelShape, tp: int = 1, scale: float = 1.0) -> MixedTime:
         """Bind every table to a model's heads per rank; `scale` multiplies all seconds."""
-        return MixedTime.of([AttentionTime.of(one.table, model, tp, scale / one.speed) for one in self.kinds],
-                            [one.ranks for one in self.kinds])
+        return MixedTime.of_kinds([AttentionTime.of(one.table, model, tp, scale / one.speed) for one in self.kinds],
+                                  [one.ranks for one in self.kinds])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ class MixedTime(AttentionTime):
         freeze(self, ("kind",))
 
     @classmethod
-    def of(cls, kinds: Sequence[AttentionTime], ranks: Sequence[int]) -> MixedTime:
+    def of_kinds(cls, kinds: Sequence[AttentionTime], ranks: Sequence[int]) -> MixedTime:
         first = {one.name: getattr(kinds[0], one.name) for one in fields(AttentionTime) if one.init}
         notes = dict.fromkeys(one.note for one in kinds if one.note)
         return cls(**{**first, "note": "; ".join(notes) or None}, kinds=tuple(kinds),
@@ -95,7 +95,7 @@ class MixedTime(AttentionTime):
                              "of the pool, of one tensor-parallel index, and the dedicated servers last")
 
     def repeated(self, times: int) -> MixedTime:
-        return MixedTime.of(self.kinds, np.bincount(self.kind, minlength=len(self.kinds)) * times)
+        return MixedTime.of_kinds(self.kinds, (times * np.bincount(self.kind, minlength=len(self.kinds))).tolist())
 
     def servers(
         self, q_len: Column, kv_len: Column, server: Column, num_servers: int, backward: bool = False, *,
