@@ -18,74 +18,19 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import attention_backward_flops, attention_flops
+from distca.planning.micro_batch import MicroBatch
 from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.placed import Planner, is_no_more, sends_no_more
-from distca.planning.plan import Plan, server_work
+from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
 from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
-from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+from distca.workload.packing import DocumentWork, causal_work, check_pool, pack, pack_ping_pong, pack_whole
 from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """The documents of one micro-batch and where their tokens live."""
-
-    lengths: np.ndarray                    # [documents]
-    nano_batches: tuple[NanoBatch, ...]    # one, or ping and pong, in the order in which they run
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return tuple(nano.layout for nano in self.nano_batches)
-
-    def key_runs(self, nano: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """Tokens [start, stop) of the rank's row in the nano-batch before whose keys are keys only in this one.
-
-        In the order of this one's key row.
-        """
-        only = self.layouts[nano].key_only
-        mine = np.flatnonzero(only.rank == rank)
-        if len(mine) == 0:
-            return ()
-        before, here = self.nano_batches[nano - 1], self.nano_batches[nano]
-        offset = before.layout.row_offset()
-        found = []
-        for at in mine.tolist():
-            slice_before, = np.flatnonzero((before.layout.rank == rank) & (before.layout.start == only.start[at]) & (
-                before.document[before.layout.document] == here.document[only.document[at]])).tolist()
-            begin = int(offset[slice_before])
-            found.append((begin, begin + int(only.stop[at] - only.start[at])))
-        return tuple(found)
-
-    def validate(self) -> None:
-        """Prove that every token is a query once, and that keys of another nano-batch are where that one has them."""
-        held: dict[tuple[int, int, int], int] = {}               # (document, start, stop) -> rank, as queries
-        for number, nano in enumerate(self.nano_batches):
-            layout = nano.layout
-            layout.validate()
-            only = layout.key_only
-            for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
-                                                   only.stop.tolist(), only.rank.tolist(), strict=True):
-                if held.get((document, start, stop)) != rank:
-                    raise ValueError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
-                                     f"{rank}, where no nano-batch before it has them; name the slices that one has")
-            held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
-                                strict=True), layout.rank.tolist(), strict=True))
-        document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
-        whole = np.ones(len(held), dtype=bool)
-        whole[1:] = document[1:] != document[:-1]                # a document's first slice
-        expected = np.where(whole, 0, np.roll(stop, 1))
-        bad = (start != expected) | (np.roll(whole, -1) & (stop != self.lengths[document]))
-        count = sum(layout.num_slices for layout in self.layouts)
-        if bad.any() or len(held) != count or len(np.unique(document)) != len(self.lengths):
-            at = int(document[np.flatnonzero(bad)[0]]) if bad.any() else 0
-            raise ValueError(f"the nano-batches do not hold every token once: see document {at}; give each token to "
-                             "one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +194,8 @@ def plan_step(
     `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
     as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
     placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs. Where `tolerance` is a
+    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs; then bytes give way where
+    given's attention would take longer. Where `tolerance` is a
     function that predicts a step's seconds, the quickest of `TOLERANCES` is taken.
     """
     pool = check_pool(speed, len(layers) * num_data)
@@ -285,13 +231,15 @@ class _Planner:
             cost=self.cost, topology=self.topology))
 
     def no_worse_than_given(self) -> StepPlan:
-        """Balanced placement's step, or given's where that sends less."""
+        """Balanced placement's step, or given's where that sends less, and is known to compute no longer."""
         step = self.step("balanced")
         no_more = sends_no_more(step.forward_plans(), self.in_order)
         if no_more:
             return step
         given = self.step("given")
-        return step if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()) else given
+        if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()):
+            return step
+        return step if self.cost is not None and _slowest_seconds(given) > _slowest_seconds(step) else given
 
     def in_order(self, planner: Planner) -> list[Plan]:
         """Forward's plans by another planner, with documents in the given order."""
@@ -340,6 +288,12 @@ def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
     if cost is None:
         return causal_work
     return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
+
+
+def _slowest_seconds(step: StepPlan) -> float:
+    """Of the slowest server of every call."""
+    return sum(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
+               for plan in step.plans() for work in (plan.work(),))
 
 
 def same_columns(one: Layout, other: Layout) -> bool:
