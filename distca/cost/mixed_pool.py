@@ -15,7 +15,7 @@ server's own. Both meet in the unit of work: seconds times the server's speed, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class MixedTime(AttentionTime):
     """Seconds of servers that differ; as an AttentionTime by itself it is the first kind's."""
 
     kinds: tuple[AttentionTime, ...] = ()
-    kind: np.ndarray = None  # type: ignore[assignment]          # [servers]
+    kind: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [servers]
 
     def __post_init__(self) -> None:
         AttentionTime.__post_init__(self)

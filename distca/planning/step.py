@@ -195,8 +195,8 @@ def plan_step(
     as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
     placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
     `cost`, forward and backward are balanced each in its own seconds, else in causal pairs; then bytes give way where
-    given's attention would take longer. Where `tolerance` is a
-    function that predicts a step's seconds, the quickest of `TOLERANCES` is taken.
+    given's attention would take longer. Where `tolerance` is a function that predicts a step's seconds, the quickest of
+    `TOLERANCES` is taken.
     """
     pool = check_pool(speed, len(layers) * num_data)
     if cost is not None:
