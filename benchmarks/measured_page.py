@@ -32,7 +32,7 @@ KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cud
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, pipeline,
-             overlap, integrations, transformers_on_a_gpu, simulated, trusted, report_page)
+             overlap, adapted, integrations, transformers_on_a_gpu, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -187,6 +187,16 @@ def overlap(results: Path) -> str:
             f"travels just hides: one nano-batch, which waits, takes {content['single_stream_over_ping_pong']:.2f}× "
             f"the time of ping-pong, and ping-pong {content['ping_pong_over_one_byte']:.3f}× that of messages of one "
             f"byte ({_source('overlap')}, `benchmarks/overlap.py`).")
+
+
+def adapted(results: Path) -> str:
+    content = _read(results, "adapt")
+    equal, learnt = content["rows"]
+    return (f"{content['ranks']} CPU ranks train, the last computing all its attention twice: with `attention.adapt` "
+            f"the slowest rank's attention takes {content['ratio']:.2f}× the time it takes in plans for equal "
+            f"servers, where shares by speed would take {content['ratio_of_speeds']:.2f}×; the speed learnt is "
+            f"{learnt['server_speed'][-1]:.2f}, {_loss(abs(equal['last_loss'] - learnt['last_loss']))} "
+            f"({_source('adapt')}, `benchmarks/adapt.py`).")
 
 
 def integrations(results: Path) -> str:
