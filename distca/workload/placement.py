@@ -224,10 +224,27 @@ def _fill(
     add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     for _, document, stop in sorted(queue):
         rate, start = rates[document], begins[document]
-        most = min(stop - start, longest[document])
+        size = stop - start
+        most = size if size <= longest[document] else longest[document]
         while narrow and -narrow[0][0] >= most:
             rank = heappop(narrow)[1]
             heappush(ranks, (-spare[rank] / free[rank], rank))
+        while ranks and free[ranks[0][1]] < most:
+            rank = heappop(ranks)[1]
+            heappush(narrow, (-free[rank], rank))
+        if most == size and ranks:                               # nearly all documents are one slice
+            rank = ranks[0][1]
+            add_document(document)
+            add_start(start)
+            add_stop(stop)
+            add_rank(rank)
+            free[rank] -= size
+            spare[rank] -= rate * 0.5 * (stop * stop - start * start)
+            if free[rank]:
+                heapreplace(ranks, (-spare[rank] / free[rank], rank))
+            else:
+                heappop(ranks)
+            continue
         while start < stop:
             while ranks and free[ranks[0][1]] < min(most, stop - start):
                 rank = heappop(ranks)[1]
