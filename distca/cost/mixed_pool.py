@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,10 @@ class MixedTime(AttentionTime):
             total += time.servers(q, kv, at, num_servers, backward, **rest)
         return total * self.speeds(num_servers)
 
-    def least(self, pairs: float, backward: bool = False) -> float:
-        """Of all servers together, as if each were busy to the end."""
+    def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
+        """Of all servers together, as if each were busy to the end; kinds may suit other lengths best, so of any."""
         rate = sum(1.0 / self.kinds[number].least(1.0, backward) for number in self.kind.tolist())
-        return len(self.kind) * pairs / rate
+        return len(self.kind) * float(np.sum(pairs)) / rate
 
     def __eq__(self, other: object) -> bool:
         return (isinstance(other, MixedTime) and self.kinds == other.kinds

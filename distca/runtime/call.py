@@ -87,7 +87,8 @@ class Shapes(NamedTuple):
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
         """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
-        return ("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes), ("q", self.lse_bytes)
+        return (("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes),
+                ("q", self.lse_bytes))
 
     def empty_row(self) -> tuple[torch.Tensor, ...]:
         """q, k, v, out and lse of no tokens."""
