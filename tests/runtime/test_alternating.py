@@ -1,4 +1,4 @@
-"""What is prepared once per plan never goes stale: plans, dtypes, gradients and modes take turns, and all stay exact."""
+"""What is prepared once per plan never goes stale: plans, dtypes, gradients and modes take turns, all stay exact."""
 
 from __future__ import annotations
 
