@@ -1,4 +1,7 @@
-"""Columns of whole numbers: records that nobody can write to, counts spread over rows, positions found in documents."""
+"""Columns of whole numbers: records that nobody can write to, counts spread over rows, positions found in documents.
+
+Text too, where ranks exchange nothing but numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,17 @@ def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:
     """For owners with that many parts each: every part's owner, and its number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def from_text(text: str, most: int) -> IntArray:
+    """Text as numbers, of which there are at most so many, for ranks that exchange nothing else."""
+    raw = text.encode()[:8 * most]
+    return np.frombuffer(raw + bytes(-len(raw) % 8), dtype=np.int64)
+
+
+def to_text(column: Sequence[int] | np.ndarray) -> str:
+    """The text of numbers that `from_text` made; what was cut off in the middle of a letter is gone."""
+    return np.asarray(column, dtype=np.int64).tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
 class Positions(NamedTuple):

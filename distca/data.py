@@ -19,11 +19,14 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from distca.columns import from_text, to_text
 from distca.workload.documents import IGNORED, check_lengths
 from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
 
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL: tokens that count as labels
+
+_MOST_WORDS = 1024  # of 8 bytes, in what a rank says of its features
 
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Labelled = tuple[np.ndarray, np.ndarray]  # a document's token ids and labels
@@ -103,16 +106,13 @@ class Collator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """This rank's row of everybody's documents, as a Transformers model takes it."""
-        mine = [document for feature in features for document in _documents_of(feature)]
-        everyone = [mine]
         rank, ranks = 0, 1
         if dist.is_initialized():
             if torch.utils.data.get_worker_info() is not None:
                 raise ValueError("distca.data.Collator runs in a worker of the loader, which cannot reach other ranks; "
                                  "set num_workers (Trainer: dataloader_num_workers) to 0")
             rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-            everyone = _gathered(mine, self.group)
-        documents = [document for row in everyone for document in row]
+        documents = _documents_of(features) if ranks == 1 else _gathered(features, self.group)
         return rows([ids for ids, _ in documents], rank, ranks, labels=[labels for _, labels in documents],
                     placement=self.placement, tolerance=self.tolerance).batch()
 
@@ -157,21 +157,39 @@ def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:
         np.concatenate([stop, lengths[late]]), np.concatenate([rank, np.full_like(late, ranks - 1)]), ranks)
 
 
-def _gathered(mine: list[Labelled], group: dist.ProcessGroup | None) -> list[list[Labelled]]:
-    """Every rank's documents: how many and how long in one collective, their lengths, tokens and labels in another."""
-    ranks = dist.get_world_size(group)
+def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> list[Labelled]:
+    """Every rank's documents: how many and how long in one collective, their lengths, tokens and labels in another.
+
+    A rank whose features are wrong tells why instead, and every rank raises it.
+    """
+    wrong: ValueError | None = None
+    try:
+        mine = _documents_of(features)
+        lengths = [len(ids) for ids, _ in mine]
+        header = [len(lengths), sum(lengths)]
+        content = np.concatenate([np.array(lengths, dtype=np.int64), *(ids for ids, _ in mine),
+                                  *(own for _, own in mine)])
+    except ValueError as error:
+        wrong, content = error, from_text(str(error), _MOST_WORDS)
+        header = [-1, len(content)]
+    told = _all_gather(torch.tensor(header), group)
+    padded = torch.zeros(max(words if count < 0 else count + 2 * words for count, words in told), dtype=torch.int64)
+    padded[:len(content)] = torch.from_numpy(content.copy())
+    table = _all_gather(padded, group)
+    for rank, (row, (count, words)) in enumerate(zip(table, told, strict=True)):
+        if count < 0:
+            raise ValueError(f"rank {rank}: {to_text(row[:words])}") from wrong
+    return [document for row, (count, tokens) in zip(table, told, strict=True)
+            for document in _from_wire(row, count, tokens)]
+
+
+def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> np.ndarray:
+    """[ranks, numbers] of numbers that are as many on every rank."""
     on_cpu = "cpu:" in str(dist.get_backend_config(group))
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    lengths = [len(ids) for ids, _ in mine]
-    sizes = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(lengths), sum(lengths)], device=device), group=group)
-    told = [one.tolist() for one in sizes]
-    content = np.concatenate([np.array(lengths, dtype=np.int64), *(ids for ids, _ in mine), *(own for _, own in mine)])
-    padded = torch.zeros(max(count + 2 * tokens for count, tokens in told), dtype=torch.int64, device=device)
-    padded[:len(content)] = torch.from_numpy(content)
-    table = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(table, padded, group=group)
-    return [_from_wire(row.cpu().numpy(), count, tokens) for row, (count, tokens) in zip(table, told, strict=True)]
+    mine = mine.to(torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).cpu().numpy()
 
 
 def _from_wire(row: np.ndarray, count: int, tokens: int) -> list[Labelled]:
@@ -180,8 +198,15 @@ def _from_wire(row: np.ndarray, count: int, tokens: int) -> list[Labelled]:
     return list(zip(np.split(ids, edges), np.split(labels, edges), strict=True)) if count else []
 
 
-def _documents_of(feature: Mapping[str, Any]) -> list[Labelled]:
+def _documents_of(features: Sequence[Mapping[str, Any]]) -> list[Labelled]:
+    return [document for feature in features for document in _documents_in(feature)]
+
+
+def _documents_in(feature: Mapping[str, Any]) -> list[Labelled]:
     """Token ids and labels of each document of a feature."""
+    if "input_ids" not in feature:
+        raise ValueError(f"a feature has {', '.join(feature) or 'nothing'} but no input_ids; tokenize the dataset, and "
+                         "keep its input_ids")
     ids = _column(feature["input_ids"], "input_ids")
     labels = _column(feature["labels"], "labels").copy() if feature.get("labels") is not None else ids.copy()
     for name in _MASKS:

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -17,7 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from distca.cli.batches import COST_HELP, MAX_BATCHES, SOURCE_HELP, STANDARD_LIBRARY, are_typed, read_named
-from distca.cli.options import COUNT, Column, Format, Tokenizer, count, counts
+from distca.cli.options import (
+    AUTO_HELP,
+    COUNT,
+    TOLERANCE,
+    TOLERANCE_HELP,
+    Column,
+    Format,
+    Tokenizer,
+    count,
+    counts,
+    tolerance_option,
+)
 from distca.cli.outputs import check_output, page_writer
 from distca.cli.progress import progress
 from distca.cost.cluster_file import find_cluster
@@ -36,7 +47,6 @@ from distca.validation import check_whole, plain, write_own
 from distca.workload.byte_streams import STDIN
 from distca.workload.documents import SAMPLERS, Workload, standard_library_lengths
 from distca.workload.length_files import Heard, Reading
-from distca.workload.packing import check_tolerance
 from distca.workload.sequences import Source
 
 DEFAULT_CONTEXT = 131_072
@@ -59,7 +69,9 @@ def simulate_command(
     tokenizer: Tokenizer = None,
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
-    tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
+    tolerance: Annotated[Any, typer.Option(
+        parser=tolerance_option, metavar=TOLERANCE,
+        help=f"{TOLERANCE_HELP}; auto: 0.05, of which distca chooses {AUTO_HELP} for the run.")] = "auto",
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
     cost: Annotated[str, typer.Option(help=COST_HELP)] = "h200",
     sequences: Annotated[int | None, typer.Option(
@@ -76,7 +88,6 @@ def simulate_command(
     html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
     """Predict a training step under every strategy, on the same documents."""
-    check_tolerance(tolerance)
     check_whole("seed", seed, least=0)
     check_whole("batches", batches, most=MAX_BATCHES, why="more of them change no mean")
     check_whole("workers", 1 if workers is None else workers, most=MAX_WORKERS, why="one process for each core")
@@ -164,7 +175,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print(Text.assemble(
         (f"{first.model.name} on {first.gpus:,} GPUs of {first.cluster.name}", "bold"),
         f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, pp "
-        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance:g}"))
+        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance}"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("", "tokens/s", "step", "idle", "exposed", "memory", "work"):
         table.add_column(title, justify="right" if title else "left")

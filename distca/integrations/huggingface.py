@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from distca.cost.latency_table import LatencyTable
 from distca.integrations import check_version, not_installed
-from distca.integrations.document_lengths import from_batch
+from distca.integrations.document_lengths import RowSlices, from_batch
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
 from distca.kernels import kernel_named
 from distca.models import shape_of_config
 from distca.planning.plan import Plan
+from distca.runtime.call import Shapes
 from distca.runtime.transport import Transport
 from distca.spec import ModelShape
 
@@ -107,13 +108,13 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
 
     Transformers makes a mask of ones and zeros of whatever it is given, and documents 1, 1, 2, 2 become one.
     """
+    served = attached(module)
+    served.forward, served.generates, served.refused = None, named.get("past_key_values") is not None, None
     for mask in (*inputs[1:2], named.get("attention_mask")):
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
-            raise ValueError(f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 "
-                             "for tokens and 0 for padding, and documents by position_ids that restart or by "
-                             "cu_seq_lens_q")
-    served = attached(module)
-    served.forward, served.generates = None, named.get("past_key_values") is not None
+            served.refused = ValueError(
+                f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
+                "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
     _RUNNING.served = served
 
 
@@ -158,7 +159,7 @@ class _Forward:
     """One forward of one model, on all its layers; made with its first mask, filled by its first layer."""
 
     def __init__(self, served: _Served) -> None:
-        self.served, self.attention = served, served.attention
+        self.served, self.attention, self.refused = served, served.attention, served.refused
         self.in_pool = served.pool_evaluation and not served.generates
         self.windows: set[int | None] = set()
         self.padding: torch.Tensor | None = None                 # [rows, tokens], true for tokens that count
@@ -172,21 +173,34 @@ class _Forward:
         self.records = torch.is_grad_enabled()                   # of the model; checkpointed layers see otherwise
         return PackedMask(self, window)
 
-    def begin(self, module: torch.nn.Module, query: torch.Tensor, about: dict[str, Any]) -> PackedBatch:
+    def begin(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, about: dict[str, Any]
+    ) -> PackedBatch:
         if self.batch is None:
             _RUNNING.served = None                               # its masks are made
-            num_rows, _, row_len, _ = query.shape
-            slices, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
-                                      row_len, about.get("document_ids"))
-            self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
+            slices = self._read(query, about)
             if self.in_pool or (module.training and self.records):
-                self.batch = self.attention.begin(slices, query.device)
+                shapes = Shapes(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
+                self.batch = self.attention.begin(slices, query.device, shapes)
                 if self.served.whole_only is not None and self.batch.spans:
                     config: Any = module.config
                     raise _refused(config, self.served.whole_only)
             else:
                 self.batch = self.attention.at_home(slices)
         return self.batch
+
+    def _read(self, query: torch.Tensor, about: dict[str, Any]) -> RowSlices | ValueError:
+        """This rank's slices, or what is wrong with its batch."""
+        num_rows, _, row_len, _ = query.shape
+        try:
+            if self.refused is not None:
+                raise self.refused
+            slices, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
+                                      row_len, about.get("document_ids"))
+        except ValueError as error:
+            return error
+        self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
+        return slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +224,7 @@ class _Served:
     whole_only: str | None = None                                # why documents cannot span ranks
     forward: _Forward | None = field(default=None, repr=False)   # whose masks are being made
     generates: bool = False                                      # into a cache, each rank at its own pace
+    refused: ValueError | None = field(default=None, repr=False)  # what is wrong with the batch of this forward
 
     @property
     def latest(self) -> Plan | None:
@@ -283,8 +298,9 @@ def _attend(
     scaling: float | None, about: dict[str, Any],
 ) -> torch.Tensor:
     forward = mask.forward
-    batch = forward.begin(module, query, about)
-    flat = [_flat(x, forward.kept) for x in _one_dtype(query, key, value)]  # [tokens, heads, dim]
+    query, key, value = _one_dtype(query, key, value)
+    batch = forward.begin(module, query, key, about)
+    flat = [_flat(x, forward.kept) for x in (query, key, value)]  # [tokens, heads, dim]
     out = forward.attention.attend(flat[0], flat[1], flat[2], batch, scale=scaling, window=mask.window)
     rows, heads, row_len, dim = query.shape
     if forward.kept is not None:
@@ -329,8 +345,12 @@ def _ordinary(
     """Decoding, where one token meets a cache, as transformers does it."""
     if module.training and query.shape[2] == key.shape[2]:
         given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
-        raise ValueError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; give "
-                         "attention_mask [rows, tokens] or nothing, and documents by position_ids or cu_seq_lens_q")
+        error = ValueError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
+                           "give attention_mask [rows, tokens] or nothing, and documents by position_ids or "
+                           "cu_seq_lens_q")
+        if _RUNNING.served is not None and torch.is_grad_enabled():
+            _RUNNING.served.attention.begin(error, query.device)  # other ranks are waiting for a batch
+        raise error
     if not torch.compiler.is_compiling():
         _say_decoding()
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **about)

@@ -24,23 +24,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
 from distca.integrations.document_lengths import RowSlices, from_positions, whole_documents
+from distca.integrations.row_table import Rows, RowTable
 from distca.integrations.spanning import join_slices, spans
+from distca.kernels.interface import check_tensors
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention, not_compiled
+from distca.runtime.call import Shapes
 from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PLANS_KEPT
-from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport, TransportError
-from distca.runtime.transport.c10d import first_line
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from distca.spec import ModelShape
 from distca.workload.packing import check_tolerance
 from distca.workload.topology import Topology
 
-_FIRST_CAPACITY = 255                                            # slices of a rank that fit the first collective
-_NOT_NUMBERED = -2 ** 63                                         # no loader's number of a document
 _OPTIONS = ("group", "model", "tolerance", "kernel", "state", "transport", "cost")
-Rows = tuple[RowSlices, ...]                                     # [ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +91,9 @@ class PackedAttention:
         self._unmoved = lru_cache(PLANS_KEPT)(self._at_home)
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
         self._topology: Topology | None = None                   # found then
+        self._table: RowTable | None = None                      # made then
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch, beside
-        self._capacity = _FIRST_CAPACITY
 
     def anew(self, **changed: Any) -> PackedAttention:
         """The same group and options, or those `changed`, with nothing begun."""
@@ -126,15 +125,18 @@ class PackedAttention:
         the documents of all ranks where loaders put their parts elsewhere. All layers of a forward pass the same
         `position_ids`: the first one exchanges lengths and plans, and every rank of the group makes this call.
         """
-        if q.shape[:-2] != position_ids.shape:
-            raise ValueError(f"q has shape {tuple(q.shape)} and position_ids {tuple(position_ids.shape)}; give a "
-                             "position for each token")
-        batch = self.begin_once(position_ids, lambda: from_positions(position_ids, document_ids), q, k)
-        rows = [x.flatten(0, -3) if x.ndim == 4 else x for x in (q, k, v)]
+        def read() -> RowSlices:
+            if q.shape[:-2] != position_ids.shape:
+                raise ValueError(f"q has shape {tuple(q.shape)} and position_ids {tuple(position_ids.shape)}; give a "
+                                 "position for each token")
+            return from_positions(position_ids, document_ids)
+
+        rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
+        batch = self.begin_once(position_ids, read, rows[0], rows[1], rows[2])
         return self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window).view_as(q)
 
     def begin_once(
-        self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, *,
+        self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
         in_pool: bool = True, beside: torch.Tensor | None = None,
     ) -> PackedBatch:
         """The batch that a tensor stands for, which all layers of a forward and their replays are given.
@@ -145,29 +147,37 @@ class PackedAttention:
         about = _version(key), in_pool, id(beside), _version(beside)
         begun = self._begun.get(key)
         if begun is None or begun[0] != about:
-            if self.model is None:
-                self.model = _shape_of(q, k)
-            begun = about, self.begin(read(), q.device) if in_pool else self.at_home(read()), beside
+            slices, shapes = _read(read, q, k, v)
+            if self.model is None and shapes is not None:
+                self.model = _shape_of(shapes)
+            begun = about, self.begin(slices, q.device, shapes) if in_pool else self.at_home(slices), beside
             self._begun[key] = begun
         return begun[1]
 
     @not_compiled
-    def begin(self, slices: RowSlices | Sequence[int], device: torch.device | str = "cpu") -> PackedBatch:
+    def begin(
+        self, slices: RowSlices | Sequence[int] | ValueError, device: torch.device | str = "cpu",
+        shapes: Shapes | None = None,
+    ) -> PackedBatch:
         """Exchange slices and plan; every rank calls this once per forward. `device` carries the exchange.
 
-        Plain lengths are documents that lie whole on this rank. Where the ranks' slices do not make whole documents,
-        every rank raises the same ValueError.
+        Plain lengths are documents that lie whole on this rank; an error says why this rank has none. Where one has
+        none, the ranks' slices do not make whole documents or their shapes differ, every rank raises the same
+        ValueError.
         """
-        mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
-        rows = self._everyones(mine, torch.device(device))
+        mine = slices if isinstance(slices, RowSlices | ValueError) else whole_documents(slices)
+        rows = self._everyones(mine, torch.device(device), shapes)
+        assert isinstance(mine, RowSlices)
         if not any(row.start for row in rows):
             return PackedBatch(mine, None)
         self.latest = self._plan(rows, False)
         return PackedBatch(mine, self.latest, self._plan(rows, True) if self._two_plans else None, rows)
 
     @not_compiled
-    def at_home(self, slices: RowSlices | Sequence[int]) -> PackedBatch:
+    def at_home(self, slices: RowSlices | Sequence[int] | ValueError) -> PackedBatch:
         """A batch that talks to nobody, such as evaluation's: ranks may run unequal numbers of these."""
+        if isinstance(slices, ValueError):
+            raise slices
         mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
         if mine.start and mine.start[0] > 0 and mine.document is None:
             raise ValueError(f"position_ids begin with {mine.start[0]}, in a document whose beginning is on another "
@@ -194,20 +204,16 @@ class PackedAttention:
     def _servers(self) -> CoreAttention:
         return self._home if self._pool is None else self._pool
 
-    def _everyones(self, mine: RowSlices, device: torch.device) -> Rows:
-        """Every rank's slices in rank order: one collective, and one more where a rank has more than ever before."""
+    def _everyones(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
         if self._pool is None and dist.is_initialized():
             self._pool = CoreAttention(self.group, kernel=self.kernel, state=self.state, transport=self.transport,
                                        recorder=self.recorder)
-            self._topology = self._pool.topology
-        if self._pool is None:
-            return (mine,)
-        while True:
-            table = _gather(mine, self._capacity, self.group, device)
-            most = max(row[0] for row in table)
-            if most <= self._capacity:
-                return tuple(_from_wire(row) for row in table)
-            self._capacity = 2 ** most.bit_length() - 1
+            self._topology, self._table = self._pool.topology, RowTable(self.group)
+        if self._table is not None:
+            return self._table.exchange(mine, device, shapes)
+        if isinstance(mine, ValueError):
+            raise mine
+        return (mine,)
 
     def _balanced(self, rows: Rows, backward: bool) -> Plan:
         model = self._shape()
@@ -234,38 +240,26 @@ def _version(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _shape_of(q: torch.Tensor, k: torch.Tensor) -> ModelShape:
-    """Planning asks only for the bytes of a token's query and keys."""
-    heads, dim = q.shape[-2:]
-    return ModelShape(name="packed", num_layers=1, hidden=heads * dim, num_heads=heads, num_kv_heads=k.shape[-2],
-                      head_dim=dim, ffn=heads * dim, vocab=1)
-
-
-def _gather(
-    slices: RowSlices, capacity: int, group: dist.ProcessGroup | None, device: torch.device
-) -> list[list[int]]:
-    """A row per rank: the number of its slices, then as many of their starts, lengths and documents as fit."""
-    mine = torch.zeros(1 + 3 * capacity, dtype=torch.int64)
-    mine[0] = len(slices.start)
-    document = slices.document or (_NOT_NUMBERED,) * len(slices.start)
-    fit = torch.tensor(list(zip(slices.start, slices.length, document, strict=True))[:capacity], dtype=torch.int64)
-    mine[1:1 + fit.numel()] = fit.view(-1)
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+def _read(
+    read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[RowSlices | ValueError, Shapes | None]:
+    """This rank's slices and the shapes of its tensors, or what is wrong with them."""
     try:
-        dist.all_gather(everyone, mine, group=group)
-    except RuntimeError as error:
-        raise TransportError(
-            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: the ranks did not exchange their lengths, "
-            "because one died, hung past the group's timeout or began another number of batches; restart from the last "
-            f"checkpoint ({first_line(error)})") from error
-    return torch.stack(everyone).tolist()
+        slices = read()
+        check_tensors(q, k, v)
+        if sum(slices.length) != q.shape[0] or k.shape[0] != q.shape[0]:
+            raise ValueError(f"q has {q.shape[0]} tokens, k {k.shape[0]} and the documents {sum(slices.length)}; give "
+                             "the queries, keys and values of just these")
+    except ValueError as error:
+        return error, None
+    return slices, Shapes.of(q, k, v)
 
 
-def _from_wire(row: list[int]) -> RowSlices:
-    sent = row[1:1 + 3 * row[0]]
-    start, length, document = (tuple(sent[at::3]) for at in range(3))
-    return RowSlices(start, length, None if all(number == _NOT_NUMBERED for number in document) else document)
+def _shape_of(shapes: Shapes) -> ModelShape:
+    """Planning asks only for the bytes of a token's query and keys."""
+    heads, kv_heads, dim = shapes[:3]
+    return ModelShape(name="packed", num_layers=1, hidden=heads * dim, num_heads=heads, num_kv_heads=kv_heads,
+                      head_dim=dim, ffn=heads * dim, vocab=1)
 
 
 class Planned(Protocol):

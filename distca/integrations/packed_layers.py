@@ -58,7 +58,7 @@ class PackedLayers:
                 return from_positions(positions)
             return whole_documents(from_cumulative(edges, q.shape[0]))
 
-        batch = self._attention.begin_once(edges, read, q, k, in_pool=training and self.group is not None,
+        batch = self._attention.begin_once(edges, read, q, k, v, in_pool=training and self.group is not None,
                                            beside=positions)
         return self._attention.attend(q, k, v, batch, scale=scale, window=window)
 

@@ -38,19 +38,20 @@ def kernel_named(name: str) -> Kernel:
 
 
 def choose(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto"
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto",
+    value_dim: int | None = None,
 ) -> Kernel:
     """The kernel of this name, or with "auto" the fastest, that fits these tensors."""
     device = torch.device(device)
     if name != "auto":
         kernel = kernel_named(name)
-        reason = kernel.supports(device, dtype, head_dim, window)
+        reason = kernel.supports(device, dtype, head_dim, window, value_dim)
         if reason is not None:
             raise ValueError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
         return kernel
     refused: list[str] = []
     for kernel in fastest_first(_KERNELS, device, dtype, head_dim, window):
-        reason = kernel.supports(device, dtype, head_dim, window)
+        reason = kernel.supports(device, dtype, head_dim, window, value_dim)
         if reason is None:
             _announce(kernel, device, dtype, head_dim, window, refused)
             return kernel

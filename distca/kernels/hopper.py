@@ -30,17 +30,17 @@ from distca.kernels.hopper_launch import (
     tables_of,
 )
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
+from distca.kernels.hopper_tiles import DIMS_TEXT, TILES
 from distca.kernels.interface import (
     BackwardInputs,
     TaskRows,
     accumulation_dtype,
     check_inputs,
     joined,
+    of_values,
     softmax_scale,
     visible,
 )
-
-HEAD_DIMS = (64, 128)
 
 
 class Kind(NamedTuple):
@@ -111,7 +111,9 @@ class HopperKernel:
     item_sizes: tuple[int, int] = (2 * BLOCK_ROWS, TILE_KEYS)  # forward in query rows, backward in keys
     spare_multiprocessors: int = 0
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; it is written for NVIDIA's Hopper GPUs (device cuda)"
         major, minor = torch.cuda.get_device_capability(device)
@@ -119,8 +121,8 @@ class HopperKernel:
             return f"{torch.cuda.get_device_name(device)} is compute capability {major}.{minor}, not 9.0"
         if dtype != torch.bfloat16:
             return f"dtype is {dtype}; give bfloat16"
-        if head_dim not in HEAD_DIMS:
-            return f"head_dim is {head_dim}; give 64 or 128"
+        if head_dim not in TILES or TILES[head_dim].value_dim != (value_dim or head_dim):
+            return f"head_dim is {head_dim}{of_values(value_dim)}; give {DIMS_TEXT}"
         try:
             nvrtc()
         except RuntimeError as error:

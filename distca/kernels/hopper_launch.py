@@ -21,7 +21,6 @@ import torch
 from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin, tensor_map
 from distca.kernels.hopper_tables import (
     BLOCK_ROWS,
-    TILE_KEYS,
     BackwardTables,
     Capacity,
     ForwardTables,
@@ -30,12 +29,10 @@ from distca.kernels.hopper_tables import (
     forward_tables,
     tokens_per_block,
 )
-from distca.kernels.interface import TaskRows
+from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
+from distca.kernels.interface import TaskRows, of_values
 
 SOURCES = Path(__file__).parent / "cuda"
-FORWARD = ("common.cuh", "forward.cu")
-BACKWARD = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
-BACKWARD_DQ = ("common.cuh", "backward_dq.cu")
 PANEL = 64  # columns that a tensor copy brings at once
 THREADS = 384
 SHARED_BYTES = 227 * 1024
@@ -73,7 +70,8 @@ class Tables:
         forward, backward = tables_of(rows, window, heads, num_sms)
         capacity = Capacity.fitting(forward, backward)
         if most is not None:
-            capacity = capacity.or_more(Capacity.bound(*most, tokens_per_block(heads[0] // heads[1])))
+            block_len = tokens_per_block(heads[0] // heads[1])
+            capacity = capacity.or_more(Capacity.bound(*most, block_len, tiles_of(heads[2]).backward_keys))
         return cls(
             capacity,
             _pinned(forward.pack(capacity), device).to(device, non_blocking=True),
@@ -102,8 +100,8 @@ def run_forward(
 ) -> None:
     """Fill the rows' places in out and lse."""
     call = _forward_call(
-        get_ident(), q.device, q.shape, k.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(),
-        v.stride(), window is not None,
+        get_ident(), q.device, q.shape, k.shape, v.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(),
+        k.stride(), v.stride(), window is not None,
     )
     if call is None:
         run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, window, scale)
@@ -126,12 +124,13 @@ def run_backward(
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
 
-    Where it must be deterministic nothing is added up in memory: dQ comes from a kernel of its own.
+    Where it must be deterministic, or heads are wide, nothing is added up in memory: dQ comes from a kernel of its own.
     """
     dout, q, k, v, out, lse = saved
+    deterministic |= tiles_of(q.shape[2]).dq_apart
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
-        get_ident(), q.device, q.shape, k.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
         dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic,
     )
     if call is None:
@@ -199,8 +198,10 @@ def _loaded(
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Kernel:
     types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
-    defines = {"D": head_dim, "G": group, "ROWS": BLOCK_ROWS, "WINDOWED": windowed}
-    return _loaded(device, FORWARD, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
+    tiles = tiles_of(head_dim)
+    defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
+               "WINDOWED": windowed}
+    return _loaded(device, tiles.forward, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
 
 
 @functools.cache
@@ -208,20 +209,22 @@ def _backward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool
 ) -> list[_Kernel]:
     """What runs before, the main kernel, what runs after: dQ's own kernel, or the one that writes what was added."""
-    defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
-    rows = {"ROWS": backward_block_rows(head_dim), "WITH_DQ": not deterministic}
+    tiles = tiles_of(head_dim)
+    defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
+    rows = {"ROWS": backward_block_rows(head_dim), "KEYS": tiles.backward_keys, "WITH_DQ": not deterministic}
     main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
         "attention_backward": (main, SHARED_BYTES, THREADS),
         "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
     }
-    before, backward, write_dq = _loaded(device, BACKWARD, {**defines, **rows}, kernels)
+    before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
     if not deterministic:
         return [before, backward, write_dq]
     types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32]
     alone = {"attention_dq": (types, SHARED_BYTES, THREADS)}
-    return [before, backward, *_loaded(device, BACKWARD_DQ, {**defines, "ROWS": BLOCK_ROWS}, alone)]
+    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
+    return [before, backward, *_loaded(device, tiles.backward_dq, {**defines, **rows}, alone)]
 
 
 Stride = tuple[int, ...]
@@ -233,6 +236,7 @@ def _forward_call(
     device: torch.device,
     q_shape: torch.Size,
     k_shape: torch.Size,
+    v_shape: torch.Size,
     q: int,
     k: int,
     v: int,
@@ -245,14 +249,15 @@ def _forward_call(
 
     None where a tensor cannot be mapped as it lies.
     """
+    _check_dims(q_shape, v_shape)
     if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
         return None
-    kv_heads = k_shape[1]
+    kv_heads, tile_keys = k_shape[1], tiles_of(q_shape[2]).forward_keys
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads),
-        _key_map(k, k_shape, k_stride),
-        _key_map(v, k_shape, v_stride),
-        _key_map(v, k_shape, v_stride, 1),
+        _key_map(k, k_shape, k_stride, tile_keys),
+        _key_map(v, v_shape, v_stride, tile_keys),
+        _key_map(v, v_shape, v_stride, 1),
     )
     kernel = _forward_kernel(device, q_shape[2], q_shape[1] // kv_heads, windowed)
     return kernel.launch(*maps), kernel.device_index
@@ -264,6 +269,7 @@ def _backward_call(
     device: torch.device,
     q_shape: torch.Size,
     k_shape: torch.Size,
+    v_shape: torch.Size,
     dout: int,
     q: int,
     k: int,
@@ -276,25 +282,33 @@ def _backward_call(
     deterministic: bool,
 ) -> tuple[Launch, Launch, Launch, int, int] | None:
     """The same for dout, q, k, v: three launches, and how many multiprocessors the device has."""
+    _check_dims(q_shape, v_shape)
     places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
     if not all(_mappable(place, stride) for place, stride in places):
         return None
-    kv_heads = k_shape[1]
+    kv_heads, tiles = k_shape[1], tiles_of(q_shape[2])
+    dout_shape = torch.Size((*q_shape[:2], v_shape[2]))
     block_len = tokens_per_block(q_shape[1] // kv_heads, backward_block_rows(q_shape[2]))
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads, block_len),
         _query_map(q, q_shape, q_stride, kv_heads, 1),
-        _query_map(dout, q_shape, dout_stride, kv_heads, block_len),
-        _query_map(dout, q_shape, dout_stride, kv_heads, 1),
-        _key_map(k, k_shape, k_stride),
+        _query_map(dout, dout_shape, dout_stride, kv_heads, block_len),
+        _query_map(dout, dout_shape, dout_stride, kv_heads, 1),
+        _key_map(k, k_shape, k_stride, tiles.backward_keys),
         _key_map(k, k_shape, k_stride, 1),
-        _key_map(v, k_shape, v_stride),
-        _key_map(v, k_shape, v_stride, 1),
+        _key_map(v, v_shape, v_stride, tiles.backward_keys),
+        _key_map(v, v_shape, v_stride, 1),
     )
     before, main, after = _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
     alone = () if not deterministic else (
-        _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, q_shape, dout_stride, kv_heads), *maps[4:])
+        _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
+        _key_map(k, k_shape, k_stride, tiles.dq_keys), maps[5], _key_map(v, v_shape, v_stride, tiles.dq_keys), maps[7])
     return before.launch(), main.launch(*maps), after.launch(*alone), main.device_index, main.num_sms
+
+
+def _check_dims(q_shape: torch.Size, v_shape: torch.Size) -> None:
+    if q_shape[2] not in TILES or TILES[q_shape[2]].value_dim != v_shape[2]:
+        raise ValueError(f"head_dim is {q_shape[2]}{of_values(v_shape[2])}; give {DIMS_TEXT}")
 
 
 def _mappable(place: int, stride: Stride) -> bool:
@@ -316,7 +330,7 @@ def _query_map(
     return tensor_map(place, sizes, strides, (PANEL, group, 1, num_tokens or tokens_per_block(group)))
 
 
-def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int = TILE_KEYS) -> TensorMap:
+def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int) -> TensorMap:
     """Tiles of [tokens, kv_heads, dim] that hold one KV head."""
     tokens, kv_heads, dim = shape
     return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
@@ -351,9 +365,10 @@ def free_multiprocessors(device: torch.device, spare: int) -> int:
 def tables_of(
     rows: TaskRows, window: int | None, heads: Heads, num_sms: int
 ) -> tuple[ForwardTables, BackwardTables]:
-    group, kv_heads = heads[0] // heads[1], heads[1]
-    return (forward_tables(rows, window, group, kv_heads, num_sms),
-            backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2])))
+    group, kv_heads, tiles = heads[0] // heads[1], heads[1], tiles_of(heads[2])
+    return (forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys),
+            backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2]),
+                            tiles.backward_keys))
 
 
 def _pinned(packed: np.ndarray, device: torch.device) -> torch.Tensor:

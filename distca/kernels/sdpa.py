@@ -1,4 +1,4 @@
-"""Attention that runs anywhere: torch's fused CPU attention, plain matrix products on other devices.
+"""Attention that runs anywhere: torch's fused CPU attention, plain matrix products for what it does not take.
 
 torch's public scaled_dot_product_attention keeps its log-sum-exp to itself; the operator below it gives it, and its
 backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a row
@@ -8,7 +8,8 @@ Windows are cut into blocks of queries with a small mask each. Memory stays line
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -48,6 +49,15 @@ class _SdpaTasks:
     rows: TaskRows
     parts: tuple[_Part, ...]
     masks: tuple[torch.Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
+    tiled: tuple[int | None, int | None]  # queries and keys that parts hold once each, in order from 0; None: not so
+    checked: set[tuple[object, ...]] = field(default_factory=set)
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """check_inputs, once for tensors of the same shapes."""
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        if key not in self.checked:
+            check_inputs(q, k, v, self.rows)
+            self.checked.add(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,9 @@ class SdpaKernel:
 
     name: str = "sdpa"
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"dtype is {dtype}; give float64, float32, bfloat16 or float16"
         return None
@@ -81,21 +93,26 @@ class SdpaKernel:
                 fresh = not covered[q0:q1].any()
                 parts.append(_Part(slice(q0, q1), slice(k0, k1), kind == "causal", mask, fresh))
                 covered[q0:q1] = True
-        return _SdpaTasks(rows, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks))
+        return _SdpaTasks(rows, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks),
+                          (_tiled([part.q for part in parts]), _tiled([part.k for part in parts])))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _SdpaTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_inputs(q, k, v, prepared.rows)
+        prepared.check(q, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
-        out = q.new_zeros(q.shape, dtype=q.dtype if all(part.fresh for part in prepared.parts) else wide)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-        attend = _fused_forward if q.device.type == "cpu" else _plain_forward
+        attend = _fused_forward if _is_fused(q, v) else _plain_forward
         masks = [_bias(mask, q.dtype) for mask in prepared.masks]
-        for part in prepared.parts:
-            mask = None if part.mask is None else masks[part.mask]
-            out_part, lse_part = attend(q[part.q], k[part.k], v[part.k], part.causal, mask, scale)
+        results = (attend(q[part.q], k[part.k], v[part.k], part.causal, None if part.mask is None else masks[part.mask],
+                          scale) for part in prepared.parts)
+        if prepared.tiled[0] == q.shape[0]:
+            outs, lses = zip(*results, strict=True)
+            return _end_to_end(outs), _end_to_end(lses)
+        out = q.new_zeros((*q.shape[:2], v.shape[2]),
+                          dtype=q.dtype if all(part.fresh for part in prepared.parts) else wide)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        for part, (out_part, lse_part) in zip(prepared.parts, results, strict=True):
             if not part.fresh:
                 out_part, lse_part = merge(out[part.q], lse[part.q], out_part, lse_part)
             out[part.q], lse[part.q] = out_part, lse_part
@@ -104,24 +121,38 @@ class SdpaKernel:
     def backward(
         self, inputs: BackwardInputs, prepared: _SdpaTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out, lse = inputs
-        check_inputs(q, k, v, prepared.rows)
-        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
-        dtype = q.dtype
-        dout, q, k, v, out = (
-            unit_stride(x.to(wide)) for x in (dout, q, k, v, out)
-        )  # the operator sums in its own dtype
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        attend = _fused_backward if q.device.type == "cpu" else _plain_backward
+        prepared.check(inputs.q, inputs.k, inputs.v)
+        dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its own dtype
+        dout, q, k, v, out = (unit_stride(x if x.dtype is wide else x.to(wide)) for x in inputs[:5])
+        scale, lse = softmax_scale(q, scale), inputs.lse
+        attend = _fused_backward if _is_fused(q, v) else _plain_backward
         masks = [_bias(mask, wide) for mask in prepared.masks]
-        for part in prepared.parts:
-            mask = None if part.mask is None else masks[part.mask]
-            saved = BackwardInputs(dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q])
-            dq_part, dk_part, dv_part = attend(saved, part.causal, mask, scale)
-            dq[part.q] += dq_part
-            dk[part.k] += dk_part
-            dv[part.k] += dv_part
+        results = (attend(BackwardInputs(dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q]),
+                          part.causal, None if part.mask is None else masks[part.mask], scale)
+                   for part in prepared.parts)
+        if prepared.tiled == (q.shape[0], k.shape[0]):
+            dq, dk, dv = (_end_to_end(pieces) for pieces in zip(*results, strict=True))
+        else:
+            dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+            for part, (dq_part, dk_part, dv_part) in zip(prepared.parts, results, strict=True):
+                dq[part.q].add_(dq_part)
+                dk[part.k].add_(dk_part)
+                dv[part.k].add_(dv_part)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _tiled(ranges: Sequence[slice]) -> int | None:
+    """How many tokens ranges hold that follow each other from 0; None where they do not, or there are none."""
+    at = 0
+    for one in ranges:
+        if one.start != at:
+            return None
+        at = one.stop
+    return at or None
+
+
+def _end_to_end(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _query_blocks(rows: TaskRows, window: int) -> TaskRows:
@@ -144,6 +175,11 @@ def _band(q_len: int, k_len: int, q_offset: int, window: int, device: torch.devi
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """The operator is the CPU's, and takes values of the queries' head dim."""
+    return q.device.type == "cpu" and q.shape[2] == v.shape[2]
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +249,7 @@ def _plain_backward(
     dout, q, k, v, out, lse = inputs
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
-    dk, dv = (torch.zeros_like(keys[:, 0]) for _ in range(2))  # [kv_heads, k, dim]
+    dk, dv = torch.zeros_like(keys[:, 0]), torch.zeros_like(values[:, 0])  # [kv_heads, k, dim]
     dqs = []
     for first in range(0, q.shape[0], step):
         block = slice(first, first + step)

@@ -12,17 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
+from distca.cost.work import attention_backward_flops, attention_flops
 from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.placed import Planner, is_no_more, sends_no_more
 from distca.planning.plan import Plan, server_work
 from distca.planning.tasks import tasks_at_home
-from distca.planning.tick_plans import plan_ticks, served_in_bubbles, tick_layout, work_over_ticks
+from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
+from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
-from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+from distca.workload.packing import (
+    NO_CUTS,
+    DocumentWork,
+    NanoBatch,
+    causal_work,
+    check_pool,
+    pack,
+    pack_ping_pong,
+    pack_whole,
+)
 from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
@@ -107,6 +120,8 @@ class StepPlan:
     is_shared: bool                             # a plan spans the ranks of all stages, or the data ranks of one
     gather_ranks: int = 1                       # neighbours that gather each other's keys whole, as context parallelism
                                                 # does; 1: keys go where plans need them
+    placement: str | None = None                # of the documents: given where balanced was asked for and sends more
+    tried: tuple[tuple[float, float], ...] = ()  # tolerances that were planned, with the step's predicted seconds
 
     @property
     def num_stages(self) -> int:
@@ -133,6 +148,24 @@ class StepPlan:
         """Every plan once."""
         return list({id(plan): plan for ticks in self.by_stage[:1 if self.is_shared else None] for nanos in ticks
                      for depths in nanos for plan in depths}.values())
+
+    def forward_plans(self) -> list[Plan]:
+        """Every plan of a forward tick once, in the order of ticks; of stages that share attention."""
+        return list({id(plan): plan for tick, nanos in enumerate(self.by_stage[0]) if not self.ticks.phase(tick)
+                     for depths in nanos for plan in depths}.values())
+
+    def server_work(self) -> np.ndarray:
+        """[servers] attention of the step, both ways, where stages share it: seconds, or forward's pairs.
+
+        Of a pair backward counts as so much more as it has more FLOPs.
+        """
+        ratio = attention_backward_flops(1.0, self.model, self.tp) / attention_flops(1.0, self.model, self.tp)
+        times: dict[int, float] = {}
+        for tick, nanos in enumerate(self.by_stage[0]):
+            weight = ratio if self.ticks.phase(tick) else 1.0
+            for plan, count in _counted([plan for depths in nanos for plan in depths]):
+                times[id(plan)] = times.get(id(plan), 0.0) + count * (1.0 if plan.cost is not None else weight)
+        return np.asarray(np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0))
 
     def validate(self) -> None:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
@@ -213,7 +246,7 @@ def plan_step(
     tp: int = 1,
     ping_pong: bool = True,
     placement: str = "balanced",
-    tolerance: float = 0.05,
+    tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None,
     cost: AttentionTime | None = None,
     topology: Topology | None = None,
@@ -221,24 +254,71 @@ def plan_step(
     """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
 
     `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
-    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs.
+    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
+    placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
+    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs. Where `tolerance` is a
+    function that predicts a step's seconds, the quickest of `TOLERANCES` is taken.
     """
-    stages = len(layers)
-    pool = check_pool(speed, stages * num_data)
-    of_data = pool[:stages * num_data].reshape(stages, num_data).mean(axis=0)
-    share = np.append(of_data, pool[stages * num_data:].sum() / stages)  # of one stage; the last: dedicated servers
-    cut = pack_ping_pong if ping_pong else pack_whole
-    packed = tuple(MicroBatch(np.asarray(lengths, dtype=np.int64), cut(
-        lengths, ranks=num_data, placement=placement, tolerance=tolerance, speed=share,
-        document_work=work_of_documents(cost), wave_tokens=1 if cost is None else cost.wave_tokens,
-        topology=None if topology is None else topology.first(num_data)))
-        for lengths in micro_batches)
-    ticks = same_phase_ticks(stages, len(packed))
-    by_nano = [plan_ticks(ticks, [micro_batch.layouts[nano] for micro_batch in packed], model, layers=layers,
-                          tolerance=tolerance, tp=tp, speed=pool, cost=cost, topology=topology)
-               for nano in range(len(packed[0].nano_batches))]
-    return StepPlan(model, tp, tuple(layers), packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages, True)
+    pool = check_pool(speed, len(layers) * num_data)
+    lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
+
+    def plan(tolerance: float) -> StepPlan:
+        planner = _Planner(lengths, model, num_data, tuple(layers), tp, ping_pong, tolerance, pool, cost, topology)
+        return planner.no_worse_than_given() if placement == "balanced" else planner.step(placement)
+
+    return quickest(plan, tolerance) if callable(tolerance) else plan(tolerance)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planner:
+    """What every placement of a step is planned with."""
+
+    lengths: list[np.ndarray]  # [micro-batches][documents]
+    model: ModelShape
+    num_data: int
+    layers: tuple[int, ...]
+    tp: int
+    ping_pong: bool
+    tolerance: float
+    pool: np.ndarray           # [servers] their speeds
+    cost: AttentionTime | None
+    topology: Topology | None
+
+    def step(self, placement: str) -> StepPlan:
+        return self._step(placement, partial(
+            plan_ticks, model=self.model, layers=self.layers, tolerance=self.tolerance, tp=self.tp, speed=self.pool,
+            cost=self.cost, topology=self.topology))
+
+    def no_worse_than_given(self) -> StepPlan:
+        """Balanced placement's step, or given's where that sends less."""
+        step = self.step("balanced")
+        no_more = sends_no_more(step.forward_plans(), self.in_order)
+        if no_more:
+            return step
+        given = self.step("given")
+        return step if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()) else given
+
+    def in_order(self, planner: Planner) -> list[Plan]:
+        """Forward's plans by another planner, with documents in the given order."""
+        return self._step("given", partial(plan_ticks_by, planner, layers=self.layers)).forward_plans()
+
+    def _step(self, placement: str, plan: Callable[[Ticks, Sequence[Layout]], list[tuple[Plan, ...]]]) -> StepPlan:
+        packed, stages = tuple(self._packed(lengths, placement) for lengths in self.lengths), len(self.layers)
+        ticks = same_phase_ticks(stages, len(packed))
+        by_nano = [plan(ticks, [micro_batch.layouts[nano] for micro_batch in packed])
+                   for nano in range(len(packed[0].nano_batches))]
+        return StepPlan(self.model, self.tp, self.layers, packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages,
+                        True, placement=placement)
+
+    def _packed(self, lengths: np.ndarray, placement: str) -> MicroBatch:
+        cut, stages = pack_ping_pong if self.ping_pong else pack_whole, len(self.layers)
+        ranks = stages * self.num_data
+        share = np.append(self.pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
+                          self.pool[ranks:].sum() / stages)                    # the last: dedicated servers
+        return MicroBatch(lengths, cut(
+            lengths, ranks=self.num_data, placement=placement, tolerance=self.tolerance, speed=share,
+            document_work=work_of_documents(self.cost), cuts=NO_CUTS if self.cost is None else self.cost.cuts(),
+            topology=None if self.topology is None else self.topology.first(self.num_data)))
 
 
 def step_among_data_ranks(

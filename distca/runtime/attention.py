@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.kernels.interface import check_tensors
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
 from distca.runtime.dedicated import Announcer
@@ -157,20 +158,12 @@ class CoreAttention:
         if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
             raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
                              "'resend'")
-        shapes = Shapes(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+        shapes = Shapes.of(q, k, v)
         return Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
                        (q, k, v))
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
-        if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
-            raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; give q [tokens, "
-                             "heads, dim], k and v [tokens, kv_heads, dim] with the same tokens and dim")
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ValueError(f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give heads that kv_heads divides")
-        if not q.dtype == k.dtype == v.dtype:
-            raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
-        if not q.device == k.device == v.device:
-            raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+        check_tensors(q, k, v)
         rank, size = self.transport.rank, self.transport.size
         if plan.num_servers != size:
             raise ValueError(f"the plan is for {plan.num_servers} servers but the group has {size} ranks; plan with "

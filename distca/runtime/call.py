@@ -50,18 +50,31 @@ class Shapes(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int         # of queries and keys
     dtype: torch.dtype
     device: torch.device
+    value_dim: int = 0    # of a head's values; 0: head_dim
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+        value_dim = 0 if v.shape[2] == q.shape[2] else v.shape[2]
+        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, value_dim)
 
     @property
     def q_bytes(self) -> int:
         return self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def kv_bytes(self) -> int:
-        """One of key and value."""
+    def k_bytes(self) -> int:
         return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def v_bytes(self) -> int:
+        return self.num_kv_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
+
+    @property
+    def out_bytes(self) -> int:
+        return self.num_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
 
     @property
     def lse_dtype(self) -> torch.dtype:
@@ -71,11 +84,17 @@ class Shapes(NamedTuple):
     def lse_bytes(self) -> int:
         return self.num_heads * self.lse_dtype.itemsize
 
-    def empty_row(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and lse of no tokens."""
-        q = torch.empty(0, self.num_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        k = torch.empty(0, self.num_kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        return q, k, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
+    @property
+    def fields(self) -> tuple[tuple[str, int], ...]:
+        """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
+        return ("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes), ("q", self.lse_bytes)
+
+    def empty_row(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, out and lse of no tokens."""
+        q, k = (torch.empty(0, heads, self.head_dim, dtype=self.dtype, device=self.device)
+                for heads in (self.num_heads, self.num_kv_heads))
+        v, out = (x.new_empty(0, x.shape[1], self.value_dim or self.head_dim) for x in (k, q))
+        return q, k, v, out, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
 
 
 class Prepared:
@@ -104,43 +123,38 @@ class Prepared:
     @cached_property
     def inputs(self) -> Hops[Dispatch]:
         """q, k and v, stamped."""
-        q, kv, _ = self._fields
-        return self._dispatch([q, kv, kv], Stamp.of(self.digest, self.shapes.device))
+        q, k, v, *_ = self.shapes.fields
+        return self._dispatch([q, k, v], Stamp.of(self.digest, self.shapes.device))
 
     @cached_property
     def outputs(self) -> Hops[Combine]:
         """out and lse."""
-        q, _, lse = self._fields
-        return self._combine([q, lse], merged_heads=self.shapes.num_heads)
+        *_, out, lse = self.shapes.fields
+        return self._combine([out, lse], merged_heads=self.shapes.num_heads)
 
     @cached_property
     def backward_inputs(self) -> Hops[Dispatch]:
         """q, k, v, out, dout and lse."""
-        q, kv, lse = self._fields
-        return self._dispatch([q, kv, kv, q, q, lse])
+        q, k, v, out, lse = self.shapes.fields
+        return self._dispatch([q, k, v, out, out, lse])
 
     @cached_property
     def kept_backward_inputs(self) -> Hops[Dispatch]:
         """out, dout and lse, where servers keep q, k and v."""
-        q, _, lse = self._fields
-        return self._dispatch([q, q, lse])
+        *_, out, lse = self.shapes.fields
+        return self._dispatch([out, out, lse])
 
     @cached_property
     def gradients(self) -> Hops[Combine]:
         """dq, dk and dv."""
-        q, kv, _ = self._fields
-        return self._combine([q, kv, kv])
+        q, k, v, *_ = self.shapes.fields
+        return self._combine([q, k, v])
 
     def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
         return Hops(*(self._on_device(Dispatch.of(tables, fields, stamp)) for tables in self._tables))
 
     def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
         return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
-
-    @property
-    def _fields(self) -> tuple[tuple[str, int], ...]:
-        shapes = self.shapes
-        return ("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("q", shapes.lse_bytes)
 
     def _on_device(self, exchange: Exchange) -> Exchange:
         return packed_on(self.shapes.device, exchange)
@@ -293,8 +307,7 @@ class ForwardCall(Call):
         return self._receive(self._enter(Phase.COMBINE).outputs)
 
     def empty_row(self) -> Tensors:
-        q, k, _ = self.shapes.empty_row()
-        return q, k, k
+        return self.shapes.empty_row()[:3]
 
 
 class BackwardCall(Call):
@@ -319,8 +332,8 @@ class BackwardCall(Call):
         return self._receive(self._enter(Phase.COMBINE).gradients)
 
     def empty_row(self) -> Tensors:
-        q, k, lse = self.shapes.empty_row()
-        return q, k, k, q, q, lse
+        q, k, v, out, lse = self.shapes.empty_row()
+        return q, k, v, out, out, lse
 
     def _inputs(self, prepared: Prepared) -> Hops[Dispatch]:
         return prepared.kept_backward_inputs if self.keep else prepared.backward_inputs

@@ -168,9 +168,9 @@ class Combine:
                    for field, buffer in enumerate(buffers)]
         for fields in [(0, 1)] if self.merged_heads else [(field,) for field in range(len(rows))]:
             if not self.sides[fields[0]].is_untouched:
-                fold, empty = (_merge, (0.0, -torch.inf)) if self.merged_heads else (_add, (0.0,))
-                self.parts[fields[0]].fill(tuple(rows[field] for field in fields),
-                                           tuple(sources[field] for field in fields), fold, empty)
+                self.parts[fields[0]].fill(
+                    tuple(rows[field] for field in fields), tuple(sources[field] for field in fields),
+                    _merge if self.merged_heads else _add)
         return rows
 
 
@@ -180,56 +180,45 @@ Fold = Callable[[Tensors, Tensors], None]
 
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """Where a row's results come from: copied where one server had the token, combined where several did.
+    """Where a row's results come from: each token's first part is copied, what other servers had of it is folded in.
 
-    Sources are numbered: 0 is this rank's own server buffer, 1 + i the i-th run that comes back.
+    Parts are (first token in the row, source, first token there, tokens). Sources are numbered: 0 is this rank's own
+    server buffer, 1 + i the i-th run that comes back.
     """
 
-    num_combined: int
-    compact: list[Copy]                         # (row, compact, tokens): where combined tokens stand in the row
-    copies: list[tuple[int, int, int, int]]     # (row, source, first token there, tokens)
-    combines: list[tuple[int, int, int, int]]   # (compact, source, first token there, tokens)
+    copies: list[tuple[int, int, int, int]]
+    folds: list[tuple[int, int, int, int]]
 
     @classmethod
     def of(cls, side: Side) -> RowParts:
         """For results that come back along what `side` sent and kept."""
-        several = side.parts > 1
-        place: np.ndarray = np.cumsum(several) - several                     # compact position of every combined token
-        edges = np.flatnonzero(np.diff(several.astype(np.int8), prepend=0, append=0)).tolist()
-        compact = [(a, int(place[a]), b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)]
         parts = [(row, 0, buffer, tokens) for row, buffer, tokens in _tuples(
             side.local.row, side.local.buffer, side.local.length)]
         parts += [(row, 1 + run, 0, tokens) for run, (row, tokens) in enumerate(_tuples(
             side.send.start, side.send.length))]
-        copies, combines = [], []
-        change = np.flatnonzero(np.diff(several.astype(np.int8))) + 1  # one server's tokens, then several's
+        copies, folds = [], []
+        is_filled = np.zeros(len(side.parts), dtype=bool)
         for row, source, first, tokens in parts:
-            inner = change[np.searchsorted(change, row, side="right"):np.searchsorted(change, row + tokens)].tolist()
-            for a, b in pairwise([row, *inner, row + tokens]):
-                if several[a]:
-                    combines.append((int(place[a]), source, first + a - row, b - a))
-                else:
-                    copies.append((a, source, first + a - row, b - a))
-        return cls(int(several.sum()), compact, copies, combines)
+            before = is_filled[row:row + tokens]
+            cuts = (np.flatnonzero(before[1:] != before[:-1]) + 1).tolist()
+            for a, b in pairwise([0, *cuts, tokens]):
+                (folds if before[a] else copies).append((row + a, source, first + a, b - a))
+            before[:] = True
+        return cls(copies, folds)
 
-    def fill(
-        self, rows: Tensors, sources: tuple[list[torch.Tensor], ...], fold: Fold, empty: tuple[float, ...]
-    ) -> None:
+    def fill(self, rows: Tensors, sources: tuple[list[torch.Tensor], ...], fold: Fold) -> None:
         """Fill each of `rows` from its sources; `fold` takes a part into the running result of all fields at once."""
-        _copy_all([row.narrow(0, start, tokens) for row in rows for start, _, _, tokens in self.copies],
+        running = rows if not self.folds else tuple(
+            row if row.dtype is (wide := accumulation_dtype(row.dtype)) else row.to(wide) for row in rows)
+        _copy_all([row.narrow(0, start, tokens) for row in running for start, _, _, tokens in self.copies],
                   [parts[source].narrow(0, first, tokens) for parts in sources
                    for _, source, first, tokens in self.copies])
-        if self.num_combined == 0:
-            return
-        running = tuple(
-            row.new_full((self.num_combined, *row.shape[1:]), value, dtype=accumulation_dtype(row.dtype))
-            for row, value in zip(rows, empty, strict=True))
-        for compact, source, first, tokens in self.combines:
-            fold(tuple(total.narrow(0, compact, tokens) for total in running),
+        for start, source, first, tokens in self.folds:
+            fold(tuple(row.narrow(0, start, tokens) for row in running),
                  tuple(parts[source].narrow(0, first, tokens) for parts in sources))
         for row, total in zip(rows, running, strict=True):
-            _copy_all([row.narrow(0, start, tokens) for start, _, tokens in self.compact],
-                      [total.narrow(0, compact, tokens) for _, compact, tokens in self.compact])
+            if row is not total:
+                row.copy_(total)
 
 
 def server_buffers(row: Tensors, sides: Sequence[Side]) -> Tensors:

@@ -80,8 +80,8 @@ class PlanRegistry:
         key = self.facts(plan).digest, shapes, window
         prepared = self._prepared.get(key)
         if prepared is None:
-            kernel = sparing(choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel),
-                             self.spare_multiprocessors)
+            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel, shapes.value_dim or None)
+            kernel = sparing(kernel, self.spare_multiprocessors)
             node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
             prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, window, node)
             self._prepared.put(key, prepared)

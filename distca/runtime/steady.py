@@ -193,7 +193,8 @@ class SteadyAttention:
         spare_multiprocessors: int = 0,
     ) -> None:
         self.kernel = HopperKernel(spare_multiprocessors=spare_multiprocessors)
-        reason = self.kernel.supports(shapes.device, shapes.dtype, shapes.head_dim, plan.window)
+        reason = self.kernel.supports(shapes.device, shapes.dtype, shapes.head_dim, plan.window,
+                                      shapes.value_dim or None)
         if reason is not None:
             raise ValueError(f"SteadyAttention needs kernel 'hopper', which cannot run here: {reason}; use "
                              "CoreAttention")
@@ -208,9 +209,9 @@ class SteadyAttention:
         self._forward, self._backward = (
             _Way(tables, node.rank, self.kernel, shapes.device, plan.window, (num_q, num_k, num_rows), room)
             for tables in zip(*everyones, strict=True))
-        q, k, lse = (one.new_empty((count, *one.shape[1:])) for one, count in zip(
-            shapes.empty_row(), (num_q, num_k, num_q), strict=True))
-        self._buffers = BackwardInputs(torch.empty_like(q), q, k, torch.empty_like(k), torch.empty_like(q), lse)
+        q, k, v, out, lse = (one.new_empty((count, *one.shape[1:])) for one, count in zip(
+            shapes.empty_row(), (num_q, num_k, num_k, num_q, num_q), strict=True))
+        self._buffers = BackwardInputs(torch.empty_like(out), q, k, v, out, lse)
         self._memory = node.memory(2 * self._region_bytes)
         self._regions = [tuple(peer[at:at + self._region_bytes] for peer in self._memory.peers)
                          for at in (0, self._region_bytes)]
@@ -233,17 +234,17 @@ class SteadyAttention:
         self._agree(plan, backward, reason)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q."""
+        """q [tokens, heads, dim], k, v [tokens, kv_heads, dim], this rank's row of the layout -> out [tokens, heads, dim]."""
         return _Steady.apply(self, q, k, v)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """out and log-sum-exp of the row, without autograd."""
-        if (len(q), len(k)) != self.row_tokens or k.shape != v.shape:
+        if (len(q), len(k)) != self.row_tokens or len(v) != len(k):
             raise ValueError(f"q has {len(q)} tokens, k {len(k)} and v {len(v)}, but the plans put "
                              f"{self.row_tokens[0]} queries and {self.row_tokens[1]} keys on rank {self.node.rank}; "
                              "pass its own row")
-        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-            q.shape[:2], dtype=self.shapes.lse_dtype)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = q.new_empty(q.shape[:2], dtype=self.shapes.lse_dtype)
         there = self._dispatched(self._forward, (q, k, v), self._buffers[1:4])
         results = self.kernel.forward(there[0], there[1], there[2], self._forward.rows, self.scale)
         return self._combined(self._forward, results, (out, lse))
@@ -277,13 +278,13 @@ class SteadyAttention:
 
     def _tables(self, rank: int, plan: Plan, backward: Plan | None) -> tuple[Tables, Tables]:
         backward = plan if backward is None else backward
-        q, kv, lse = (("q", self.shapes.q_bytes), ("k", self.shapes.kv_bytes), ("q", self.shapes.lse_bytes))
+        q, k, v, out, lse = self.shapes.fields
         for one in (plan, backward):
             if (one.num_servers, one.window) != (self.node.size, self.window):
                 raise ValueError(f"the plan has {one.num_servers} servers and a window of {one.window}; give plans of "
                                  f"{self.node.size} servers and a window of {self.window}")
-        return (Tables.of(plan, rank, [q, kv, kv], [q, lse], self.shapes.num_heads),
-                Tables.of(backward, rank, [q, q, kv, kv, q, lse], [q, kv, kv], None))
+        return (Tables.of(plan, rank, [q, k, v], [out, lse], self.shapes.num_heads),
+                Tables.of(backward, rank, [out, q, k, v, out, lse], [q, k, v], None))
 
     def _check_room(self, tables: Tables) -> None:
         if tables.row_tokens != self.row_tokens:

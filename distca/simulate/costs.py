@@ -62,6 +62,11 @@ class Costs:
         return cls(model, tp, _attention_time(table, model, tp, scale), network, network, network,
                    cluster.ranks_per_node(tp), rates, cluster.memory_bandwidth)
 
+    @property
+    def ranks_per_pod(self) -> int:
+        """Pool ranks; 0 where there is one pod."""
+        return self.ranks_per_node * self.tensor_links.nodes_per_pod
+
     def without_network(self) -> Costs:
         """The same with links between pool ranks that take no time; TP traffic stays as it is."""
         return replace(self, links=FREE, attention_links=FREE)
@@ -69,7 +74,7 @@ class Costs:
     def with_one_byte(self) -> Costs:
         """The same where what attention sends is a byte a message: only latencies remain of it."""
         return replace(self, attention_links=replace(self.attention_links, intra_node_bandwidth=inf,
-                                                     inter_node_bandwidth=inf))
+                                                     inter_node_bandwidth=inf, inter_pod_bandwidth=inf))
 
     def segment_seconds(self, tokens: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """A layer's linear part before and behind its attention, proportional to the tokens."""
@@ -112,11 +117,12 @@ class Costs:
         """The same of keys over a context-parallel group."""
         return self.attention_links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
 
-    def send_seconds(self, tokens: np.ndarray) -> np.ndarray:
-        """Hidden states of a micro-batch to the next stage: each GPU sends its own share of them."""
+    def send_seconds(self, tokens: np.ndarray, num_data: int) -> np.ndarray:
+        """Hidden states of a micro-batch to the stage `num_data` ranks on: each GPU sends its own share of them."""
         size = tokens * (self.model.hidden * BF16_BYTES / self.tp)
         links = self.links
-        return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.inter_node_bandwidth, 0.0)
+        leaves_pods = 0 < self.ranks_per_pod <= num_data
+        return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.nic_bandwidths[leaves_pods], 0.0)
 
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
         """[stages] of one GPU, which updates its share of the stage's weights."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from distca.cost.latency_table import LatencyTable
 from distca.planning.step import StepPlan
+from distca.planning.tolerance import asked_tolerance
 from distca.simulate.bound import bound
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
@@ -130,7 +131,7 @@ class Comparison:
     source: str
     setting: Setting
     num_batches: int
-    tolerance: float
+    tolerance: float | str     # a number for all of ours, or auto
     outcomes: tuple[Outcome, ...]
     bound: Outcome | None
     too_large: tuple[str, ...]
@@ -162,12 +163,13 @@ class Question:
     strategies: tuple[str, ...]
     source: Source
     table: LatencyTable
-    tolerance: float
+    tolerance: float | str     # a number for all of ours, or auto: distca chooses it on the first batches
     num_batches: int
     seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategies", check_names(self.strategies))
+        object.__setattr__(self, "tolerance", asked_tolerance(self.tolerance))
         if self.num_batches < 1:
             raise ValueError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
@@ -218,8 +220,7 @@ def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     if outcome.choice is None:
         raise ValueError(f"{outcome.name!r} has no timeline; choose a strategy")
     costs = question.costs(setting)
-    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number),
-                                              question.tolerance)
+    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number))
     assert plan is not None, "it fitted in the sweep"
     return execute(plan, costs, record=True)
 
@@ -285,7 +286,7 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
-            for least, choice in _by_floor(STRATEGIES[name], setting, costs):
+            for least, choice in _by_floor(STRATEGIES[name], setting, costs, question.tolerance):
                 key = at, name, choice
                 is_tried = chosen is None or key in chosen or STRATEGIES[name].is_baseline
                 floor_seconds = least if is_tried else inf
@@ -296,9 +297,11 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
     return found
 
 
-def _by_floor(strategy: Strategy[Any], setting: Setting, costs: Costs) -> list[tuple[float, Choice]]:
+def _by_floor(
+    strategy: Strategy[Any], setting: Setting, costs: Costs, tolerance: float | str
+) -> list[tuple[float, Choice]]:
     """The most promising choices first."""
-    return sorted(((strategy.floor(choice, setting, costs), choice) for choice in strategy.choices(setting)),
+    return sorted(((strategy.floor(choice, setting, costs), choice) for choice in strategy.choices(setting, tolerance)),
                   key=lambda one: one[0])
 
 
@@ -306,7 +309,7 @@ def _one(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, F
     at, name, choice = key
     strategy, setting = STRATEGIES[name], question.settings[at]
     costs = question.costs(setting)
-    plan = strategy.step_plan(choice, setting, costs, batch, question.tolerance)
+    plan = strategy.step_plan(choice, setting, costs, batch)
     if plan is None or not strategy.is_baseline:
         return None if plan is None else _figures(plan, setting, costs, free=True)
     digest = _rows(plan)
@@ -342,8 +345,7 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
     costs = question.costs(setting).without_network()
     figures = []
     for number, found in enumerate(outcome.figures):
-        plan = strategy.step_plan(outcome.choice, setting, question.costs(setting), question.batch(setting, number),
-                                  question.tolerance)
+        plan = strategy.step_plan(outcome.choice, setting, question.costs(setting), question.batch(setting, number))
         assert plan is not None, "it fitted in the sweep"
         figures.append(replace(found, free_seconds=execute(plan, costs).seconds))
     return replace(outcome, figures=tuple(figures))

@@ -27,10 +27,10 @@ pytest.importorskip("transformers")
 import transformers as hf
 from transformers import DataCollatorWithFlattening
 
-from distca.integrations import packed as packed_module
 from distca.integrations.document_lengths import from_batch, whole_documents
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
+from distca.integrations.row_table import RowTable
 from distca.runtime.transport.c10d import C10dTransport
 
 ROOT = Path(distca.__file__).parents[1]
@@ -86,14 +86,14 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @contextmanager
 def counting() -> Iterator[list[int]]:
     """Collectives of lengths."""
-    calls, plain = [], packed_module._gather
+    calls, plain = [], RowTable._gather
 
     def counted(*args: Any) -> Any:
         calls.append(1)
         return plain(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_module, "_gather", counted)
+        patch.setattr(RowTable, "_gather", counted)
         yield calls
 
 

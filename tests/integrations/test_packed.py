@@ -1,15 +1,14 @@
 """Lengths travel once per batch, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup
 
 from distca.cost.latency_table import analytic_table
-from distca.integrations import packed as packed_module
-from distca.integrations.document_lengths import RowSlices
 from distca.integrations.packed import PackedAttention
+from distca.integrations.row_table import RowTable
 from distca.kernels import dense_attention
 from distca.models import model_named
 from distca.runtime.transport.c10d import C10dTransport
@@ -21,14 +20,13 @@ TINY = model_named("tiny")
 def rank_batches(transport: C10dTransport, rows: list[list[int]], window: int | None) -> tuple[list[float], int, bool]:
     """Three batches with the same lengths; gives work per server, collectives of lengths and whether any task moved."""
     counted = []
-    plain = packed_module._gather
+    plain = RowTable._gather
 
-    def gather(slices: RowSlices, capacity: int, group: ProcessGroup | None,
-               device: torch.device) -> list[list[int]]:
+    def gather(table: RowTable, *args: Any) -> list[list[int]]:
         counted.append(1)
-        return plain(slices, capacity, group, device)
+        return plain(table, *args)
 
-    packed_module._gather = gather
+    RowTable._gather = gather  # type: ignore[method-assign]
     attention = PackedAttention(model=TINY, tolerance=0.02)
     lengths = rows[transport.rank]
     begun = [attention.begin(lengths) for _ in range(3)]

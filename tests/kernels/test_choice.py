@@ -62,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ({"capability": (10, 0), "has_cudnn": False}, torch.bfloat16, 64, None, "varlen", "is compute capability 10.0"),
         ({"nvrtc_error": "libnvrtc cannot be loaded"}, torch.bfloat16, 128, None, "cudnn", "libnvrtc cannot be loaded"),
         ({}, torch.float16, 128, None, "cudnn", "dtype is torch.float16; give bfloat16"),
-        ({}, torch.bfloat16, 96, None, "cudnn", "head_dim is 96; give 64 or 128"),
+        ({}, torch.bfloat16, 96, None, "cudnn", "head_dim is 96; give 64, 128 or 256"),
     ],
 )
 def test_auto_says_once_why_it_is_not_hopper(

@@ -20,6 +20,7 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper_tiles import TILES
 from distca.kernels.interface import BackwardInputs
 from distca.testing import task_rows
 
@@ -168,8 +169,8 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hopper_launch, "tensor_map", lambda *_: cuda_driver.TensorMap())
     kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
     monkeypatch.setattr(hopper_launch, "_forward_kernel", lambda *_: kernel)
-    place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), 16, 32, 48, (256, 64, 1),
-                              (128, 64, 1), (128, 64, 1), False)
+    place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), *[torch.Size([9, 2, 64])] * 2, 16, 32, 48,
+                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False)
     first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
     assert first is not None and again is first
     assert elsewhere is not None and elsewhere[0] is not first[0]
@@ -206,7 +207,7 @@ class Cubin:
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", TILES)
 def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch,
                                                      tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All variants; the compiler remarks, as C7510 to C7515 and others, where it makes one wgmma wait for another."""
