@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Half of the tests wait for one core while the other idles, so two files run at a time; a file's tests share fixtures.
-WORKERS := -n 2 --dist loadfile
+# Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test check lint bench sweep torchtitan clean
 
@@ -12,15 +12,15 @@ demo: $(INSTALLED)
 	$(BIN)/distca train examples/demo.toml
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest $(WORKERS)
+	$(PYTEST)
 
 check: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m 'not slow and not multiprocess and not browser' tests/workload tests/cost tests/planning \
+	$(PYTEST) -m 'not slow and not multiprocess and not browser' tests/workload tests/cost tests/planning \
 	  tests/dispatch tests/baselines tests/report tests/test_docs.py tests/test_imports.py tests/test_models.py \
 	  tests/test_spec.py tests/test_validation.py
 
 sweep: $(INSTALLED)
-	$(BIN)/python -m pytest $(WORKERS) -m slow
+	$(PYTEST) -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

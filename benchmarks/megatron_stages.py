@@ -33,12 +33,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from stage_replay import balanced_inside, replay
+from stage_replay import balanced_inside, replay, stretched
 from stage_serving import DIM, HEADS, KV_HEADS, STAGES, Clock, Stage, StageAttention
 
 from distca.testing import random_lengths, run_processes
 
 RESULTS = Path(__file__).parent / "results"
+LONGER = (4, 8)                                                  # stages that are replayed besides
 VOCAB, HIDDEN = 256, HEADS * DIM
 
 
@@ -163,20 +164,27 @@ def best(records: list[list[dict[str, Any]]], replica: int, serves: bool) -> tup
 
 
 def results_of(records: list[list[dict[str, Any]]], replicas: int) -> list[Result]:
-    """Measured and replayed, for one replica and for all whose stages balance inside."""
+    """Measured and replayed: replicas one after the other, and together where their stages balance inside."""
     home, served = ([best(records, replica, serves) for replica in range(replicas)] for serves in (False, True))
     ops = [[one["ops"] for one in pair] for pair in home]
-    alone = max(pair[0]["seconds"] for pair in home[:1])
-    first = [("one replica, at home", alone, True), ("one replica, replayed", replay(ops[0], serve=False), False),
-             ("one replica, a serving thread", max(one["seconds"] for one in served[0]), True),
-             ("one replica, ideal serving", replay(ops[0], serve=True), False)]
+    alone, thread = (sum(max(one["seconds"] for one in pair) for pair in kind) for kind in (home, served))
+    first = [("stages at home", alone, True), ("a thread serves", thread, True),
+             ("at home", sum(replay(one, serve=False) for one in ops), False),
+             ("ideal serving", sum(replay(one, serve=True) for one in ops), False)]
     inside = balanced_inside(ops)
     slowest = max(replay(one, serve=False) for one in ops)
-    more = [(f"{replicas} replicas, at home", slowest, False),
+    more = [(f"{replicas} replicas at home", slowest, False),
             (f"{replicas} replicas, balanced inside stages", replay(inside, serve=False), False),
             (f"{replicas} replicas, balanced, and ideal serving", replay(inside, serve=True), False)]
-    return [Result(mode, seconds, base / seconds, measured) for base, rows in ((alone, first), (slowest, more))
-            for mode, seconds, measured in rows]
+    groups = [(alone, first), (slowest, more)]
+    for count in LONGER:
+        longer, home_seconds = stretched(inside, count), max(replay(stretched(one, count), serve=False) for one in ops)
+        groups.append((home_seconds, [
+            (f"{count} stages like these at home", home_seconds, False),
+            (f"{count} stages, balanced inside", replay(longer, serve=False), False),
+            (f"{count} stages, balanced, and ideal serving", replay(longer, serve=True), False)]))
+    return [Result(mode, seconds, base / seconds, measured)
+            for base, rows in groups for mode, seconds, measured in rows]
 
 
 def about(records: list[list[dict[str, Any]]], replicas: int) -> dict[str, Any]:
@@ -190,6 +198,7 @@ def about(records: list[list[dict[str, Any]]], replicas: int) -> dict[str, Any]:
         "attention_of_stages": attention,
         "blocks_served_for_stages": [[one["away"] for one in pair] for pair in served],
         "seconds": [[max(one["seconds"] for one in pair) for pair in kind] for kind in (home, served)],
+        "ops": [[[asdict(op) for op in one["ops"]] for one in pair] for pair in home],
         "largest_relative_difference": max(
             abs(a[name] - b[name]) / max(abs(a[name]), 1e-30) for mine, theirs in zip(home, served, strict=True)
             for a, b in zip(mine, theirs, strict=True) for name in ("loss", "norm"))}

@@ -35,9 +35,9 @@ Stages = Sequence[Sequence[Op]]                                  # every stage's
 
 def replay(stages: Stages, *, serve: bool) -> float:
     """Seconds until every stage has run its ops, each as soon as its neighbour's result is there."""
-    todo = [[(op, piece) for op in ops for piece in op.pieces] for ops in stages]
+    todo = [[(op, piece, number == len(op.pieces)) for op in ops for number, piece in enumerate(op.pieces, 1)]
+            for ops in stages]                                   # with whether it ends its op
     at, left = [0] * len(stages), [pieces[0][1].seconds for pieces in todo]
-    last = {id(op): len(op.pieces) for ops in stages for op in ops}
     done: set[tuple[int, bool, int]] = set()
     now = 0.0
     while any(number < len(pieces) for number, pieces in zip(at, todo, strict=True)):
@@ -53,9 +53,8 @@ def replay(stages: Stages, *, serve: bool) -> float:
         for stage, rate in rates.items():
             left[stage] -= passed * rate
             if left[stage] <= 1e-12:
-                op = todo[stage][at[stage]][0]
-                last[id(op)] -= 1
-                if last[id(op)] == 0:
+                op, _, ends = todo[stage][at[stage]]
+                if ends:
                     done.add((stage, op.forward, op.micro_batch))
                 at[stage] += 1
                 left[stage] = todo[stage][at[stage]][1].seconds if at[stage] < len(todo[stage]) else 0.0
@@ -68,6 +67,24 @@ def balanced_inside(replicas: Sequence[Stages]) -> Stages:
         Piece(pieces[0].attention, sum(piece.seconds for piece in pieces) / len(pieces))
         for pieces in zip(*(op.pieces for op in same), strict=True)))
         for same in zip(*ops, strict=True)] for ops in zip(*replicas, strict=True)]
+
+
+def stretched(stages: Stages, count: int) -> Stages:
+    """1F1B over `count` stages, each with the pieces of a measured one in turn."""
+    measured = [{(op.forward, op.micro_batch): op for op in ops} for ops in stages]
+    micro_batches = len(measured[0]) // 2
+    return [[measured[stage % len(stages)][step] for step in one_forward_one_backward(stage, count, micro_batches)]
+            for stage in range(count)]
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
+    """Phase and micro-batch of every op of a stage in Megatron's order without interleaving."""
+    ahead = min(stages - stage - 1, micro_batches)
+    order = [(True, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        order += [(True, number + ahead)] if number + ahead < micro_batches else []
+        order += [(False, number)]
+    return order
 
 
 def _ready(needed: tuple[int, bool, int] | None, done: set[tuple[int, bool, int]]) -> bool:

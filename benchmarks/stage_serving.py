@@ -235,4 +235,4 @@ class StageAttention(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, /, *, packed_seq_params: Any,
                 **_: Any) -> torch.Tensor:
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        return Attend.apply(q, k, v, self.stage, lengths).flatten(1)  # type: ignore[no-untyped-call]
+        return Attend.apply(q, k, v, self.stage, lengths).flatten(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost, time_of
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning import step as planning_step
@@ -35,7 +35,7 @@ def plan(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     tp: int = 1,
-    cost: LatencyTable | None = None,
+    cost: Cost | None = None,
     topology: Topology | None = None,
 ) -> Plan:
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
@@ -61,7 +61,7 @@ def plan_step(
     placement: str = "balanced",
     tolerance: float | str = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None,
-    cost: LatencyTable | None = None,
+    cost: Cost | None = None,
     topology: Topology | None = None,
     cluster: str | ClusterShape = "dgx-h200",
 ) -> StepPlan:
@@ -94,7 +94,7 @@ def compare(
     lengths: str | Sequence[int] | np.ndarray = "prolong",
     batches: int = 1,
     tolerance: float | str = AUTO,
-    cost: LatencyTable | None = None,
+    cost: Cost | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Predict a training step under several strategies on the same documents, as `distca simulate` does.
@@ -114,7 +114,7 @@ def compare(
     return run(Question((where,), tuple(strategies), source, table, tolerance, batches, seed))
 
 
-def _predicted_on(cluster: str | ClusterShape, model: ModelShape, tp: int, cost: LatencyTable | None) -> StepSeconds:
+def _predicted_on(cluster: str | ClusterShape, model: ModelShape, tp: int, cost: Cost | None) -> StepSeconds:
     from distca.simulate.execute import step_seconds
 
     if cost is None:
@@ -126,5 +126,5 @@ def _shape(model: str | ModelShape) -> ModelShape:
     return model_named(model) if isinstance(model, str) else model
 
 
-def _time(cost: LatencyTable | None, model: ModelShape, tp: int) -> AttentionTime | None:
-    return None if cost is None else AttentionTime.of(cost, model, tp)
+def _time(cost: Cost | None, model: ModelShape, tp: int) -> AttentionTime | None:
+    return None if cost is None else time_of(cost, model, tp)

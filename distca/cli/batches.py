@@ -39,7 +39,8 @@ SOURCE_HELP = (
     f"A file or folder of lengths, - for stdin, a workload file, a sampler ({', '.join(SAMPLERS)}), {STANDARD_LIBRARY} "
     "for the files of Python's own library, or the lengths themselves, as in 128k,4k,4k. A bare sampler name is the "
     "sampler; write ./NAME for a file called so.")
-COST_HELP = "Latency table: a file that `distca profile` wrote, or the name of a shipped one."
+COST_HELP = ("Latency table: a file that `distca profile` wrote, the name of a shipped one, or a TOML file that names "
+             "one for each kind of server.")
 MAX_TOKENS = 2**34  # 65,536 ranks of 256K, about as many documents as fit: beyond it a typing error is likelier
 RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as several pools"
 

@@ -43,7 +43,7 @@ from distca.cli.outputs import page_writer, plot_writer
 from distca.cli.progress import StepHeard, progress
 from distca.cost.attention_time import AttentionTime
 from distca.cost.cluster_file import find_cluster
-from distca.cost.shipped_tables import find_table
+from distca.cost.mixed_pool import MixedTime, find_cost, time_of
 from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan, plan_step
@@ -147,7 +147,7 @@ def plan_command(
     draw = plot_writer("plot", plot) if plot else None
     write_page = page_writer("html", html) if html else None
     shape = model_named(model)
-    seconds = None if cost is None else AttentionTime.of(find_table(cost), shape, tp)
+    seconds = None if cost is None else time_of(find_cost(cost), shape, tp)
     if tolerance == AUTO:
         tolerance = _predicted(shape, tp, cost, ranks_per_node, cluster)
     pool = PlanPool(shape, tp, tolerance, dedicated, seconds, *_nodes(ranks_per_node, cluster, tp))
@@ -191,7 +191,8 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
     """Plan, prove and measure. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:
-        cost.table.require(int(batch.lengths.max()))
+        for one in cost.kinds if isinstance(cost, MixedTime) else (cost,):
+            one.table.require(int(batch.lengths.max()))
     step("placing documents and balancing attention")
     begin = perf_counter()
     planned = pool.step(batch.lengths, batch.ranks, placement)
@@ -202,7 +203,8 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
     step("counting bytes")
     in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
     topology = pool.topology(batch.ranks)
-    before = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), plan.tolerance, pool.model, pool.tp, cost,
+    speeds = np.ones(batch.ranks) if cost is None else cost.speeds(batch.ranks)
+    before = Plan(in_order, tasks_at_home(in_order), speeds, plan.tolerance, pool.model, pool.tp, cost,
                   topology=None if topology is None else topology.first(batch.ranks))
     return PlannedBatch.of(plan, batch.source, before=before, backward=backward, placement=placement,
                            plan_seconds=plan_seconds, invalid=invalid, placement_used=planned.placement,
@@ -218,7 +220,7 @@ def _predicted(
     machines = find_cluster(cluster or TABLE_CLUSTER)
     if ranks_per_node is not None:
         machines = replace(machines, gpus_per_node=ranks_per_node * tp)
-    return step_seconds(model, machines, tp, find_table(cost))
+    return step_seconds(model, machines, tp, find_cost(cost))
 
 
 def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[int | None, int]:
@@ -243,4 +245,6 @@ def _failed_proof(plan: Plan) -> str | None:
 
 def _warm_up(pool: PlanPool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
+    if isinstance(pool.cost, MixedTime):
+        pool = replace(pool, cost=pool.cost.kinds[0])            # for a pool of any size
     pool.step(np.array([3072, 512, 512]), 2, placement).plans()[0].summary()

@@ -32,7 +32,7 @@ from distca.cli.options import (
 from distca.cli.outputs import check_output, page_writer
 from distca.cli.progress import progress
 from distca.cost.cluster_file import find_cluster
-from distca.cost.shipped_tables import find_table
+from distca.cost.mixed_pool import find_cost
 from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, strategies_of
 from distca.report.verdict import ours_and_best_baseline, verdict
@@ -103,7 +103,7 @@ def simulate_command(
         grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=counts("pp", pp), sequences=sequences,
                         micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches))
         names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-        question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
+        question = Question(grid, names, source, find_cost(cost), tolerance, batches, seed)
         if note := question.costs(grid[0]).attention.note:
             print(f"distca: {note}", file=sys.stderr)
         step("simulating")

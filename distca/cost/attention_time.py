@@ -116,6 +116,17 @@ class AttentionTime:
         return Cuts(self.work_list.wave_tokens,
                     _LONGEST_ITEM / ((forward + backward) * self.work_list.pairs_at_once))
 
+    def speeds(self, num_servers: int) -> FloatArray:
+        """Of each server, over that of the first: `servers` counts seconds times these."""
+        return np.ones(num_servers)
+
+    def check_servers(self, num_servers: int) -> None:
+        """Refuse a pool of another size than is known."""
+
+    def repeated(self, times: int) -> AttentionTime:
+        """The same where each server stands so many times in a row."""
+        return self
+
     def shard(self, q_len: float, kv_len: float, backward: bool = False) -> float:
         """Seconds that queries at the end of their keys add to a full batch; never falls in either length."""
         surface = self._surfaces[backward]

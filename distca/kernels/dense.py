@@ -29,7 +29,10 @@ def dense_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Packed documents attend causally inside themselves: q [tokens, heads, dim], k [tokens, kv_heads, dim], v alike."""
+    """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
+
+    The dim of v, which is that of the result, may be another.
+    """
     if sum(lengths) != q.shape[0] or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"lengths add up to {sum(lengths)}, q has {q.shape[0]} tokens, k {k.shape[0]}; make them equal"

@@ -29,15 +29,15 @@ from distca.kernels.hopper_launch import (
     run_forward,
     tables_of,
 )
-from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
-from distca.kernels.hopper_tiles import DIMS_TEXT, TILES
+from distca.kernels.hopper_tables import BLOCK_ROWS
+from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.interface import (
     BackwardInputs,
     TaskRows,
     accumulation_dtype,
     check_inputs,
+    dims_text,
     joined,
-    of_values,
     softmax_scale,
     visible,
 )
@@ -108,7 +108,6 @@ class HopperKernel:
     """
 
     name: str = "hopper"
-    item_sizes: tuple[int, int] = (2 * BLOCK_ROWS, TILE_KEYS)  # forward in query rows, backward in keys
     spare_multiprocessors: int = 0
 
     def supports(
@@ -122,12 +121,16 @@ class HopperKernel:
         if dtype != torch.bfloat16:
             return f"dtype is {dtype}; give bfloat16"
         if head_dim not in TILES or TILES[head_dim].value_dim != (value_dim or head_dim):
-            return f"head_dim is {head_dim}{of_values(value_dim)}; give {DIMS_TEXT}"
+            return f"{dims_text(head_dim, value_dim)}; give {DIMS_TEXT}"
         try:
             nvrtc()
         except RuntimeError as error:
             return str(error)
         return None
+
+    def item_sizes(self, head_dim: int) -> tuple[int, int]:
+        """Forward in query rows, backward in keys."""
+        return 2 * BLOCK_ROWS, tiles_of(head_dim).backward_keys
 
     def prepare(
         self, rows: TaskRows, device: torch.device, window: int | None = None, most: Most | None = None

@@ -30,7 +30,7 @@ from distca.kernels.hopper_tables import (
     tokens_per_block,
 )
 from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
-from distca.kernels.interface import TaskRows, of_values
+from distca.kernels.interface import TaskRows, dims_text
 
 SOURCES = Path(__file__).parent / "cuda"
 PANEL = 64  # columns that a tensor copy brings at once
@@ -308,7 +308,7 @@ def _backward_call(
 
 def _check_dims(q_shape: torch.Size, v_shape: torch.Size) -> None:
     if q_shape[2] not in TILES or TILES[q_shape[2]].value_dim != v_shape[2]:
-        raise ValueError(f"head_dim is {q_shape[2]}{of_values(v_shape[2])}; give {DIMS_TEXT}")
+        raise ValueError(f"{dims_text(q_shape[2], v_shape[2])}; give {DIMS_TEXT}")
 
 
 def _mappable(place: int, stride: Stride) -> bool:

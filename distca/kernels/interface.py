@@ -180,16 +180,16 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRo
             )
 
 
-def of_values(value_dim: int | None) -> str:
-    """How messages name a head dim of values."""
-    return "" if value_dim is None else f" and that of values {value_dim}"
+def dims_text(head_dim: int, value_dim: int | None) -> str:
+    """How messages name head dims."""
+    return f"head_dim is {head_dim}" + ("" if value_dim in (None, head_dim) else f" and that of values {value_dim}")
 
 
 def one_dim_only(head_dim: int, value_dim: int | None) -> str | None:
     """Why a kernel that knows one head dim does not fit."""
     if value_dim in (None, head_dim):
         return None
-    return f"head_dim is {head_dim}{of_values(value_dim)}, it takes one for both; use kernel='hopper', 'sdpa' or 'dense'"
+    return f"{dims_text(head_dim, value_dim)}, it takes one for both; use kernel='hopper', 'sdpa' or 'dense'"
 
 
 def check_one_dim(name: str, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ class Plan:
         return len(self.speed)
 
     def work(self) -> np.ndarray:
-        """Work per server."""
+        """Work per server; over its speed it is what the server takes."""
         return server_work(self.tasks, self.num_servers, self.cost, self.backward, self.window)
 
     def traffic(self) -> Traffic:
@@ -116,7 +116,7 @@ class Plan:
             num_tasks=len(self.tasks),
             num_moved=int(away.sum()),
             smallest_shard=_smallest_shard(self),
-            work=work,
+            work=work if self.cost is None else work / self.cost.speeds(self.num_servers),
             work_max_over_mean=max_over_mean(work, self.speed),
             work_max_over_mean_at_home=max_over_mean(home_work, self.speed),
             bytes_sent=sent,

@@ -18,83 +18,19 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import attention_backward_flops, attention_flops
+from distca.planning.micro_batch import MicroBatch
 from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.placed import Planner, is_no_more, sends_no_more
-from distca.planning.plan import Plan, server_work
+from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
 from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
-from distca.workload.packing import (
-    NO_CUTS,
-    DocumentWork,
-    NanoBatch,
-    causal_work,
-    check_pool,
-    pack,
-    pack_ping_pong,
-    pack_whole,
-)
+from distca.workload.packing import NO_CUTS, DocumentWork, causal_work, check_pool, pack, pack_ping_pong, pack_whole
 from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """The documents of one micro-batch and where their tokens live."""
-
-    lengths: np.ndarray                    # [documents]
-    nano_batches: tuple[NanoBatch, ...]    # one, or ping and pong, in the order in which they run
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return tuple(nano.layout for nano in self.nano_batches)
-
-    def key_runs(self, nano: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """Tokens [start, stop) of the rank's row in the nano-batch before whose keys are keys only in this one.
-
-        In the order of this one's key row.
-        """
-        only = self.layouts[nano].key_only
-        mine = np.flatnonzero(only.rank == rank)
-        if len(mine) == 0:
-            return ()
-        before, here = self.nano_batches[nano - 1], self.nano_batches[nano]
-        offset = before.layout.row_offset()
-        found = []
-        for at in mine.tolist():
-            slice_before, = np.flatnonzero((before.layout.rank == rank) & (before.layout.start == only.start[at]) & (
-                before.document[before.layout.document] == here.document[only.document[at]])).tolist()
-            begin = int(offset[slice_before])
-            found.append((begin, begin + int(only.stop[at] - only.start[at])))
-        return tuple(found)
-
-    def validate(self) -> None:
-        """Prove that every token is a query once, and that keys of another nano-batch are where that one has them."""
-        held: dict[tuple[int, int, int], int] = {}               # (document, start, stop) -> rank, as queries
-        for number, nano in enumerate(self.nano_batches):
-            layout = nano.layout
-            layout.validate()
-            only = layout.key_only
-            for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
-                                                   only.stop.tolist(), only.rank.tolist(), strict=True):
-                if held.get((document, start, stop)) != rank:
-                    raise ValueError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
-                                     f"{rank}, where no nano-batch before it has them; name the slices that one has")
-            held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
-                                strict=True), layout.rank.tolist(), strict=True))
-        document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
-        whole = np.ones(len(held), dtype=bool)
-        whole[1:] = document[1:] != document[:-1]                # a document's first slice
-        expected = np.where(whole, 0, np.roll(stop, 1))
-        bad = (start != expected) | (np.roll(whole, -1) & (stop != self.lengths[document]))
-        count = sum(layout.num_slices for layout in self.layouts)
-        if bad.any() or len(held) != count or len(np.unique(document)) != len(self.lengths):
-            at = int(document[np.flatnonzero(bad)[0]]) if bad.any() else 0
-            raise ValueError(f"the nano-batches do not hold every token once: see document {at}; give each token to "
-                             "one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +101,8 @@ class StepPlan:
             weight = ratio if self.ticks.phase(tick) else 1.0
             for plan, count in _counted([plan for depths in nanos for plan in depths]):
                 times[id(plan)] = times.get(id(plan), 0.0) + count * (1.0 if plan.cost is not None else weight)
-        return np.asarray(np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0))
+        work, cost = np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0), self.plans()[0].cost
+        return np.asarray(work if cost is None else work / cost.speeds(len(work)))
 
     def validate(self) -> None:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
@@ -205,7 +142,8 @@ class StepPlan:
         any_plan, num_layers = self.plans()[0], sum(self.layers)
         cost, servers = any_plan.cost, any_plan.num_servers / any_plan.layout.num_ranks  # for each rank with tokens
         at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
-        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window)
+        speeds = 1.0 if cost is None else cost.speeds(self.num_data)
+        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window) / speeds
                                               for window, count in self._windows().items()] for tasks in at_home])
         if not self.is_shared:
             calls = [[call for nano in range(self.num_nano_batches) for call in self._calls_of(number, nano)]
@@ -256,10 +194,13 @@ def plan_step(
     `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
     as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
     placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs. Where `tolerance` is a
-    function that predicts a step's seconds, the quickest of `TOLERANCES` is taken.
+    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs; then bytes give way where
+    given's attention would take longer. Where `tolerance` is a function that predicts a step's seconds, the quickest of
+    `TOLERANCES` is taken.
     """
     pool = check_pool(speed, len(layers) * num_data)
+    if cost is not None:
+        cost.check_servers(len(pool))
     lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
 
     def plan(tolerance: float) -> StepPlan:
@@ -290,13 +231,15 @@ class _Planner:
             cost=self.cost, topology=self.topology))
 
     def no_worse_than_given(self) -> StepPlan:
-        """Balanced placement's step, or given's where that sends less."""
+        """Balanced placement's step, or given's where that sends less, and is known to compute no longer."""
         step = self.step("balanced")
         no_more = sends_no_more(step.forward_plans(), self.in_order)
         if no_more:
             return step
         given = self.step("given")
-        return step if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()) else given
+        if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()):
+            return step
+        return step if self.cost is not None and _slowest_seconds(given) > _slowest_seconds(step) else given
 
     def in_order(self, planner: Planner) -> list[Plan]:
         """Forward's plans by another planner, with documents in the given order."""
@@ -313,8 +256,9 @@ class _Planner:
     def _packed(self, lengths: np.ndarray, placement: str) -> MicroBatch:
         cut, stages = pack_ping_pong if self.ping_pong else pack_whole, len(self.layers)
         ranks = stages * self.num_data
-        share = np.append(self.pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
-                          self.pool[ranks:].sum() / stages)                    # the last: dedicated servers
+        pool = self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
+        share = np.append(pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
+                          pool[ranks:].sum() / stages)                    # the last: dedicated servers
         return MicroBatch(lengths, cut(
             lengths, ranks=self.num_data, placement=placement, tolerance=self.tolerance, speed=share,
             document_work=work_of_documents(self.cost), cuts=NO_CUTS if self.cost is None else self.cost.cuts(),
@@ -344,6 +288,12 @@ def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
     if cost is None:
         return causal_work
     return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
+
+
+def _slowest_seconds(step: StepPlan) -> float:
+    """Of the slowest server of every call."""
+    return sum(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
+               for plan in step.plans() for work in (plan.work(),))
 
 
 def same_columns(one: Layout, other: Layout) -> bool:

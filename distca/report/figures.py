@@ -46,8 +46,9 @@ class PlannedBatch:
     ) -> PlannedBatch:
         """Measure every plan once; `before` is the layout's attention at home unless given."""
         if before is None:
-            ranks = np.ones(plan.layout.num_ranks)
-            before = replace(plan, tasks=tasks_at_home(plan.layout), speed=ranks, limit=None)
+            ranks = plan.layout.num_ranks
+            speed = np.ones(ranks) if plan.cost is None else plan.cost.speeds(ranks)
+            before = replace(plan, tasks=tasks_at_home(plan.layout), speed=speed, limit=None)
         after = plan.summary()
         return cls(source, placement, plan, before.summary(), after,
                    after if backward is None or backward is plan else backward.summary(), plan_seconds, invalid,

@@ -234,7 +234,7 @@ class SteadyAttention:
         self._agree(plan, backward, reason)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, dim], k, v [tokens, kv_heads, dim], this rank's row of the layout -> out [tokens, heads, dim]."""
+        """q, k, v, this rank's row of the layout, [tokens, heads, dim] each -> out alike, with the dim of values."""
         return _Steady.apply(self, q, k, v)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:

@@ -67,7 +67,8 @@ class PlanCosts:
         """[servers]"""
         key = id(plan), backward
         if key not in self._seconds:
-            self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward)
+            self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward) / (
+                self.attention.speeds(plan.num_servers))
         return self._seconds[key]
 
     def chunk_seconds(self, plan: Plan, backward: bool) -> np.ndarray:
@@ -263,8 +264,9 @@ class ChunkTasks:
 
     def seconds(self, attention: AttentionTime, backward: bool) -> np.ndarray:
         """[ranks, chunks]"""
-        found = attention.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk,
-                                  self.num_ranks * self.num_chunks, backward, aligned=self.is_aligned)
+        each, num_servers = attention.repeated(self.num_chunks), self.num_ranks * self.num_chunks
+        found = each.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk, num_servers, backward,
+                             aligned=self.is_aligned) / each.speeds(num_servers)
         return found.reshape(self.num_ranks, self.num_chunks)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost, MixedPool, time_of
 from distca.cost.network import Network
 from distca.cost.work import head_flops, layer_parameters, linear_flops, qkv_parameters
 from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
@@ -47,7 +47,9 @@ class Costs:
     memory_bandwidth: float
 
     @classmethod
-    def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, table: LatencyTable) -> Costs:
+    def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
+        """Servers of a mixed pool differ in attention; linear layers and links are those of its first table."""
+        table = cost.first if isinstance(cost, MixedPool) else cost
         about: Mapping[str, Any] = table.metadata
         if "num_heads" not in about or "head_dim" not in about:
             raise ValueError(f"latency table {table.name!r} does not say its num_heads and head_dim; profile again")
@@ -59,7 +61,7 @@ class Costs:
             rates = (gemm * forward, gemm * backward)
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
-        return cls(model, tp, _attention_time(table, model, tp, scale), network, network, network,
+        return cls(model, tp, _attention_time(cost, model, tp, scale), network, network, network,
                    cluster.ranks_per_node(tp), rates, cluster.memory_bandwidth)
 
     @property
@@ -136,9 +138,9 @@ def _rate(linear: Any, name: str) -> float:
 
 
 @lru_cache(maxsize=8)
-def _attention_time(table: LatencyTable, model: ModelShape, tp: int, scale: float) -> AttentionTime:
+def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> AttentionTime:
     """Reads the shipped table of these heads, so once is enough."""
-    return AttentionTime.of(table, model, tp, scale)
+    return time_of(cost, model, tp, scale)
 
 
 def _beside(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:

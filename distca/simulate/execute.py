@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost
 from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
@@ -51,7 +51,7 @@ def execute(step: StepPlan, costs: Costs, *, plan_costs: PlanCosts | None = None
     return _Execution(step, costs, plan_costs or PlanCosts(step, costs.attention), record).run()
 
 
-def step_seconds(model: ModelShape, cluster: ClusterShape, tp: int, table: LatencyTable) -> Callable[[StepPlan], float]:
+def step_seconds(model: ModelShape, cluster: ClusterShape, tp: int, table: Cost) -> Callable[[StepPlan], float]:
     """What `plan_step` chooses a tolerance by: the predicted seconds of whole steps on a cluster."""
     costs = Costs.of(model, cluster, tp, table)
     return lambda step: execute(step, costs).seconds

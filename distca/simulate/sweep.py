@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost, MixedPool
 from distca.planning.step import StepPlan
 from distca.planning.tolerance import asked_tolerance
 from distca.simulate.bound import bound
@@ -162,7 +162,7 @@ class Question:
     settings: tuple[Setting, ...]
     strategies: tuple[str, ...]
     source: Source
-    table: LatencyTable
+    table: Cost
     tolerance: float | str     # a number for all of ours, or auto: distca chooses it on the first batches
     num_batches: int
     seed: int = 0
@@ -174,6 +174,8 @@ class Question:
             raise ValueError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
         for setting in self.settings:
+            if isinstance(self.table, MixedPool):
+                _check_mixed(self.table, setting)
             self.source.check_context(setting.context)
             check_holds_model(setting, self.costs(setting))
             check_holds_step(setting, self.costs(setting))
@@ -184,6 +186,14 @@ class Question:
     def batch(self, setting: Setting, number: int) -> StepDocuments:
         return StepDocuments(tuple(batch_sequences(self.source, setting.context, setting.num_sequences,
                                                    (self.seed, number))))
+
+
+def _check_mixed(pool: MixedPool, setting: Setting) -> None:
+    """Refuse stages, which would all have the first ranks' seconds, and pools of another size."""
+    if setting.pp > 1:
+        raise ValueError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
+                         "pipeline; give --pp 1, or one latency table")
+    pool.time(setting.model, setting.tp).check_servers(setting.num_pool)
 
 
 Key = tuple[int, str, Choice | None]  # setting, strategy, choice

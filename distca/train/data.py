@@ -26,7 +26,7 @@ from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.cost.attention_time import AttentionTime
 from distca.cost.cluster_file import find_cluster
-from distca.cost.shipped_tables import find_table
+from distca.cost.mixed_pool import find_cost, time_of
 from distca.planning.step import StepPlan, StepSummary, plan_step
 from distca.planning.tick_plans import layers_of_stages
 from distca.planning.tolerance import StepSeconds
@@ -301,7 +301,7 @@ def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | Non
     """What `attention.cost` knows of this model's seconds; None where causal pairs are balanced."""
     if not settings.attention.cost:
         return None
-    return AttentionTime.of(find_table(settings.attention.cost), model, settings.parallel.tensor)
+    return time_of(find_cost(settings.attention.cost), model, settings.parallel.tensor)
 
 
 def step_plan(
@@ -331,7 +331,7 @@ def step_plan(
 @lru_cache(maxsize=4)
 def _step_seconds(model: ModelShape, cluster: str, tp: int, cost: str) -> StepSeconds:
     """What `attention.tolerance` auto is chosen by."""
-    return step_seconds(model, find_cluster(cluster), tp, find_table(cost))
+    return step_seconds(model, find_cluster(cluster), tp, find_cost(cost))
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

@@ -137,8 +137,9 @@ class Attention:
     tolerance: float | str = setting(0.05, "How far above the mean the largest attention work may be; auto: what makes "
                                            "each step quickest by attention.cost on attention.cluster.",
                                      least=0, most=1, common=True, words=("auto",))
-    cost: str = setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
-                            "forward and backward each by its own; empty balances causal pairs.")
+    cost: str = setting("", "Latency table, shipped or from `distca profile`, or a TOML file that names one for each "
+                            "kind of rank: attention is balanced by its seconds, forward and backward each by its own; "
+                            "empty balances causal pairs.")
     cluster: str = setting("dgx-h200", "Cluster, by name or TOML file, whose links and rates attention.tolerance "
                                        "auto counts with.")
     adapt: bool = setting(False, "Learn from measured seconds how fast each rank's attention is beside the others' and "

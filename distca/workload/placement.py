@@ -44,12 +44,6 @@ class Slices(NamedTuple):
     stop: list[int]
     rank: list[int]
 
-    def add(self, document: int, start: int, stop: int, rank: int) -> None:
-        self.document.append(document)
-        self.start.append(start)
-        self.stop.append(stop)
-        self.rank.append(rank)
-
 
 def place(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int,
@@ -130,6 +124,7 @@ def _placed(
     heapify(budget)
 
     leftover: list[tuple[int, int, int]] = []                    # (-tokens, document, stop) without a home yet
+    add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     while dense:
         _, document, stop = heappop(dense)
         begin, rate = begins[document], rates[document]
@@ -150,7 +145,10 @@ def _placed(
                 heappop(budget)
                 heappush(dense, (-excess, document, stop))
                 continue
-        slices.add(document, start, stop, rank)
+        add_document(document)
+        add_start(start)
+        add_stop(stop)
+        add_rank(rank)
         free[rank] -= stop - start
         used = rate * 0.5 * (stop * stop - start * start)
         spare[rank] -= used
@@ -224,10 +222,27 @@ def _fill(
     add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     for _, document, stop in sorted(queue):
         rate, start = rates[document], begins[document]
-        most = min(stop - start, longest[document])
+        size = stop - start
+        most = size if size <= longest[document] else longest[document]
         while narrow and -narrow[0][0] >= most:
             rank = heappop(narrow)[1]
             heappush(ranks, (-spare[rank] / free[rank], rank))
+        while ranks and free[ranks[0][1]] < most:
+            rank = heappop(ranks)[1]
+            heappush(narrow, (-free[rank], rank))
+        if most == size and ranks:                               # nearly all documents are one slice
+            rank = ranks[0][1]
+            add_document(document)
+            add_start(start)
+            add_stop(stop)
+            add_rank(rank)
+            free[rank] -= size
+            spare[rank] -= rate * 0.5 * (stop * stop - start * start)
+            if free[rank]:
+                heapreplace(ranks, (-spare[rank] / free[rank], rank))
+            else:
+                heappop(ranks)
+            continue
         while start < stop:
             while ranks and free[ranks[0][1]] < min(most, stop - start):
                 rank = heappop(ranks)[1]

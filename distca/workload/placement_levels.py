@@ -79,9 +79,14 @@ def _inside(
     if not levels:
         yield slices, members[where]
         return
+    order, order_of_members = (np.argsort(column, kind="stable") for column in (where, unit))
+    begin, begin_of_members = (np.searchsorted(column, np.arange(len(count) + 1)) for column in (
+        where[order], unit[order_of_members]))
+    slices = _Parts(*(column[order] for column in slices))
     for number in range(len(count)):
-        here = _Parts(*(column[where == number] for column in slices))
-        yield from _inside(here, members[unit == number], pool, levels[1:])
+        here = _Parts(*(column[begin[number]:begin[number + 1]] for column in slices))
+        yield from _inside(here, members[order_of_members[begin_of_members[number]:begin_of_members[number + 1]]],
+                           pool, levels[1:])
 
 
 def _squares(position: np.ndarray) -> np.ndarray:

@@ -93,7 +93,7 @@ def own_loop(transport: Transport, accelerator: Any, checkpointing: bool = False
             plain.close(whole_of(p.grad), q.grad)
         norms = [float(whole_of(accelerator.clip_grad_norm_(model.parameters(), 1.0))),
                  float(torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0))]
-        np.testing.assert_allclose(*norms, rtol=1e-5)
+        np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)
         for optimizer in (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()

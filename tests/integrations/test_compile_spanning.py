@@ -32,7 +32,8 @@ def compiled_steps(transport: Transport, kind: str, checkpointing: bool, backend
     attention = enable(model, tolerance=0.02, evaluation="pool")
     if checkpointing:
         model.gradient_checkpointing_enable()
-    compiled, graphs = torch.compile(model, backend=backend), []
+    compiled: Any = torch.compile(model, backend=backend)
+    graphs = []
     counters.clear()
     for seed, lengths in enumerate(STEPS):
         row, whole = both(eager.documents_of(lengths, seed), transport)

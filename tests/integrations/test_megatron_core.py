@@ -48,7 +48,7 @@ def cpu_megatron(**sizes: int) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     schedules.torch = CpuTorch()
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None

@@ -25,7 +25,7 @@ VOCAB, STAGES, LAYERS = 64, 2, 4
 MICRO_BATCHES = {                                                 # by chunks of a stage, each over its two ranks
     1: [[150, 31, 60], [3, 1, 201, 1, 5], [240], [80, 80]],
     2: [[150, 31, 59], [3, 1, 230, 1, 5], [240], [119, 121]]}    # equally long, as two interleaved stages ask for
-SCHEDULE = {
+SCHEDULE: dict[int, dict[str, Any]] = {
     1: {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},  # the one allowed beside them
     2: {"overlap_p2p_comm": True, "batch_p2p_comm": False}}
 
@@ -40,13 +40,13 @@ def stage_of(whole: Any, chunk: int, chunks: int, settings: dict[str, Any]) -> t
     stage, per_chunk = parallel_state.get_pipeline_model_parallel_rank(), LAYERS // STAGES // chunks
     if chunks > 1:
         settings = {**settings, "vp_stage": chunk, "virtual_pipeline_model_parallel_size": chunks}
-    model = follow_positions(importlib.import_module("test_megatron_core").gpt(
+    model: Any = follow_positions(importlib.import_module("test_megatron_core").gpt(
         enable(get_gpt_layer_local_spec(), tolerance=0.02), first=stage == chunk == 0,
         last=stage == STAGES - 1 and chunk == chunks - 1, num_layers=LAYERS, calculate_per_token_loss=True,
         pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **SCHEDULE[chunks], **settings))
     first = (chunk * STAGES + stage) * per_chunk
     names = {f"decoder.layers.{layer}.": f"decoder.layers.{first + layer}." for layer in range(per_chunk)}
-    ours = {}
+    ours: dict[str, torch.Tensor] = {}
     for name, x in model.named_parameters():
         prefix = next((prefix for prefix in names if name.startswith(prefix)), "")
         ours[names.get(prefix, "") + name[len(prefix):]] = x

@@ -46,12 +46,14 @@ def test_head_dims_without_tiles_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    refusal = f"head_dim is {dim} and that of values {value_dim}; give 64, 128 or 256, or 192 with values of 128"
+    values = "" if value_dim == dim else f" and that of values {value_dim}"
+    refusal = f"head_dim is {dim}{values}; give 64, 128 or 256, or 192 with values of 128"
     assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, None, value_dim) == refusal
-    q, k, v = (torch.Size((10, 2, size)) for size in (dim, dim, value_dim))
+    q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._check_dims(q, v)
-    assert k == q
+        hopper_launch._forward_call(torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False)
+    with pytest.raises(ValueError, match=refusal):
+        hopper_launch._backward_call(torch.device("cuda"), q, q, v, 0, 0, 0, 0, (1,), (1,), (1,), (1,), False, False)
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])

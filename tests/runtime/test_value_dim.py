@@ -1,4 +1,4 @@
-"""Values with a head dim of their own, as in multi-head latent attention: exact on any servers, in bytes of their own."""
+"""Values with a head dim of their own, as in multi-head latent attention: exact, and sent in as many bytes."""
 
 import numpy as np
 import pytest
