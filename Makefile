@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test check lint bench sweep torchtitan clean
 
@@ -10,15 +12,15 @@ demo: $(INSTALLED)
 	$(BIN)/distca train examples/demo.toml
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m 'not slow and not multiprocess and not browser' tests/workload tests/cost tests/planning \
+	$(PYTEST) -m 'not slow and not multiprocess and not browser' tests/workload tests/cost tests/planning \
 	  tests/dispatch tests/baselines tests/report tests/test_docs.py tests/test_imports.py tests/test_models.py \
 	  tests/test_spec.py tests/test_validation.py
 
 sweep: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -30,7 +32,7 @@ bench: $(INSTALLED)
 torchtitan:
 	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan
 	$(VENV)-torchtitan/bin/python -m pip install --quiet --editable '.[train,torchtitan]' hypothesis pytest pytest-timeout transformers
-	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_spanning.py tests/integrations/test_versions.py
+	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan*.py tests/integrations/test_versions.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else f"distca needs Python 3.11 or newer, found {v[0]}.{v[1]}; try: make PYTHON=python3.12")'

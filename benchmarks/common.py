@@ -7,7 +7,8 @@ import os
 import numpy as np
 import torch
 
-from distca.planning.step import MicroBatch, StepPlan
+from distca.planning.micro_batch import MicroBatch
+from distca.planning.step import StepPlan
 from distca.spec import ModelShape
 from distca.train.data import Batch, Row, step_plan
 from distca.train.settings import Settings

@@ -196,7 +196,7 @@ class MachineCosts(Costs):
         assert self.machine is not None
         return np.where(tokens > 0, self.launches.segment[backward], 0.0) + tokens * self.machine.head[backward]
 
-    def send_seconds(self, tokens: np.ndarray) -> np.ndarray:
+    def send_seconds(self, tokens: np.ndarray, num_data: int) -> np.ndarray:
         assert self.machine is not None
         return tokens * (MODEL.hidden * FLOAT32_BYTES * self.machine.exchange_seconds_per_byte)
 

@@ -2,7 +2,7 @@
 
 Every kernel that fits runs forward and backward on what two servers of a planned pool compute, the median one and the
 most fragmented, 32 query heads and 8 KV heads in bfloat16; what counts is the time of both together. The figures
-go into distca/kernels/measured.json under the device's name.
+go into distca/kernels/measured.json under the device's name; with --kernels or --head-dims those of others stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +25,13 @@ from rich.table import Table
 
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
-from distca.kernels.ranking import BACKWARD_FLOPS, MEASURED, Speed
+from distca.kernels.ranking import MEASURED, Speed
 from distca.profiling import versions
 from distca.profiling.timing import samples
 
 KERNELS = ("hopper", "cudnn", "fa4", "varlen")
-HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128, 256), (None, 4_096)
+HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128, 192, 256), (None, 4_096)
+VALUE_DIMS = {192: 128}  # of values, where it is not that of keys
 ROUNDS = 2
 
 
@@ -43,26 +45,32 @@ def visible_pairs(rows: TaskRows, window: int | None) -> int:
     return total
 
 
-def speeds(head_dim: int, window: int | None, device: torch.device, batches: list[Batch], budget: float) -> list[Speed]:
+def speeds(
+    names: list[str], head_dim: int, window: int | None, device: torch.device, batches: list[Batch], budget: float
+) -> list[Speed]:
     """The kernels' speeds over all batches."""
     seconds: dict[str, list[tuple[float, float]]] = {}
     for batch in batches:
-        for name, both in batch_seconds(head_dim, window, device, batch, budget).items():
+        for name, both in batch_seconds(names, head_dim, window, device, batch, budget).items():
             seconds.setdefault(name, []).append(both)
-    work = 4e-12 * sum(visible_pairs(batch.rows, window) for batch in batches) * HEADS * head_dim
+    value_dim = VALUE_DIMS.get(head_dim, head_dim)
+    pairs = 2e-12 * sum(visible_pairs(batch.rows, window) for batch in batches) * HEADS
+    there, back = pairs * (head_dim + value_dim), pairs * (3 * head_dim + 2 * value_dim)
     totals = {name: [sum(way) for way in zip(*of_batches, strict=True)] for name, of_batches in seconds.items()}
-    return [Speed(name, head_dim, window is not None, round(work / forward, 1),
-                  round(BACKWARD_FLOPS * work / backward, 1)) for name, (forward, backward) in totals.items()]
+    return [Speed(name, head_dim, window is not None, round(there / forward, 1), round(back / backward, 1))
+            for name, (forward, backward) in totals.items()]
 
 
 def batch_seconds(
-    head_dim: int, window: int | None, device: torch.device, batch: Batch, budget: float
+    names: list[str], head_dim: int, window: int | None, device: torch.device, batch: Batch, budget: float
 ) -> dict[str, tuple[float, float]]:
     """What forward and backward of each kernel take, measured in turns."""
-    shapes = ((batch.num_q, HEADS), (batch.num_k, KV_HEADS), (batch.num_k, KV_HEADS), (batch.num_q, HEADS))
-    q, k, v, dout = (torch.randn(*shape, head_dim, device=device, dtype=torch.bfloat16) for shape in shapes)
-    fitting = [kernel for kernel in map(kernel_named, KERNELS)
-               if kernel.supports(device, q.dtype, head_dim, window) is None]
+    value_dim = VALUE_DIMS.get(head_dim, head_dim)
+    shapes = ((batch.num_q, HEADS, head_dim), (batch.num_k, KV_HEADS, head_dim), (batch.num_k, KV_HEADS, value_dim),
+              (batch.num_q, HEADS, value_dim))
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    fitting = [kernel for kernel in map(kernel_named, names)
+               if kernel.supports(device, q.dtype, head_dim, window, value_dim) is None]
     times: dict[str, tuple[list[float], list[float]]] = {kernel.name: ([], []) for kernel in fitting}
     for _ in range(ROUNDS):
         for kernel in fitting:
@@ -75,6 +83,14 @@ def batch_seconds(
     return {name: (median(forward), median(backward)) for name, (forward, backward) in times.items()}
 
 
+def with_others(known: dict[str, Any], about: dict[str, Any], found: list[Speed]) -> dict[str, Any]:
+    """A device's entry with these figures, and those of what was not measured now; it says of the run with most."""
+    measured = {(speed.kernel, speed.head_dim, speed.windowed) for speed in found}
+    others = [row for row in known["speeds"] if (row["kernel"], row["head_dim"], row["windowed"]) not in measured]
+    rows = sorted([*others, *map(asdict, found)], key=lambda row: (row["head_dim"], row["windowed"]))
+    return {**(known if len(others) > len(found) else about), "speeds": rows}
+
+
 def main(options: argparse.Namespace, console: Console) -> None:
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU; kernels are ranked on the GPU they will run on")
@@ -82,10 +98,10 @@ def main(options: argparse.Namespace, console: Console) -> None:
     batches = list(servers(sampled_plan(POOL_TOKENS)))
     title = ", ".join(batch.name for batch in batches)
     found: list[Speed] = []
-    for head_dim in HEAD_DIMS:
+    for head_dim in options.head_dims:
         for window in WINDOWS:
             print(f"head dim {head_dim}, window {window} ...", file=sys.stderr, flush=True)
-            found += speeds(head_dim, window, device, batches, options.budget)
+            found += speeds(options.kernels, head_dim, window, device, batches, options.budget)
     table = Table(title=f"TFLOP/s, {title}", title_justify="left")
     for heading in ("head dim", "window", "kernel", "forward", "backward"):
         table.add_column(heading, justify="right")
@@ -95,9 +111,9 @@ def main(options: argparse.Namespace, console: Console) -> None:
     console.print(table)
     known = options.output if options.output.exists() else MEASURED
     content = json.loads(known.read_text(encoding="utf-8"))
-    content["devices"][torch.cuda.get_device_name(device)] = {
-        "date": datetime.now(UTC).date().isoformat(), **versions(), "batch": title, "window": WINDOWS[1],
-        "speeds": [asdict(speed) for speed in found]}
+    about = {"date": datetime.now(UTC).date().isoformat(), **versions(), "batch": title, "window": WINDOWS[1]}
+    name = torch.cuda.get_device_name(device)
+    content["devices"][name] = with_others(content["devices"].get(name, {"speeds": []}), about, found)
     options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     console.print(f"Written to {options.output}.")
 
@@ -105,6 +121,8 @@ def main(options: argparse.Namespace, console: Console) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Rank the attention kernels on this GPU.")
     parser.add_argument("--budget", type=float, default=0.15, help="seconds for each kernel, way and round")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="default: all that fit")
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=list(HEAD_DIMS))
     parser.add_argument("--output", type=Path, default=MEASURED)
     try:
         main(parser.parse_args(), Console(width=120))

@@ -32,7 +32,7 @@ KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cud
 def page(results: Path = RESULTS) -> str:
     """The whole page."""
     parts = (planning, reference, nodes, attention, runtime, training_on_a_gpu, long_document, training, pipeline,
-             overlap, integrations, simulated, trusted, report_page)
+             overlap, adapted, integrations, transformers_on_a_gpu, stages, simulated, trusted, report_page)
     blocks = "\n\n".join([HEAD, *(part(results) for part in parts)]).split("\n\n")
     return "\n\n".join(block if block.startswith(("#", "|")) else wrapped(block) for block in blocks) + "\n"
 
@@ -189,6 +189,16 @@ def overlap(results: Path) -> str:
             f"byte ({_source('overlap')}, `benchmarks/overlap.py`).")
 
 
+def adapted(results: Path) -> str:
+    content = _read(results, "adapt")
+    equal, learnt = content["rows"]
+    return (f"{content['ranks']} CPU ranks train, the last computing all its attention twice: with `attention.adapt` "
+            f"the slowest rank's attention takes {content['ratio']:.2f}× the time it takes in plans for equal "
+            f"servers, where shares by speed would take {content['ratio_of_speeds']:.2f}×; the speed learnt is "
+            f"{learnt['server_speed'][-1]:.2f}, {_loss(abs(equal['last_loss'] - learnt['last_loss']))} "
+            f"({_source('adapt')}, `benchmarks/adapt.py`).")
+
+
 def integrations(results: Path) -> str:
     content = _read(results, "integrations")
     options = content["options"]
@@ -212,6 +222,29 @@ def spanning(results: Path) -> str:
             f"and exchange ({_source('spanning')}, `benchmarks/spanning.py`):\n\n"
             + _table(("attention", "seconds a step", "tokens/s", "CPU seconds of the busiest rank", "work max/mean"),
                      table))
+
+
+def transformers_on_a_gpu(results: Path) -> str:
+    content = _read(results, "transformers_gpu")
+    seconds = {row["mode"]: f"{1e3 * row['step_seconds']:.0f} ms" for row in content["rows"]}
+    return (f"A Llama of {content['options']['layers']} layers in Transformers on one {content['host']['device']}, one "
+            f"packed row of {sum(content['options']['lengths']):,} tokens, a step with AdamW: {seconds['distca']} with "
+            f"distca and {seconds['flex_attention']} with `flex_attention`, under torch.compile "
+            f"{seconds['distca, compiled']} and {seconds['flex_attention, compiled']} ({_source('transformers_gpu')}, "
+            "`benchmarks/transformers_gpu.py`).")
+
+
+def stages(results: Path) -> str:
+    content = _read(results, "megatron_stages")
+    options, waits = content["options"], [share for pair in content["waits_of_stages"] for share in pair]
+    table = [[row["mode"], f"{row['step_seconds']:.2f}", f"{row['over_home']:.2f}×",
+              "measured" if row["measured"] else "replayed"] for row in content["rows"]]
+    return ("Megatron-Core's own 1F1B, two stages on two CPU ranks, "
+            f"{options['micro_batches']} micro-batches of {_tokens(options['tokens'])} tokens in documents of unequal "
+            f"lengths: a stage waits {100 * min(waits):.0f}–{100 * max(waits):.0f} % of a step for its neighbour. What "
+            "serving the neighbour's attention in these waits gains, by a thread, and ideally, where the measured "
+            f"pieces are replayed and sending costs nothing ({_source('megatron_stages')}, "
+            "`benchmarks/megatron_stages.py`):\n\n" + _table(("", "seconds", "over home", ""), table))
 
 
 def simulated(results: Path) -> str:

@@ -3,15 +3,19 @@ beside given, on batches that are made here.
 
 Flat plans are counted as ranks that each fetch what they need for themselves, levelled plans once per node, as the two
 are executed. Times are the median of a few runs of placement and balancing, on one thread.
+
+`--workloads` takes batches from a folder of workload files instead. With `--reference`, a JSON object of what another
+planner sends on each of these files (`bytes_total`), what crosses nodes is held against that too: nobody says which of
+the other's bytes cross, so a server is taken to be any other rank with the same chance, and (ranks - ranks of a node) /
+(ranks - 1) of them do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,18 +26,17 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.models import model_named
-from distca.planning.balance import balance
-from distca.planning.placed import plan_placed
 from distca.planning.plan import Plan
+from distca.planning.step import plan_step
 from distca.spec import ModelShape
-from distca.workload.documents import fill
-from distca.workload.layout import Layout
-from distca.workload.packing import PLACEMENTS, pack
+from distca.workload.documents import fill, workload_from_json
+from distca.workload.packing import PLACEMENTS
 from distca.workload.sequences import Source, batch_sequences
 from distca.workload.topology import Topology
 
 RANKS = (32, 64, 256, 512)
 ROW, CONTEXT = 65_536, 524_288  # tokens
+LONG = ("one document", "documents of 512K", "half the tokens in 256K", "uniform to 2M")
 OUTPUT = Path(__file__).parent / "results" / "nodes.json"
 
 
@@ -59,6 +62,8 @@ class Result:
     between_nodes_over_flat: float
     total_over_flat: float
     plan_seconds: float
+    reference_bytes_between_nodes: float | None = None  # of another planner, by chance
+    between_nodes_over_reference: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,29 @@ def long_cases(ranks: int) -> Iterator[Case]:
     """Batches with little to fill up long documents' ranks with, where balanced placement has the least to gain."""
     total = ranks * ROW
     rng = np.random.default_rng(0)
-    yield Case("one document", np.array([total]), ranks)
-    yield Case("documents of 512K", np.full(total // CONTEXT, CONTEXT), ranks)
-    yield Case("half the tokens in 256K", np.append(np.full(total // CONTEXT, CONTEXT // 2),
-               fill(rng.integers(500, 8000, total // 2 // 500), total // 2)), ranks)
-    yield Case("uniform to 2M", fill(rng.integers(1, 2**21, 64 + total // 2**18), total), ranks)
+    lengths = (
+        np.array([total]), np.full(total // CONTEXT, CONTEXT),
+        np.append(np.full(total // CONTEXT, CONTEXT // 2),
+                  fill(rng.integers(500, 8000, total // 2 // 500), total // 2)),
+        fill(rng.integers(1, 2**21, 64 + total // 2**18), total))
+    yield from (Case(name, one, ranks) for name, one in zip(LONG, lengths, strict=True))
+
+
+def file_cases(folder: Path, ranks: tuple[int, ...]) -> Iterator[Case]:
+    """Workload files of a folder that have one of these numbers of ranks."""
+    for path in sorted(folder.glob("*.json")):
+        found = workload_from_json(json.loads(path.read_text(encoding="utf-8")))
+        if found.ranks in ranks:
+            yield Case(path.stem, np.concatenate(found.sequences), found.ranks)
+
+
+def against(result: Result, reference: dict[str, dict[str, float]], per_node: int) -> Result:
+    """With what another planner sends between nodes, where it is known for this batch."""
+    if result.name not in reference:
+        return result
+    crossing = reference[result.name]["bytes_total"] * (result.ranks - per_node) / (result.ranks - 1)
+    return replace(result, reference_bytes_between_nodes=crossing,
+                   between_nodes_over_reference=result.bytes_between_nodes / crossing)
 
 
 def measure(case: Case, placement: str, model: ModelShape, tolerance: float, per_node: int, repeats: int) -> Result:
@@ -107,29 +130,30 @@ def measure(case: Case, placement: str, model: ModelShape, tolerance: float, per
 def planned(
     case: Case, placement: str, model: ModelShape, tolerance: float, topology: Topology | None, repeats: int
 ) -> tuple[Plan, str, float]:
-    lay: Callable[[str], Layout] = partial(_lay, case, tolerance, topology)
     seconds: list[float] = []
     for _ in range(repeats):
         begin = perf_counter()
-        plan, used = plan_placed(placement, lay, partial(balance, model=model, tolerance=tolerance, topology=topology))
+        step = plan_step([case.lengths], model, num_data=case.ranks, layers=(1,), ping_pong=False,
+                         placement=placement, tolerance=tolerance, topology=topology)
         seconds.append(perf_counter() - begin)
-    return plan, used, median(seconds)
-
-
-def _lay(case: Case, tolerance: float, topology: Topology | None, placement: str) -> Layout:
-    return pack(case.lengths, ranks=case.ranks, placement=placement, tolerance=tolerance, topology=topology)
+    assert step.placement is not None
+    return step.plans()[0], step.placement, median(seconds)
 
 
 def summarize(results: list[Result]) -> dict[str, dict[str, float]]:
-    """Of the sampled batches, by placement."""
+    """Of the sampled batches, or of those in files, by placement."""
     found: dict[str, dict[str, float]] = {}
     for placement in PLACEMENTS:
-        rows = [row for row in results if row.placement == placement and "seed" in row.name]
+        rows = [row for row in results if row.placement == placement and row.name not in LONG]
         between, total = [row.between_nodes_over_flat for row in rows], [row.total_over_flat for row in rows]
         found[placement] = {
             "between_nodes_over_flat_median": median(between), "between_nodes_over_flat_max": max(between),
             "total_over_flat_max": max(total), "work_max_over_mean": max(row.work_max_over_mean for row in rows),
             "plan_seconds_max": max(row.plan_seconds for row in rows)}
+        over = [row.between_nodes_over_reference for row in rows if row.between_nodes_over_reference is not None]
+        if over:
+            found[placement] |= {"between_nodes_over_reference_median": median(over),
+                                 "between_nodes_over_reference_max": max(over)}
     return found
 
 
@@ -156,21 +180,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workloads", type=Path, help="Folder of workload files to plan instead.")
+    parser.add_argument("--reference", type=Path, help="JSON of another planner's bytes_total by the files' names.")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     return parser.parse_args()
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
     model, ranks = model_named(options.model), tuple(options.ranks)
-    cases = [*sampled_cases(ranks), *long_cases(ranks[0]), *(long_cases(ranks[-1]) if len(ranks) > 1 else ())]
+    cases = [*file_cases(options.workloads, ranks)] if options.workloads else [
+        *sampled_cases(ranks), *long_cases(ranks[0]), *(long_cases(ranks[-1]) if len(ranks) > 1 else ())]
+    reference = json.loads(options.reference.read_text(encoding="utf-8")) if options.reference else {}
     results: list[Result] = []
     with console.status("") as status:
         for case in cases:
             for placement in PLACEMENTS:
                 status.update(f"{case.name}, {case.ranks} ranks, {placement} placement")
-                results.append(measure(case, placement, model, options.tolerance, options.ranks_per_node,
-                                       options.repeats))
+                results.append(against(measure(case, placement, model, options.tolerance, options.ranks_per_node,
+                                               options.repeats), reference, options.ranks_per_node))
     console.print(result_table(results, options.ranks_per_node))
+    console.print(summarize(results))
     content = {
         "host": host_facts(),
         "settings": {"model": model.name, "tolerance": options.tolerance, "ranks_per_node": options.ranks_per_node,

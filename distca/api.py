@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost, time_of
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning import step as planning_step
@@ -20,6 +20,7 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
+from distca.planning.tolerance import AUTO, DEFAULT_TOLERANCE, StepSeconds, asked_tolerance
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.workload.layout import Layout
 from distca.workload.topology import Topology
@@ -34,7 +35,7 @@ def plan(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     tp: int = 1,
-    cost: LatencyTable | None = None,
+    cost: Cost | None = None,
     topology: Topology | None = None,
 ) -> Plan:
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
@@ -58,22 +59,27 @@ def plan_step(
     tp: int = 1,
     ping_pong: bool = True,
     placement: str = "balanced",
-    tolerance: float = 0.05,
+    tolerance: float | str = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None,
-    cost: LatencyTable | None = None,
+    cost: Cost | None = None,
     topology: Topology | None = None,
+    cluster: str | ClusterShape = "dgx-h200",
 ) -> StepPlan:
     """Everything one optimizer step does: nano-batches, ticks, and the plan of every attention call, both ways.
 
     `micro_batches` are the lengths of each micro-batch's documents, which fill the `ranks` data ranks of every stage.
     The other arguments are those of `plan` and `pack`; with `cost`, forward and backward are balanced each in its own
-    seconds. What this returns is what `distca train` runs and `distca simulate` times.
+    seconds. What this returns is what `distca train` runs and `distca simulate` times. With `tolerance` "auto" the step
+    is planned at a few and the one kept that is predicted to be quickest on `cluster`, by the seconds of `cost`.
     """
     shape = _shape(model)
+    asked: float | StepSeconds | str = asked_tolerance(tolerance)
+    if isinstance(asked, str):
+        asked = _predicted_on(cluster, shape, tp, cost)
     return planning_step.plan_step(
         [np.asarray(lengths) for lengths in micro_batches], shape, num_data=ranks,
         layers=layers_of_stages(shape.num_layers, stages), tp=tp, ping_pong=ping_pong, placement=placement,
-        tolerance=tolerance, speed=speed, cost=_time(cost, shape, tp), topology=topology)
+        tolerance=asked, speed=speed, cost=_time(cost, shape, tp), topology=topology)
 
 
 def compare(
@@ -87,13 +93,14 @@ def compare(
     strategies: Sequence[str] = ("wlb_ideal", "distca"),
     lengths: str | Sequence[int] | np.ndarray = "prolong",
     batches: int = 1,
-    tolerance: float = 0.05,
-    cost: LatencyTable | None = None,
+    tolerance: float | str = AUTO,
+    cost: Cost | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Predict a training step under several strategies on the same documents, as `distca simulate` does.
 
     `lengths` names a sampler or gives document lengths to draw from. `cost` None is the table measured on an H200.
+    Where `tolerance` is "auto", `distca` chooses it for the run, on the first batches.
     """
     from distca.simulate.setting import setting
     from distca.simulate.sweep import Question
@@ -107,9 +114,17 @@ def compare(
     return run(Question((where,), tuple(strategies), source, table, tolerance, batches, seed))
 
 
+def _predicted_on(cluster: str | ClusterShape, model: ModelShape, tp: int, cost: Cost | None) -> StepSeconds:
+    from distca.simulate.execute import step_seconds
+
+    if cost is None:
+        raise ValueError("tolerance is 'auto' but cost is None; give the latency table whose seconds it is chosen by")
+    return step_seconds(model, cluster_named(cluster) if isinstance(cluster, str) else cluster, tp, cost)
+
+
 def _shape(model: str | ModelShape) -> ModelShape:
     return model_named(model) if isinstance(model, str) else model
 
 
-def _time(cost: LatencyTable | None, model: ModelShape, tp: int) -> AttentionTime | None:
-    return None if cost is None else AttentionTime.of(cost, model, tp)
+def _time(cost: Cost | None, model: ModelShape, tp: int) -> AttentionTime | None:
+    return None if cost is None else time_of(cost, model, tp)

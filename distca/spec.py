@@ -152,6 +152,7 @@ class ClusterShape:
     intra_node_latency_seconds: float
     inter_node_latency_seconds: float
     nodes_per_pod: int = 0       # nodes that plans keep work among before it leaves for others; 0: all of them
+    inter_pod_bandwidth: float = 0.0  # bytes/s one way that reach another pod, of one GPU; 0: as between nodes
 
     def ranks_per_node(self, tp: int = 1) -> int:
         """Ranks of one tensor-parallel index on a node."""
@@ -164,7 +165,8 @@ class ClusterShape:
             value = getattr(self, field.name)
             if field.name in ("name", "gpu", "gpus_per_node", "nodes_per_pod"):
                 continue
-            bound = {"least": 0.0} if field.name.endswith("latency_seconds") else {"above": 0.0}
+            may_be_zero = field.name.endswith("latency_seconds") or field.name == "inter_pod_bandwidth"
+            bound = {"least": 0.0} if may_be_zero else {"above": 0.0}
             check_number(f"cluster {self.name!r}: {field.name}", value, most=MAX_RATE, **bound)
 
 

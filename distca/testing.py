@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan
-from distca.planning.step import MicroBatch, StepPlan
+from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_slices

@@ -72,7 +72,6 @@ def main(steps: int = 10, seq_len: int = 2048, stages: int = 1) -> None:
     config.override = OverrideConfig(imports=["distca.integrations.torchtitan.enable"])  # the one line
     config.dataloader, config.tokenizer = SkewedDocuments.Config(), NoTokenizer.Config()
     config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, seq_len, 2
-    config.parallelism.spmd_backend = "partial_dtensor"          # the others need a nightly torch
     config.parallelism.pipeline_parallel_degree = stages
     config.parallelism.pipeline_parallel_schedule = "1F1B"
     config.validator.enable = config.checkpoint.enable = False

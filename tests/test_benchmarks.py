@@ -128,6 +128,18 @@ def test_the_ranking_counts_the_pairs_that_the_window_leaves(window: int | None)
     assert load("kernel_ranking").visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
 
 
+def test_a_ranking_of_some_kernels_keeps_the_figures_of_others() -> None:
+    rank = load("kernel_ranking")
+    old = [{"kernel": name, "head_dim": dim, "windowed": False, "forward_tflops": 1.0, "backward_tflops": 1.0}
+           for name, dim in (("hopper", 64), ("fa4", 256), ("hopper", 256))]
+    found = [rank.Speed("hopper", 192, False, 2.0, 2.0), rank.Speed("hopper", 256, False, 3.0, 3.0)]
+    entry = rank.with_others({"date": "then", "speeds": old}, {"date": "now"}, found)
+    assert [(row["kernel"], row["head_dim"], row["forward_tflops"]) for row in entry["speeds"]] == [
+        ("hopper", 64, 1.0), ("hopper", 192, 2.0), ("fa4", 256, 1.0), ("hopper", 256, 3.0)]
+    assert entry["date"] == "now"
+    assert rank.with_others({"date": "then", "speeds": old}, {"date": "now"}, found[:1])["date"] == "then"
+
+
 def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no GPU"):

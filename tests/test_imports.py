@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "kernels": {"validation", "columns", "spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
-    "train": _PLANNING | {"baselines", "dispatch", "kernels", "runtime"},
+    "train": _PLANNING | {"baselines", "simulate", "dispatch", "kernels", "runtime"},
     "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
     "data": _PLANNING,
     "report": _PLANNING | {"baselines", "simulate"},

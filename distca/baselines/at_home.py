@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
+from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan, max_over_mean
-from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
+from distca.planning.step import StepPlan, step_among_data_ranks
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from distca.baselines.at_home import at_home
-from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
+from distca.planning.micro_batch import MicroBatch
+from distca.planning.step import StepPlan, step_among_data_ranks
 from distca.spec import ModelShape
 from distca.validation import check_whole
 from distca.workload.layout import Layout

@@ -44,6 +44,6 @@ def adaptive_layout(layout: Layout, cp: int, *, cost: AttentionTime) -> Layout:
 
 def _longest(layout: Layout, cp: int, cost: AttentionTime) -> np.ndarray:
     """[groups] seconds of the slowest rank, forward and backward."""
-    tasks = tasks_at_home(layout)
-    return sum((server_work(tasks, layout.num_ranks, cost, backward).reshape(-1, cp).max(axis=1)
+    tasks, speeds = tasks_at_home(layout), cost.speeds(layout.num_ranks)
+    return sum(((server_work(tasks, layout.num_ranks, cost, backward) / speeds).reshape(-1, cp).max(axis=1)
                 for backward in (False, True)), np.zeros(layout.num_ranks // cp))

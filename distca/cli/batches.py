@@ -39,20 +39,20 @@ SOURCE_HELP = (
     f"A file or folder of lengths, - for stdin, a workload file, a sampler ({', '.join(SAMPLERS)}), {STANDARD_LIBRARY} "
     "for the files of Python's own library, or the lengths themselves, as in 128k,4k,4k. A bare sampler name is the "
     "sampler; write ./NAME for a file called so.")
-COST_HELP = "Latency table: a file that `distca profile` wrote, or the name of a shipped one."
+COST_HELP = ("Latency table: a file that `distca profile` wrote, the name of a shipped one, or a TOML file that names "
+             "one for each kind of server.")
 MAX_TOKENS = 2**34  # 65,536 ranks of 256K, about as many documents as fit: beyond it a typing error is likelier
 RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as several pools"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentBatch:
-    """Documents that fill their ranks exactly; with a workload, each inside its own sequence's ranks."""
+    """Documents that fill their ranks exactly."""
 
     source: str  # for people
     lengths: np.ndarray  # [documents]
     ranks: int
     tokens_per_rank: int
-    workload: Workload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +227,7 @@ def _batch_of_workload(
         raise ValueError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
                          "cutting it would leave its ranks unfilled; leave the option out or change the file")
     check_whole("ranks", workload.ranks, most=MAX_RANKS, why=RANKS_WHY)
-    return DocumentBatch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank,
-                         workload)
+    return DocumentBatch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank)
 
 
 def _batch_of_lengths(
@@ -249,9 +248,5 @@ def _batch_of_lengths(
 
 def without_spanning(batch: DocumentBatch) -> DocumentBatch:
     """The same tokens with every document cut at its rank's end."""
-    workload = batch.workload
-    if workload is not None:
-        workload = Workload(workload.name, workload.ranks, workload.tokens_per_rank,
-                            tuple(cut_at_ranks(sequence, workload.tokens_per_rank) for sequence in workload.sequences))
-    return replace(batch, source=f"{batch.source}, cut at ranks", workload=workload,
+    return replace(batch, source=f"{batch.source}, cut at ranks",
                    lengths=cut_at_ranks(batch.lengths, batch.tokens_per_rank))

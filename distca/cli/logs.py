@@ -20,6 +20,7 @@ from distca.validation import check_number, check_whole, parse_json, read_json, 
 
 MAX_TRACE_BYTES = 2**28  # about two million spans
 MAX_LOG_BYTES = 2**26    # about a hundred thousand steps
+MAX_SPEEDS = 8           # servers whose speeds are drawn
 TRACE_NAME = re.compile(r"step_(\d{1,15})\.json")
 SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the unit
     "loss": "loss, nats",
@@ -30,10 +31,12 @@ SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the un
     "bytes_per_layer": "bytes a layer, forward",
     "mfu": "model FLOPs utilization",
     "attention_seconds": "attention, seconds",
+    "attention_seconds_max": "attention of the slowest rank, seconds",
     "linear_seconds": "the rest of the model, seconds",
     "exposed_seconds": "waiting for exchanges, seconds",
     "host_seconds": "waiting for the batch, seconds",
     "memory_bytes": "memory, bytes",
+    "tolerance": "tolerance chosen",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
 }
@@ -123,10 +126,20 @@ def _read_steps(path: Path) -> RunFigures | None:
     if not records:
         return None
     found = [name for name in SERIES if all(name in record for record in records)]
-    return RunFigures(
-        np.array([record["step"] for record in records], dtype=np.int64),
-        tuple((SERIES[name], np.array([_figure(record[name], f"{path}: {name}") for record in records]))
-              for name in found))
+    curves = [(SERIES[name], np.array([_figure(record[name], f"{path}: {name}") for record in records]))
+              for name in found]
+    return RunFigures(np.array([record["step"] for record in records], dtype=np.int64),
+                      (*curves, *_server_speeds(path, records)))
+
+
+def _server_speeds(path: Path, records: list[dict[str, Any]]) -> list[tuple[str, np.ndarray]]:
+    """A curve for each server that differs most from the median, where all steps know the speeds of as many servers."""
+    lists = [record.get("server_speed") for record in records]
+    if not all(isinstance(speeds, list) and len(speeds) == len(lists[0] or []) for speeds in lists):
+        return []
+    by_server = np.array([[_figure(one, f"{path}: server_speed") for one in speeds or []] for speeds in lists]).T
+    apart = np.argsort(-np.abs(by_server - 1.0).max(axis=1, initial=0.0), kind="stable")[:MAX_SPEEDS]
+    return [(f"speed of server {server}, × the median", by_server[server]) for server in sorted(apart.tolist())]
 
 
 def _summary_facts(content: Any) -> tuple[tuple[str, str], ...]:

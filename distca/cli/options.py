@@ -7,11 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from distca.planning.tolerance import TOLERANCES, asked_tolerance
 from distca.units import is_count, parse_count
 from distca.validation import short
 from distca.workload.length_files import FORMATS
 
 COUNT = "COUNT"
+TOLERANCE = "0…1|auto"
+TOLERANCE_HELP = "How far above the mean the largest work may be, 0 to 1"
+AUTO_HELP = f"{', '.join(f'{one:g}' for one in TOLERANCES[:-1])} or {TOLERANCES[-1]:g}"
 COLUMN_HELP = ("Column of a table, or key of JSON objects, that holds a document's length, its tokens as a list, or "
                "with --tokenizer its text; `length` or `input_ids` unless given.")
 
@@ -32,6 +36,14 @@ def counts(field: str, text: str) -> list[int]:
         return [parse_count(field, part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
+
+
+def tolerance_option(value: Any) -> Any:
+    """A number from 0 to 1, or auto; defaults are either already."""
+    try:
+        return asked_tolerance(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def one_source(words: Sequence[str]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -27,27 +27,38 @@ from distca.cli.batches import (
     read_batches,
     without_spanning,
 )
-from distca.cli.options import COUNT, Column, Format, Tokenizer, count, one_source
+from distca.cli.options import (
+    AUTO_HELP,
+    COUNT,
+    TOLERANCE,
+    TOLERANCE_HELP,
+    Column,
+    Format,
+    Tokenizer,
+    count,
+    one_source,
+    tolerance_option,
+)
 from distca.cli.outputs import page_writer, plot_writer
 from distca.cli.progress import StepHeard, progress
 from distca.cost.attention_time import AttentionTime
 from distca.cost.cluster_file import find_cluster
-from distca.cost.shipped_tables import find_table
+from distca.cost.mixed_pool import MixedTime, find_cost, time_of
 from distca.models import model_named
-from distca.planning.balance import balance
-from distca.planning.placed import plan_placed
 from distca.planning.plan import Plan
-from distca.planning.step import work_of_documents
+from distca.planning.step import StepPlan, plan_step
 from distca.planning.tasks import tasks_at_home
+from distca.planning.tolerance import AUTO, DEFAULT_TOLERANCE, StepSeconds
 from distca.report.figures import PlannedBatch
 from distca.report.planned_batches import PlannedBatches
 from distca.report.render_batches import print_batches
+from distca.simulate.costs import TABLE_CLUSTER
+from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
 from distca.units import UNITS_HELP
 from distca.validation import MAX_RANKS, check_whole
-from distca.workload.layout import Layout
 from distca.workload.length_files import Reading
-from distca.workload.packing import check_tolerance, pack, pack_workload
+from distca.workload.packing import pack
 from distca.workload.topology import Topology
 
 
@@ -57,7 +68,7 @@ class PlanPool:
 
     model: ModelShape
     tp: int
-    tolerance: float
+    tolerance: float | StepSeconds     # or what predicts a step's seconds, by which it is chosen for every batch
     dedicated: int
     cost: AttentionTime | None
     ranks_per_node: int | None = None  # None: unknown
@@ -71,15 +82,25 @@ class PlanPool:
     def speed(self, ranks: int) -> np.ndarray:
         return np.ones(ranks + self.dedicated)
 
-    def balanced(self, layout: Layout, backward: bool = False) -> Plan:
-        return balance(layout, self.model, tolerance=self.tolerance, speed=self.speed(layout.num_ranks), tp=self.tp,
-                       cost=self.cost, backward=backward, topology=self.topology(layout.num_ranks))
+    def step(self, lengths: np.ndarray, ranks: int, placement: str) -> StepPlan:
+        """One attention call, forward and backward, at the tolerance of the whole model's step in two halves."""
+        plan = partial(plan_step, [lengths], self.model, num_data=ranks, tp=self.tp, placement=placement,
+                       speed=self.speed(ranks), cost=self.cost, topology=self.topology(ranks))
+        if not callable(self.tolerance):
+            return plan(layers=(1,), ping_pong=False, tolerance=self.tolerance)
+        has_halves = int(lengths.sum()) // ranks % 2 == 0
+        whole = plan(layers=(self.model.num_layers,), ping_pong=has_halves, tolerance=self.tolerance)
+        call = plan(layers=(1,), ping_pong=False, tolerance=whole.plans()[0].tolerance)
+        return replace(call, tried=whole.tried)
 
 
 def plan_command(
     source: Annotated[list[str], typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     model: Annotated[str, typer.Option(help="Named model, for the bytes of a token.")] = "llama3-8b",
-    tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
+    tolerance: Annotated[Any, typer.Option(
+        parser=tolerance_option, metavar=TOLERANCE,
+        help=f"{TOLERANCE_HELP}; auto: what makes the model's step quickest by --cost on --cluster, {AUTO_HELP}.",
+    )] = DEFAULT_TOLERANCE,
     tp: Annotated[int, typer.Option(
         parser=count, metavar=COUNT, help="Tensor-parallel size: heads are divided by it.")] = 1,
     placement: Annotated[str, typer.Option(
@@ -120,14 +141,15 @@ def plan_command(
         help="Also write a report page, which opens offline; of several batches the worst.")] = None,
 ) -> None:
     """Plan the core attention of batches and show it before and after."""
-    check_tolerance(tolerance)
     check_whole("dedicated", dedicated, least=0, most=MAX_RANKS, why="as many servers as a plan has been tried with")
     asked = BatchesAsked(one_source(source), ranks, tokens_per_rank, seed, max_document, batches, whole,
                          Reading(format_, column, tokenizer))
     draw = plot_writer("plot", plot) if plot else None
     write_page = page_writer("html", html) if html else None
     shape = model_named(model)
-    seconds = None if cost is None else AttentionTime.of(find_table(cost), shape, tp)
+    seconds = None if cost is None else time_of(find_cost(cost), shape, tp)
+    if tolerance == AUTO:
+        tolerance = _predicted(shape, tp, cost, ranks_per_node, cluster)
     pool = PlanPool(shape, tp, tolerance, dedicated, seconds, *_nodes(ranks_per_node, cluster, tp))
     if pool.cost is not None and pool.cost.note:
         print(f"distca: {pool.cost.note}", file=sys.stderr)
@@ -169,21 +191,36 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
     """Plan, prove and measure. Only placing and balancing are timed."""
     cost = pool.cost
     if cost is not None:
-        cost.table.require(int(batch.lengths.max()))
+        for one in cost.kinds if isinstance(cost, MixedTime) else (cost,):
+            one.table.require(int(batch.lengths.max()))
     step("placing documents and balancing attention")
     begin = perf_counter()
-    plan, used = plan_placed(placement, partial(_layout, batch, pool), pool.balanced)
-    backward = plan if cost is None else pool.balanced(plan.layout, backward=True)
+    planned = pool.step(batch.lengths, batch.ranks, placement)
     plan_seconds = perf_counter() - begin
+    plan, backward = planned.plans()[0], planned.plans()[-1]
     step("proving the plan")
     invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
     in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
     topology = pool.topology(batch.ranks)
-    before = Plan(in_order, tasks_at_home(in_order), np.ones(batch.ranks), pool.tolerance, pool.model, pool.tp, cost,
+    speeds = np.ones(batch.ranks) if cost is None else cost.speeds(batch.ranks)
+    before = Plan(in_order, tasks_at_home(in_order), speeds, plan.tolerance, pool.model, pool.tp, cost,
                   topology=None if topology is None else topology.first(batch.ranks))
     return PlannedBatch.of(plan, batch.source, before=before, backward=backward, placement=placement,
-                           plan_seconds=plan_seconds, invalid=invalid, placement_used=used)
+                           plan_seconds=plan_seconds, invalid=invalid, placement_used=planned.placement,
+                           tried=planned.tried)
+
+
+def _predicted(
+    model: ModelShape, tp: int, cost: str | None, ranks_per_node: int | None, cluster: str | None
+) -> StepSeconds:
+    """What a step takes on the cluster, or on nodes of so many ranks with an H200's links."""
+    if cost is None:
+        raise ValueError("tolerance is 'auto' but cost is not given; give --cost, the latency table it is chosen by")
+    machines = find_cluster(cluster or TABLE_CLUSTER)
+    if ranks_per_node is not None:
+        machines = replace(machines, gpus_per_node=ranks_per_node * tp)
+    return step_seconds(model, machines, tp, find_cost(cost))
 
 
 def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[int | None, int]:
@@ -198,17 +235,6 @@ def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[in
     return shape.ranks_per_node(tp), shape.nodes_per_pod
 
 
-def _layout(batch: DocumentBatch, pool: PlanPool, placement: str) -> Layout:
-    speed = pool.speed(batch.ranks)
-    work, wave_tokens = work_of_documents(pool.cost), 1 if pool.cost is None else pool.cost.wave_tokens
-    topology = pool.topology(batch.ranks)
-    if batch.workload is not None:
-        return pack_workload(batch.workload, placement=placement, tolerance=pool.tolerance, speed=speed,
-                             document_work=work, wave_tokens=wave_tokens, topology=topology)
-    return pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank, placement=placement,
-                tolerance=pool.tolerance, speed=speed, document_work=work, wave_tokens=wave_tokens, topology=topology)
-
-
 def _failed_proof(plan: Plan) -> str | None:
     try:
         plan.validate()
@@ -219,5 +245,6 @@ def _failed_proof(plan: Plan) -> str | None:
 
 def _warm_up(pool: PlanPool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
-    batch = DocumentBatch("warm-up", np.array([3072, 512, 512]), 2, 2048)
-    pool.balanced(_layout(batch, pool, placement)).summary()
+    if isinstance(pool.cost, MixedTime):
+        pool = replace(pool, cost=pool.cost.kinds[0])            # for a pool of any size
+    pool.step(np.array([3072, 512, 512]), 2, placement).plans()[0].summary()

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -17,11 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from distca.cli.batches import COST_HELP, MAX_BATCHES, SOURCE_HELP, STANDARD_LIBRARY, are_typed, read_named
-from distca.cli.options import COUNT, Column, Format, Tokenizer, count, counts
+from distca.cli.options import (
+    AUTO_HELP,
+    COUNT,
+    TOLERANCE,
+    TOLERANCE_HELP,
+    Column,
+    Format,
+    Tokenizer,
+    count,
+    counts,
+    tolerance_option,
+)
 from distca.cli.outputs import check_output, page_writer
 from distca.cli.progress import progress
 from distca.cost.cluster_file import find_cluster
-from distca.cost.shipped_tables import find_table
+from distca.cost.mixed_pool import find_cost
 from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, strategies_of
 from distca.report.verdict import ours_and_best_baseline, verdict
@@ -36,7 +47,6 @@ from distca.validation import check_whole, plain, write_own
 from distca.workload.byte_streams import STDIN
 from distca.workload.documents import SAMPLERS, Workload, standard_library_lengths
 from distca.workload.length_files import Heard, Reading
-from distca.workload.packing import check_tolerance
 from distca.workload.sequences import Source
 
 DEFAULT_CONTEXT = 131_072
@@ -59,7 +69,9 @@ def simulate_command(
     tokenizer: Tokenizer = None,
     batches: Annotated[int, typer.Option(help="Sampled batches.")] = 30,
     strategies: Annotated[str, typer.Option(help=f"All, or some of: {', '.join(NAMES)}.")] = "all",
-    tolerance: Annotated[float, typer.Option(help="How far above the mean the largest work may be, 0 to 1.")] = 0.05,
+    tolerance: Annotated[Any, typer.Option(
+        parser=tolerance_option, metavar=TOLERANCE,
+        help=f"{TOLERANCE_HELP}; auto: 0.05, of which distca chooses {AUTO_HELP} for the run.")] = "auto",
     cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}, or a TOML file.")] = "dgx-h200",
     cost: Annotated[str, typer.Option(help=COST_HELP)] = "h200",
     sequences: Annotated[int | None, typer.Option(
@@ -76,7 +88,6 @@ def simulate_command(
     html: Annotated[Path | None, typer.Option(help="Also write a report page, which opens offline.")] = None,
 ) -> None:
     """Predict a training step under every strategy, on the same documents."""
-    check_tolerance(tolerance)
     check_whole("seed", seed, least=0)
     check_whole("batches", batches, most=MAX_BATCHES, why="more of them change no mean")
     check_whole("workers", 1 if workers is None else workers, most=MAX_WORKERS, why="one process for each core")
@@ -92,7 +103,7 @@ def simulate_command(
         grid = settings(shape, machines, gpus=gpus, context=tokens, tp=tp, pp=counts("pp", pp), sequences=sequences,
                         micro_batches=None if micro_batches is None else counts("micro_batches", micro_batches))
         names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(","))
-        question = Question(grid, names, source, find_table(cost), tolerance, batches, seed)
+        question = Question(grid, names, source, find_cost(cost), tolerance, batches, seed)
         if note := question.costs(grid[0]).attention.note:
             print(f"distca: {note}", file=sys.stderr)
         step("simulating")
@@ -164,7 +175,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print(Text.assemble(
         (f"{first.model.name} on {first.gpus:,} GPUs of {first.cluster.name}", "bold"),
         f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, pp "
-        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance:g}"))
+        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance}"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("", "tokens/s", "step", "idle", "exposed", "memory", "work"):
         table.add_column(title, justify="right" if title else "left")

@@ -2,7 +2,8 @@
 
 Plans are searched on `shard` and judged on `servers`; the runtime, the simulator and the planner charge the same. A
 latency table gives the seconds that a shard adds to a batch that fills the device. A whole batch takes a launch and the
-tail of its work list more (work_list.py), where the table's kernel is known to have one.
+tail of its work list more (work_list.py), where the table's kernel is known to have one. Then a shard of fewer queries
+than the table's shortest takes as much less forward as it has fewer of the kernel's own tiles.
 
 A table is measured with the heads of one rank. Another head dim is another kernel, so it is refused, but for shipped
 tables: there it is scaled by FLOPs, which `note` says, since nobody measured it. Another number of heads is scaled by
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,12 @@ from distca.cost.latency_table import LatencyTable, Surface
 from distca.cost.shipped_tables import nearest_heads
 from distca.cost.work_list import Tasks, WorkList
 from distca.spec import ModelShape
+from distca.workload.placement import Cuts
 
 FloatArray = npt.NDArray[np.float64]
 Column = npt.NDArray[Any]
+
+_LONGEST_ITEM = 0.5  # of a rank's backward that the longest item of a document may take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +53,7 @@ class AttentionTime:
         heads = self.table.metadata.get("num_heads", self.heads)
         assert isinstance(heads, int)
         surfaces = self.table.surfaces
-        best = tuple(0.0 if surface is None else surface.best_rate() for surface in surfaces)
+        best = tuple(0.0 if surface is None else float(surface.best_rates()) for surface in surfaces)
         object.__setattr__(self, "_factor", self.scale * self.flops * self.heads / heads)
         object.__setattr__(self, "_surfaces", surfaces)
         object.__setattr__(self, "_best_rates", best)
@@ -99,22 +104,46 @@ class AttentionTime:
         return (self.table.name, self.table.peak_pairs_per_second, self.heads, self.kv_heads, self.scale, self.flops,
                 self.work_list)
 
-    @property
-    def wave_tokens(self) -> int:
-        """Queries that the device takes at once; 1 where work is not known to come in items."""
-        return 1 if self.work_list is None else self.work_list.wave_tokens
+    def cuts(self) -> Cuts:
+        """Slices that suit the device, where work is known to come in items.
+
+        A document's first keys are read by all its queries on a server, by one worker: that should not take longer than
+        what all workers do beside it.
+        """
+        if self.work_list is None or self._surfaces[1] is None:
+            return Cuts()
+        forward, backward = (self._factor / rate for rate in self._best_rates)  # seconds of a pair
+        return Cuts(self.work_list.wave_tokens,
+                    _LONGEST_ITEM / ((forward + backward) * self.work_list.pairs_at_once))
+
+    def speeds(self, num_servers: int) -> FloatArray:
+        """Of each server, over that of the first: `servers` counts seconds times these."""
+        return np.ones(num_servers)
+
+    def check_servers(self, num_servers: int) -> None:
+        """Refuse a pool of another size than is known."""
+
+    def repeated(self, times: int) -> AttentionTime:
+        """The same where each server stands so many times in a row."""
+        return self
 
     def shard(self, q_len: float, kv_len: float, backward: bool = False) -> float:
         """Seconds that queries at the end of their keys add to a full batch; never falls in either length."""
         surface = self._surfaces[backward]
         if surface is None or not 0 <= q_len <= kv_len:
             return self._factor * self.table.seconds(q_len, kv_len, backward=backward)  # says what is wrong
-        return self._factor * surface.at(q_len, kv_len) if q_len else 0.0
+        if q_len < self.table.q_len[0]:
+            return float(self.shards(np.array([q_len]), np.array([kv_len]), backward)[0])
+        return self._factor * surface.at(q_len, kv_len)
 
     def shards(self, q_len: Column, kv_len: Column, backward: bool = False) -> FloatArray:
         """The same on arrays."""
         q, kv = np.atleast_1d(np.asarray(q_len, dtype=np.float64)), np.asarray(kv_len, dtype=np.float64)
-        return self._factor * self.table.seconds(q, kv, backward=backward)
+        seconds = self.table.seconds(q, kv, backward=backward)
+        if not backward and self.work_list is not None:
+            part = np.minimum(self.work_list.filled(q) / self.table.q_len[0], 1.0)
+            seconds = np.maximum(seconds * part, q * (kv - 0.5 * (q - 1)) / self._best_rates[0])
+        return self._factor * seconds
 
     def servers(
         self,
@@ -160,11 +189,21 @@ class AttentionTime:
         seconds = self.shards(q, as_aligned, backward)
         return np.where(aligned, seconds, seconds * (kv / (as_aligned - 0.5 * (q - 1))))
 
-    def least(self, pairs: float, backward: bool = False) -> float:
-        """Seconds below which no batch of so many pairs can come: all of them at the best rate of any shape."""
-        if self._surfaces[backward] is None:
+    def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
+        """Seconds below which no batch of so many pairs can come: all of them at the best rate of any shape.
+
+        Of pairs in documents of `kv_len` tokens, at the best rate of any shape that has no more keys.
+        """
+        surface = self._surfaces[backward]
+        if surface is None:
             self.table.seconds(1, 1, backward=backward)          # says what is missing
-        return self._factor * pairs / self._best_rates[backward]
+        assert surface is not None
+        rates = surface.best_rates(np.asarray(kv_len, dtype=np.float64))
+        if not backward and self.work_list is not None:          # fewer queries than the table's, in whole tiles
+            keys = np.append(surface.kv[1:], inf)
+            of_tiles = np.maximum.accumulate(surface.q[0] * keys / surface.seconds[0])
+            rates = np.maximum(rates, of_tiles[np.maximum(np.searchsorted(surface.kv, kv_len) - 1, 0)])
+        return self._factor * float(np.sum(pairs / np.minimum(rates, self._best_rates[backward])))
 
 
 def _dims(model: ModelShape) -> str:

@@ -15,6 +15,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, overload
 
@@ -88,8 +89,8 @@ class Surface:
             seconds += (q_len * (kv_len - (q_len - 1) / 2) - q * (kv - (q - 1) / 2)) / self.peak
         return seconds
 
-    def best_rate(self) -> float:
-        """Pairs per second that no shard exceeds.
+    def best_rates(self, kv_len: FloatArray | float = inf) -> FloatArray:
+        """Pairs per second that no shard of up to so many keys exceeds.
 
         Between the points of the fine grid seconds are bilinear, while pairs bend upwards by at most step² / 8 of the
         queries' step; beyond the grid pairs run at the peak.
@@ -103,7 +104,10 @@ class Surface:
             inside = np.where(bend < fewest, corners * fewest / np.maximum(fewest - bend, 0.0), np.inf)
         most = _pairs(np.minimum(self.q[1:, None], self.kv[1:]), self.kv[1:]) / self.seconds[:-1, :-1]
         real = self.q[:-1, None] <= self.kv[1:]  # cells with a shard in them
-        return max(self.peak, float(np.minimum(inside, most)[real].max()))
+        up_to = np.maximum.accumulate(np.where(real, np.minimum(inside, most), 0.0).max(axis=0))  # [fine kv - 1]
+        cell = np.clip(np.searchsorted(self.kv, kv_len) - 1, 0, len(up_to) - 1)
+        beyond = np.asarray(kv_len) > min(self.q[-1], self.kv[-1])
+        return np.where(beyond, np.maximum(up_to[cell], self.peak), up_to[cell])
 
     def at_many(self, q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
         q = np.clip(q_len, self.q[0], self.q[-1])

@@ -2,6 +2,7 @@
 
 Two kinds of link are enough to tell plans apart: NVLink inside a node and the GPU's own NIC between nodes. Both run
 at once, and both directions of a link run at once, so a rank is as slow as its busiest direction of its busiest link.
+What a NIC sends to another pod goes out at the rate that the links between pods leave each GPU.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Network:
     inter_node_bandwidth: float
     intra_node_latency_seconds: float
     inter_node_latency_seconds: float
+    nodes_per_pod: int = 0            # 0: one pod
+    inter_pod_bandwidth: float = 0.0  # 0: as between nodes
 
     def __post_init__(self) -> None:
         check_whole("gpus_per_node", self.gpus_per_node)
@@ -74,7 +77,14 @@ class Network:
             inter_node_bandwidth=cluster.inter_node_bandwidth,
             intra_node_latency_seconds=cluster.intra_node_latency_seconds,
             inter_node_latency_seconds=cluster.inter_node_latency_seconds,
+            nodes_per_pod=cluster.nodes_per_pod,
+            inter_pod_bandwidth=cluster.inter_pod_bandwidth,
         )
+
+    @property
+    def nic_bandwidths(self) -> tuple[float, float]:
+        """To nodes of the same pod, and of another."""
+        return self.inter_node_bandwidth, self.inter_pod_bandwidth or self.inter_node_bandwidth
 
     @classmethod
     def measured(cls, table: LatencyTable, cluster: ClusterShape) -> Network:
@@ -135,7 +145,8 @@ class Network:
         if num_ranks <= per_node:
             latency, bandwidth = self.intra_node_latency_seconds, self.intra_node_bandwidth
         else:
-            latency, bandwidth = self.inter_node_latency_seconds, per_node * self.inter_node_bandwidth
+            is_in_pod = not self.nodes_per_pod or num_ranks <= per_node * self.nodes_per_pod
+            latency, bandwidth = self.inter_node_latency_seconds, per_node * self.nic_bandwidths[not is_in_pod]
             if per_node > 1:
                 bandwidth = min(bandwidth, self.intra_node_bandwidth)
         return (num_ranks - 1) * (latency + num_bytes / num_ranks / bandwidth)

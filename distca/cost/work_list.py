@@ -76,6 +76,15 @@ class WorkList:
         """Queries whose forward items are one for each worker."""
         return max(1, self.num_workers * self._tile // self.kv_heads)
 
+    @property
+    def pairs_at_once(self) -> float:
+        """Pairs that the device takes while one worker takes a query of a backward item."""
+        return self.num_workers * self.key_tokens / self.kv_heads
+
+    def filled(self, q_len: FloatArray) -> FloatArray:
+        """Queries of whole forward tiles, which a partial one takes the time of."""
+        return np.ceil(q_len / self._tile) * self._tile
+
     def tail(self, tasks: Tasks, num_servers: int, backward: bool) -> FloatArray:
         """Seconds beyond the even share, per server."""
         along = tasks.kv_len / self.key_tokens if backward else tasks.q_len / self._tile

@@ -26,10 +26,11 @@ from distca.cost.latency_table import LatencyTable
 from distca.integrations.document_lengths import RowSlices, from_positions, whole_documents
 from distca.integrations.row_table import Rows, RowTable
 from distca.integrations.spanning import join_slices, spans
+from distca.kernels.interface import check_tensors
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
-from distca.runtime.attention import CoreAttention, check_tensors, not_compiled
+from distca.runtime.attention import CoreAttention, not_compiled
 from distca.runtime.call import Shapes
 from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PLANS_KEPT
@@ -65,7 +66,7 @@ class PackedAttention:
 
     `group` None is the default group, or no group where torch.distributed is not initialized: one process by itself.
     `model` says how many bytes a token's query and keys have; None: as the first call shows. `kernel`, `state`,
-    `transport` and `recorder` are CoreAttention's.
+    `transport` and `recorder` are CoreAttention's. `speed` may be set between batches, alike on every rank.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class PackedAttention:
         self._topology: Topology | None = None                   # found then
         self._table: RowTable | None = None                      # made then
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
+        self._speed: Sequence[float] | None = None
         self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch, beside
 
     def anew(self, **changed: Any) -> PackedAttention:
@@ -105,6 +107,16 @@ class PackedAttention:
     def __reduce__(self) -> tuple[Any, ...]:
         """Groups do not leave their process: what is loaded elsewhere runs over the default group there."""
         return partial(PackedAttention, **{name: getattr(self, name) for name in _OPTIONS if name != "group"}), ()
+
+    @property
+    def speed(self) -> Sequence[float] | None:
+        """Relative speeds of the group's ranks, as in `plan`; None: all equal. Plans of later batches follow."""
+        return self._speed
+
+    @speed.setter
+    def speed(self, speed: Sequence[float] | None) -> None:
+        self._speed = speed
+        self._plan.cache_clear()
 
     def record(self, recorder: Recorder | None) -> None:
         """Note the waits and the computing of whatever is attended in the pool from now on."""
@@ -217,8 +229,8 @@ class PackedAttention:
     def _balanced(self, rows: Rows, backward: bool) -> Plan:
         model = self._shape()
         time = None if self.cost is None else AttentionTime.of(self.cost, model)
-        return balance(self._layout(rows), model, tolerance=self.tolerance, cost=time, backward=backward,
-                       topology=self._topology)
+        return balance(self._layout(rows), model, tolerance=self.tolerance, speed=self.speed, cost=time,
+                       backward=backward, topology=self._topology)
 
     def _at_home(self, rows: Rows, window: int | None) -> Plan:
         """Every query on its own rank; with a window, no keys before it travel."""
@@ -251,7 +263,7 @@ def _read(
                              "the queries, keys and values of just these")
     except ValueError as error:
         return error, None
-    return slices, Shapes.of(q, k)
+    return slices, Shapes.of(q, k, v)
 
 
 def _shape_of(shapes: Shapes) -> ModelShape:

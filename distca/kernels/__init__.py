@@ -7,6 +7,7 @@ that fit, and says so once; or a kernel's name, which fits or is refused with th
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
 from distca.kernels.varlen import VarlenKernel
 
-__all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
+__all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]
 
 _KERNELS: tuple[Kernel, ...] = (
     HopperKernel(), CudnnKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel(),
@@ -37,24 +38,35 @@ def kernel_named(name: str) -> Kernel:
 
 
 def choose(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto"
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto",
+    value_dim: int | None = None,
 ) -> Kernel:
     """The kernel of this name, or with "auto" the fastest, that fits these tensors."""
     device = torch.device(device)
     if name != "auto":
         kernel = kernel_named(name)
-        reason = kernel.supports(device, dtype, head_dim, window)
+        reason = kernel.supports(device, dtype, head_dim, window, value_dim)
         if reason is not None:
             raise ValueError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
         return kernel
     refused: list[str] = []
     for kernel in fastest_first(_KERNELS, device, dtype, head_dim, window):
-        reason = kernel.supports(device, dtype, head_dim, window)
+        reason = kernel.supports(device, dtype, head_dim, window, value_dim)
         if reason is None:
             _announce(kernel, device, dtype, head_dim, window, refused)
             return kernel
         refused.append(f"{kernel.name}: {reason}")
     raise ValueError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
+
+
+def sparing(kernel: Kernel, multiprocessors: int) -> Kernel:
+    """The same kernel with so many of the GPU's multiprocessors left to copies and collectives."""
+    if multiprocessors == 0:
+        return kernel
+    if not isinstance(kernel, HopperKernel):
+        raise ValueError(f"spare_multiprocessors is {multiprocessors}, but kernel {kernel.name} leaves none free; give "
+                         "0, or kernel='hopper' on a Hopper GPU")
+    return replace(kernel, spare_multiprocessors=multiprocessors)
 
 
 def _announce(

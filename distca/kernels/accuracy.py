@@ -74,7 +74,7 @@ def expected_attention(
     """
     scale, precision = softmax_scale(q, scale), _Precision.of(q)
     wide_q, wide_k, wide_v, wide_dout = (x.double() for x in (q, k, v, dout))
-    total = {name: _Sums.zeros(like) for name, like in zip(NAMES, (q, q[..., 0], q, k, v), strict=True)}
+    total = {name: _Sums.zeros(like) for name, like in zip(NAMES, (dout, q[..., 0], q, k, v), strict=True)}
     num_queries = (_queries_of_keys(rows, len(k)) * (q.shape[1] // k.shape[1])).to(q.device)
     for queries, heads, head in _pieces(q, k):
         here = rows_of_queries(rows, queries.start, queries.stop)
@@ -165,7 +165,7 @@ def _piece(
     num_queries [k, 1] is how many terms a key's gradient is summed of, those of other pieces among them.
     """
     eps, unit, gamma = precision.sum_eps, precision.unit, precision.gamma
-    dim, seen = q.shape[-1], (count > 0).double()
+    dim, value_dim, seen = q.shape[-1], v.shape[-1], (count > 0).double()
     num_keys = count.sum(dim=1, keepdim=True)                                         # [q, 1]
     s = scale * q @ k.T + count.log()
     lse = s.logsumexp(dim=-1, keepdim=True)
@@ -185,13 +185,13 @@ def _piece(
     dp = dout @ v.T
     delta = (dout * out).sum(-1, keepdim=True)
     delta_summed = (p * p_turn * dp.abs()).sum(-1, keepdim=True) + (dout.abs() * (
-        gamma(dim + 1) * out.abs() + gamma(num_keys) * (p @ v.abs()) + precision.least * (seen @ v.abs() + 1)
+        gamma(value_dim + 1) * out.abs() + gamma(num_keys) * (p @ v.abs()) + precision.least * (seen @ v.abs() + 1)
     )).sum(-1, keepdim=True)
     delta_worst = (dout.abs() * (out_worst + unit * out.abs())).sum(-1, keepdim=True)
     delta_squared = unit**2 * (2 * (p * dp).square().sum(-1, keepdim=True)
                                + (dout * out).square().sum(-1, keepdim=True))
     ds = scale * p * (dp - delta)
-    ds_summed = scale * p * (p_turn * (dp - delta).abs() + gamma(dim + 1) * dout.abs() @ v.abs().T + delta_summed
+    ds_summed = scale * p * (p_turn * (dp - delta).abs() + gamma(value_dim + 1) * dout.abs() @ v.abs().T + delta_summed
                              + 4 * eps * (dp.abs() + delta.abs())) + precision.least * seen
 
     dq_summed = (ds_summed + gamma(num_keys) * ds.abs()) @ k.abs()

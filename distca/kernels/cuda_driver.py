@@ -2,7 +2,7 @@
 
 torch's CUDA wheels bring libnvrtc and every driver brings libcuda, so a plain `pip install` is enough: no compiler, no
 headers, no extension module. Compiling takes seconds, so cubins are kept in the user's cache folder. A launch is one
-call through ctypes with argument storages made beforehand, a few microseconds of the host's time.
+call through ctypes whose arguments are all made beforehand: little more of the host's time than the driver's own.
 """
 
 from __future__ import annotations
@@ -173,13 +173,11 @@ def _check_nvrtc(library: ctypes.CDLL, code: int, call: str) -> None:
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda; only the call that is made at every launch declares its types, the others get ctypes objects."""
+    """libcuda, whose calls get ctypes objects: declared types would be converted anew at every launch."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(f"libcuda.so.1 cannot be loaded: {error}; install an NVIDIA driver") from error
-    library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint32] * 7, c_void_p, c_void_p, c_void_p]
-    return library
 
 
 def _check(code: int, call: str) -> None:
@@ -241,36 +239,20 @@ def _encoded(pointer: int, sizes: tuple[int, ...], strides_bytes: tuple[int, ...
     return encoded
 
 
-class Arguments(threading.local):
-    """Storages for a kernel's arguments, made once: `types` are ctypes numbers, c_void_p or TensorMap, in order.
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
 
-    Each thread that uses the object has storages of its own, because autograd's backward launches from another thread
-    and a launch lets other threads run while the driver still reads them.
-    """
-
-    def __init__(self, types: Sequence[type]) -> None:
-        codes = "".join("P" if kind is TensorMap else vars(kind)["_type_"] for kind in types)
-        self._layout = struct.Struct(codes)
-        self._maps = [i for i, kind in enumerate(types) if kind is TensorMap]
-        self._values: tuple[Any, ...] = ()  # keeps the maps alive
-        self._storage = ctypes.create_string_buffer(max(1, self._layout.size))
-        begin = ctypes.addressof(self._storage)
-        offsets = (struct.calcsize(f"{codes[:i]}0{codes[i]}") for i in range(len(codes)))  # "0q" only aligns for a q
-        self.pointers = (c_void_p * len(codes))(*(begin + offset for offset in offsets))
-
-    def set(self, *values: Any) -> Arguments:
-        """Take these values in this thread; addresses are plain integers. A struct.error if they do not fit."""
-        numbers, pointers = list(values), self.pointers
-        for i in self._maps:
-            numbers[i] = pointers[i] = values[i].address
-        self._layout.pack_into(self._storage, 0, *numbers)
-        self._values = values
-        return self
+    _fields_ = (
+        *((f"{what}_{axis}", c_uint32) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", c_uint32), ("stream", c_void_p), ("attributes", c_void_p), ("num_attributes", c_uint32),
+    )
+    grid_x: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel, ready to launch in the context it was loaded in."""
+    """A kernel of the context it was loaded in."""
 
     name: str
     shared_bytes: int  # dynamic, of each block
@@ -278,14 +260,43 @@ class Function:
     local_bytes: int  # of each thread; more than none means registers spill
     handle: c_void_p
 
-    def launch(self, grid: int, block: int, stream: int, arguments: Arguments) -> None:
-        """Queue `grid` blocks of `block` threads; the driver copies the arguments before this returns."""
+
+class Launch:
+    """Launches of one kernel with the same tensor maps, of which everything but the numbers is in place.
+
+    `types` are the kernel's parameters in order: ctypes numbers, c_void_p or TensorMap. It belongs to the thread that
+    made it, because autograd's backward launches from another thread and a launch lets other threads run while the
+    driver still reads.
+    """
+
+    __slots__ = ("_block", "_config", "_maps", "_name", "_pack", "_run")
+
+    def __init__(self, function: Function, block: int, types: Sequence[type], maps: Sequence[TensorMap] = ()) -> None:
         _bind_context()
-        code = _driver().cuLaunchKernel(
-            self.handle, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, arguments.pointers, None
-        )
+        numbers: list[str] = [vars(kind)["_type_"] for kind in types if kind is not TensorMap]
+        codes = "".join(numbers)
+        layout = struct.Struct(codes)
+        storage = ctypes.create_string_buffer(max(1, layout.size))
+        begin, addresses = ctypes.addressof(storage), iter([one.address for one in maps])
+        places = iter([begin + struct.calcsize(f"{codes[:i]}0{codes[i]}") for i in range(len(codes))])  # "0q" aligns
+        pointers = (c_void_p * len(types))(*(next(addresses if kind is TensorMap else places) for kind in types))
+        assert next(addresses, None) is None, f"{function.name} takes fewer tensor maps than {len(maps)}"
+        self._maps, self._name, self._block = tuple(maps), function.name, block
+        self._config = _LaunchConfig(1, 1, 1, block, 1, 1, function.shared_bytes)
+        self._pack = functools.partial(layout.pack_into, storage, 0)
+        self._run = functools.partial(_driver().cuLaunchKernelEx, byref(self._config), function.handle, pointers, None)
+
+    def __call__(self, grid: int, stream: int, *numbers: int | float) -> None:
+        """Queue `grid` blocks; addresses are plain integers. The driver copies the numbers before this returns.
+
+        A struct.error if they do not fit.
+        """
+        self._pack(*numbers)
+        config = self._config
+        config.grid_x, config.stream = grid, stream
+        code = self._run()
         if code:
-            _check(code, f"cuLaunchKernel of {self.name} with grid {grid} and block {block}")
+            _check(code, f"cuLaunchKernelEx of {self._name} with grid {grid} and block {self._block}")
 
 
 class Module:

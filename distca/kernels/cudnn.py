@@ -27,10 +27,12 @@ from distca.kernels.interface import (
     accumulation_dtype,
     causal_and_full,
     check_inputs,
+    check_one_dim,
     concatenate,
     disjoint,
     joined,
     launches,
+    one_dim_only,
     query_disjoint,
     rectangles_and_squares,
     softmax_scale,
@@ -105,7 +107,9 @@ class CudnnKernel:
 
     name: str = "cudnn"
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; cuDNN needs an NVIDIA GPU (device cuda)"
         major = torch.cuda.get_device_capability(device)[0]
@@ -113,6 +117,8 @@ class CudnnKernel:
             return f"{torch.cuda.get_device_name(device)} is compute capability {major}.x; packed cuDNN needs 9 or 10"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype is {dtype}; give bfloat16 or float16"
+        if (reason := one_dim_only(head_dim, value_dim)) is not None:
+            return reason
         limit = 256 if major == 9 else 128
         if head_dim % 16 or head_dim > limit:
             return f"head_dim is {head_dim}; give a multiple of 16 up to {limit}"
@@ -161,6 +167,7 @@ class CudnnKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _CudnnTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
+        check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (x.contiguous() for x in (q, k, v))
         if prepared.forward_in_place:
@@ -183,6 +190,7 @@ class CudnnKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
+        check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
         saved = dout, q, k, v, out, lse

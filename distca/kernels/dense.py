@@ -29,7 +29,10 @@ def dense_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim]."""
+    """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
+
+    The dim of v, which is that of the result, may be another.
+    """
     if sum(lengths) != q.shape[0] or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"lengths add up to {sum(lengths)}, q has {q.shape[0]} tokens, k {k.shape[0]}; make them equal"
@@ -37,7 +40,7 @@ def dense_attention(
     check_inputs(q, k, v, TaskRows.documents(lengths))
     check_window(window)
     group = q.shape[1] // k.shape[1]
-    outs, begin = [q[:0]], 0
+    outs, begin = [q.new_empty(0, q.shape[1], v.shape[2])], 0
     for length in lengths:
         document = slice(begin, begin + length)
         keys, values = (x[document].repeat_interleave(group, dim=1) for x in (k, v))  # [tokens, heads, dim]
@@ -63,7 +66,9 @@ class DenseKernel:
 
     name: str = "dense"
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         return None if dtype.is_floating_point else f"dtype is {dtype}; give a floating-point dtype"
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _DenseTasks:

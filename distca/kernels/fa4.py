@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, one_dim_only
 from distca.kernels.packed_flash import UNBOUNDED, PackedCall, PackedFlash
 
 PACKAGE = "flash_attn.cute"
@@ -27,7 +27,9 @@ class Fa4Kernel(PackedFlash):
 
     name: str = "fa4"
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; FlashAttention-4 needs an NVIDIA GPU (device cuda)"
         major, minor = torch.cuda.get_device_capability(device)
@@ -36,6 +38,8 @@ class Fa4Kernel(PackedFlash):
                     f"backward needs {', '.join(map(str, WIDEST))}")
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype is {dtype}; give bfloat16 or float16"
+        if (reason := one_dim_only(head_dim, value_dim)) is not None:
+            return reason
         if head_dim % 8 or (head_dim > WIDEST[major] and head_dim not in ALSO.get(major, ())):
             also = "".join(f" or {dim}" for dim in ALSO.get(major, ()))
             return f"head_dim is {head_dim}; give a multiple of 8 up to {WIDEST[major]}{also}"

@@ -11,34 +11,54 @@ of its own instead, which sums it in registers and gives the same bits every tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import Heads, Tables, free_multiprocessors, run_backward, run_forward, tables_of
-from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS
+from distca.kernels.hopper_launch import (
+    Heads,
+    Most,
+    Tables,
+    free_multiprocessors,
+    new,
+    run_backward,
+    run_forward,
+    tables_of,
+)
+from distca.kernels.hopper_tables import BLOCK_ROWS
+from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.interface import (
     BackwardInputs,
     TaskRows,
     accumulation_dtype,
     check_inputs,
+    dims_text,
     joined,
     softmax_scale,
     visible,
 )
 
-HEAD_DIMS = (64, 128)
+
+class Kind(NamedTuple):
+    """What calls on tensors of the same shapes share."""
+
+    tables: Tables
+    scale: float  # unless another one is asked for
+    new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
 
 
 class HopperTasks:
     """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "checked", "covered", "device", "inside", "num_sms", "rows", "window")
+    __slots__ = ("by_heads", "covered", "device", "inside", "kinds", "most", "num_sms", "rows", "window")
 
-    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int) -> None:
-        self.device, self.window = device, window
+    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int,
+                 most: Most | None = None) -> None:
+        self.device, self.window, self.most = device, window, most
         self.num_sms = free_multiprocessors(device, spare_multiprocessors)
         self.by_heads: dict[Heads, Tables] = {}
         self.take(rows)
@@ -55,22 +75,27 @@ class HopperTasks:
             self.by_heads[heads] = self.by_heads[heads].refilled(*content)
         self.rows, self.inside = rows, inside
         self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
-        self.checked: set[tuple[object, ...]] = set()
+        self.kinds: dict[tuple[object, ...], Kind] = {}
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """check_inputs, once for tensors of the same shapes."""
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        if key not in self.checked:
+    def kind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, capturing: bool) -> Kind:
+        """Tensors are checked once for each kind of them."""
+        about = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device())
+        found = self.kinds.get(about)
+        if found is None:
             check_inputs(q, k, v, self.rows)
-            self.checked.add(key)
+            tables = self._of_heads((q.shape[1], k.shape[1], q.shape[2]), capturing)
+            results = ((*q.shape[:2], v.shape[2]), q.dtype), (q.shape[:2], accumulation_dtype(q.dtype))
+            gradients = ((x.shape, x.dtype) for x in (q, k, v))
+            found = self.kinds[about] = Kind(tables, softmax_scale(q, None), tuple(
+                new(shape, dtype, q) for shape, dtype in (*results, *gradients)))
+        return found
 
-    def tables(self, q: torch.Tensor, k: torch.Tensor, capturing: bool) -> Tables:
-        heads = q.shape[1], k.shape[1], q.shape[2]
+    def _of_heads(self, heads: Heads, capturing: bool) -> Tables:
         if heads not in self.by_heads:
             if capturing:
                 raise ValueError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
                                  "run once before capturing a CUDA graph")
-            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms)
+            self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms, self.most)
         return self.by_heads[heads]
 
 
@@ -83,10 +108,11 @@ class HopperKernel:
     """
 
     name: str = "hopper"
-    item_sizes: tuple[int, int] = (2 * BLOCK_ROWS, TILE_KEYS)  # forward in query rows, backward in keys
     spare_multiprocessors: int = 0
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; it is written for NVIDIA's Hopper GPUs (device cuda)"
         major, minor = torch.cuda.get_device_capability(device)
@@ -94,16 +120,23 @@ class HopperKernel:
             return f"{torch.cuda.get_device_name(device)} is compute capability {major}.{minor}, not 9.0"
         if dtype != torch.bfloat16:
             return f"dtype is {dtype}; give bfloat16"
-        if head_dim not in HEAD_DIMS:
-            return f"head_dim is {head_dim}; give 64 or 128"
+        if head_dim not in TILES or TILES[head_dim].value_dim != (value_dim or head_dim):
+            return f"{dims_text(head_dim, value_dim)}; give {DIMS_TEXT}"
         try:
             nvrtc()
         except RuntimeError as error:
             return str(error)
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> HopperTasks:
-        return HopperTasks(rows, device, window, self.spare_multiprocessors)
+    def item_sizes(self, head_dim: int) -> tuple[int, int]:
+        """Forward in query rows, backward in keys."""
+        return 2 * BLOCK_ROWS, tiles_of(head_dim).backward_keys
+
+    def prepare(
+        self, rows: TaskRows, device: torch.device, window: int | None = None, most: Most | None = None
+    ) -> HopperTasks:
+        """`most` makes room for any rows of so many queries, keys and rows whose queries are disjoint."""
+        return HopperTasks(rows, device, window, self.spare_multiprocessors, most)
 
     def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""
@@ -112,14 +145,13 @@ class HopperKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        prepared.check(q, k, v)
-        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=accumulation_dtype(q.dtype), device=q.device)
+        capturing = _capturing(q)
+        tables, usual_scale, (new_out, new_lse, *_) = prepared.kind(q, k, v, capturing)
+        scale = usual_scale if scale is None else _positive(scale)
+        out, lse = new_out(), new_lse()
         if capturing or prepared.covered["q"] < q.shape[0]:  # a graph is replayed with other rows
             out.zero_()
             lse.fill_(-torch.inf)
-        tables = prepared.tables(q, k, capturing)
         if tables.num_blocks or capturing:
             run_forward(q, k, v, out, lse, tables, prepared.window, scale)
         return out, lse
@@ -128,15 +160,15 @@ class HopperKernel:
         self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
-        prepared.check(q, k, v)
-        capturing, scale = _capturing(q), _positive(softmax_scale(q, scale))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        capturing = _capturing(q)
+        tables, usual_scale, (_, _, new_dq, new_dk, new_dv) = prepared.kind(q, k, v, capturing)
+        scale = usual_scale if scale is None else _positive(scale)
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
         if capturing or prepared.covered["q"] < q.shape[0]:
             dq.zero_()
         if capturing or prepared.covered["k"] < k.shape[0]:
             dk.zero_()
             dv.zero_()
-        tables = prepared.tables(q, k, capturing)
         if tables.num_blocks or capturing:
             num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
             run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, prepared.window, scale,
@@ -145,7 +177,7 @@ class HopperKernel:
 
 
 def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _covered(begin: np.ndarray, end: np.ndarray) -> int:

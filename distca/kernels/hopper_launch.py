@@ -1,24 +1,26 @@
 """Launches of the Hopper kernel: its tables in device memory, its tensor maps, its compiled variants.
 
-Everything that a call needs beside its tensors' addresses is made once and kept, because a launch should cost the host
-tens of microseconds: tables per set of rows, tensor maps per place in memory, kernels per head dim and group size.
+Everything that a call needs beside its results' addresses is made once and kept, because a launch should cost the
+host little more than the driver does: tables per set of rows, launches with their tensor maps per place in memory,
+kernels per head dim and group size.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import get_ident
+from typing import Any
 
 import numpy as np
 import torch
 
-from distca.kernels.cuda_driver import Arguments, Function, Module, TensorMap, compile_cubin, tensor_map
+from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin, tensor_map
 from distca.kernels.hopper_tables import (
     BLOCK_ROWS,
-    TILE_KEYS,
     BackwardTables,
     Capacity,
     ForwardTables,
@@ -27,18 +29,17 @@ from distca.kernels.hopper_tables import (
     forward_tables,
     tokens_per_block,
 )
-from distca.kernels.interface import TaskRows
+from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
+from distca.kernels.interface import TaskRows, dims_text
 
 SOURCES = Path(__file__).parent / "cuda"
-FORWARD = ("common.cuh", "forward.cu")
-BACKWARD = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
-BACKWARD_DQ = ("common.cuh", "backward_dq.cu")
 PANEL = 64  # columns that a tensor copy brings at once
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 CALLS_KEPT = 512
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
+Most = tuple[int, int, int]  # queries, keys and rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,26 @@ class Tables:
     counters: torch.Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
     num_blocks: int  # of queries in backward
     num_sms: int  # multiprocessors that a launch takes
+    forward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where tiles and segments begin
+    backward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where items, rows and blocks begin
+
+    def __post_init__(self) -> None:
+        counters = self.counters.data_ptr()
+        forward, backward = self.capacity.forward_offsets(), self.capacity.backward_offsets()
+        object.__setattr__(self, "forward_numbers", (self.forward.data_ptr(), counters, *forward[:-1]))
+        object.__setattr__(self, "backward_numbers", (self.backward.data_ptr(), counters + 4, *backward[:-1]))
 
     @classmethod
-    def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Tables:
+    def build(
+        cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int,
+        most: Most | None = None,
+    ) -> Tables:
+        """With room for a little more, or for any rows up to `most`."""
         forward, backward = tables_of(rows, window, heads, num_sms)
         capacity = Capacity.fitting(forward, backward)
+        if most is not None:
+            block_len = tokens_per_block(heads[0] // heads[1])
+            capacity = capacity.or_more(Capacity.bound(*most, block_len, tiles_of(heads[2]).backward_keys))
         return cls(
             capacity,
             _pinned(forward.pack(capacity), device).to(device, non_blocking=True),
@@ -84,17 +100,16 @@ def run_forward(
 ) -> None:
     """Fill the rows' places in out and lse."""
     call = _forward_call(
-        q.device, q.shape, k.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), v.stride(),
-        window is not None,
+        get_ident(), q.device, q.shape, k.shape, v.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(),
+        k.stride(), v.stride(), window is not None,
     )
     if call is None:
         run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, window, scale)
         return
-    maps, kernel = call
-    tiles_at, segments_at, _ = tables.capacity.forward_offsets()
-    kernel.launch(
-        tables.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
-        tiles_at, segments_at, k.shape[1], scale, window or 0,
+    launch, device_index = call
+    launch(
+        tables.num_sms, torch._C._cuda_getCurrentRawStream(device_index), out.data_ptr(), lse.data_ptr(),
+        *tables.forward_numbers, k.shape[1], scale, window or 0,
     )
 
 
@@ -109,103 +124,107 @@ def run_backward(
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
 
-    Where it must be deterministic nothing is added up in memory: dQ comes from a kernel of its own.
+    Where it must be deterministic, or heads are wide, nothing is added up in memory: dQ comes from a kernel of its own.
     """
     dout, q, k, v, out, lse = saved
+    deterministic |= tiles_of(q.shape[2]).dq_apart
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
-        q.device, q.shape, k.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.stride(),
-        q.stride(), k.stride(), v.stride(), window is not None, deterministic,
+        get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic,
     )
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
         run_backward(saved, gradients, tables, num_blocks, window, scale, deterministic)
         return
-    maps, (before, main, after) = call
+    before, main, after, device_index, all_sms = call
     dq, dk, dv = gradients
     (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
     num_numbers = num_q * heads
     num_sums = 0 if deterministic else num_blocks * kv_heads * backward_block_rows(dim) * dim
-    workspace = torch.empty(num_sums + 2 * num_numbers, dtype=torch.float32, device=q.device)
+    workspace = new((num_sums + 2 * num_numbers,), torch.float32, q)()
     dq_sum = workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
-    items_at, rows_at, blocks_at, _ = tables.capacity.backward_offsets()
-    before.launch(
-        8 * before.num_sms, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
+    table, counter, items_at, rows_at, blocks_at = tables.backward_numbers
+    before(
+        8 * all_sms, stream, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
         num_sums // 4,
     )
-    table, counters = tables.backward.data_ptr(), tables.counters.data_ptr()
-    main.launch(
-        tables.num_sms, *maps[:8], lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counters + 4, items_at,
+    main(
+        tables.num_sms, stream, lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at,
         rows_at, kv_heads, scale, window or 0,
     )
     if deterministic:
-        tiles_at, segments_at, _ = tables.capacity.forward_offsets()
-        after.launch(
-            tables.num_sms, *maps[8:], *maps[4:8], lse_log2, delta, dq.data_ptr(), tables.forward.data_ptr(),
-            counters + 8, tiles_at, segments_at, kv_heads, scale, window or 0,
+        forward_table, forward_counter, tiles_at, segments_at = tables.forward_numbers
+        after(
+            tables.num_sms, stream, lse_log2, delta, dq.data_ptr(), forward_table, forward_counter + 8, tiles_at,
+            segments_at, kv_heads, scale, window or 0,
         )
     else:
-        after.launch(8 * after.num_sms, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
+        after(8 * all_sms, stream, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
 
 
 @dataclass(frozen=True, slots=True)
-class _Launcher:
+class _Kernel:
     function: Function
-    arguments: Arguments
+    types: Sequence[type]
     num_threads: int
     device_index: int
     num_sms: int
 
-    def launch(self, grid: int, *values: int | float | TensorMap) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        self.function.launch(grid, self.num_threads, stream, self.arguments.set(*values))
+    def launch(self, *maps: TensorMap) -> Launch:
+        return Launch(self.function, self.num_threads, self.types, maps)
 
 
-def _launchers(
+def _loaded(
     device: torch.device,
     sources: Sequence[str],
     defines: dict[str, int],
     kernels: dict[str, tuple[list[type], int, int]],
-) -> list[_Launcher]:
+) -> list[_Kernel]:
     text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in sources)
     index = torch.cuda.current_device() if device.index is None else device.index
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
     with torch.cuda.device(index):
         module = Module(compile_cubin(text, f"distca/kernels/cuda/{sources[-1]}", defines))
         return [
-            _Launcher(module.function(name, shared), Arguments(types), num_threads, index, num_sms)
+            _Kernel(module.function(name, shared), types, num_threads, index, num_sms)
             for name, (types, shared, num_threads) in kernels.items()
         ]
 
 
 @functools.cache
-def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Launcher:
+def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Kernel:
     types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
-    defines = {"D": head_dim, "G": group, "ROWS": BLOCK_ROWS, "WINDOWED": windowed}
-    return _launchers(device, FORWARD, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
+    tiles = tiles_of(head_dim)
+    defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
+               "WINDOWED": windowed}
+    return _loaded(device, tiles.forward, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
 
 
 @functools.cache
 def _backward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool
-) -> list[_Launcher]:
+) -> list[_Kernel]:
     """What runs before, the main kernel, what runs after: dQ's own kernel, or the one that writes what was added."""
-    defines = {"D": head_dim, "G": group, "WINDOWED": windowed}
-    rows = {"ROWS": backward_block_rows(head_dim), "WITH_DQ": not deterministic}
+    tiles = tiles_of(head_dim)
+    defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
+    rows = {"ROWS": backward_block_rows(head_dim), "KEYS": tiles.backward_keys, "WITH_DQ": not deterministic}
     main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
         "attention_backward": (main, SHARED_BYTES, THREADS),
         "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
     }
-    before, backward, write_dq = _launchers(device, BACKWARD, {**defines, **rows}, kernels)
+    before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
     if not deterministic:
         return [before, backward, write_dq]
     types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32]
     alone = {"attention_dq": (types, SHARED_BYTES, THREADS)}
-    return [before, backward, *_launchers(device, BACKWARD_DQ, {**defines, "ROWS": BLOCK_ROWS}, alone)]
+    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
+    return [before, backward, *_loaded(device, tiles.backward_dq, {**defines, **rows}, alone)]
 
 
 Stride = tuple[int, ...]
@@ -213,9 +232,11 @@ Stride = tuple[int, ...]
 
 @functools.lru_cache(maxsize=CALLS_KEPT)
 def _forward_call(
+    thread: int,
     device: torch.device,
     q_shape: torch.Size,
     k_shape: torch.Size,
+    v_shape: torch.Size,
     q: int,
     k: int,
     v: int,
@@ -223,28 +244,32 @@ def _forward_call(
     k_stride: Stride,
     v_stride: Stride,
     windowed: bool,
-) -> tuple[tuple[TensorMap, ...], _Launcher] | None:
-    """The tensor maps and the kernel for q, k, v in these places: layers and steps come back to the same ones.
+) -> tuple[Launch, int] | None:
+    """A thread's launch for q, k, v in these places, to which layers and steps come back, and its device's index.
 
     None where a tensor cannot be mapped as it lies.
     """
+    _check_dims(q_shape, v_shape)
     if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
         return None
-    kv_heads = k_shape[1]
+    kv_heads, tile_keys = k_shape[1], tiles_of(q_shape[2]).forward_keys
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads),
-        _key_map(k, k_shape, k_stride),
-        _key_map(v, k_shape, v_stride),
-        _key_map(v, k_shape, v_stride, 1),
+        _key_map(k, k_shape, k_stride, tile_keys),
+        _key_map(v, v_shape, v_stride, tile_keys),
+        _key_map(v, v_shape, v_stride, 1),
     )
-    return maps, _forward_kernel(device, q_shape[2], q_shape[1] // kv_heads, windowed)
+    kernel = _forward_kernel(device, q_shape[2], q_shape[1] // kv_heads, windowed)
+    return kernel.launch(*maps), kernel.device_index
 
 
 @functools.lru_cache(maxsize=CALLS_KEPT)
 def _backward_call(
+    thread: int,
     device: torch.device,
     q_shape: torch.Size,
     k_shape: torch.Size,
+    v_shape: torch.Size,
     dout: int,
     q: int,
     k: int,
@@ -255,26 +280,35 @@ def _backward_call(
     v_stride: Stride,
     windowed: bool,
     deterministic: bool,
-) -> tuple[tuple[TensorMap, ...], list[_Launcher]] | None:
-    """The same for dout, q, k, v; behind them the maps of q and dout for dQ's own kernel."""
+) -> tuple[Launch, Launch, Launch, int, int] | None:
+    """The same for dout, q, k, v: three launches, and how many multiprocessors the device has."""
+    _check_dims(q_shape, v_shape)
     places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
     if not all(_mappable(place, stride) for place, stride in places):
         return None
-    kv_heads = k_shape[1]
+    kv_heads, tiles = k_shape[1], tiles_of(q_shape[2])
+    dout_shape = torch.Size((*q_shape[:2], v_shape[2]))
     block_len = tokens_per_block(q_shape[1] // kv_heads, backward_block_rows(q_shape[2]))
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads, block_len),
         _query_map(q, q_shape, q_stride, kv_heads, 1),
-        _query_map(dout, q_shape, dout_stride, kv_heads, block_len),
-        _query_map(dout, q_shape, dout_stride, kv_heads, 1),
-        _key_map(k, k_shape, k_stride),
+        _query_map(dout, dout_shape, dout_stride, kv_heads, block_len),
+        _query_map(dout, dout_shape, dout_stride, kv_heads, 1),
+        _key_map(k, k_shape, k_stride, tiles.backward_keys),
         _key_map(k, k_shape, k_stride, 1),
-        _key_map(v, k_shape, v_stride),
-        _key_map(v, k_shape, v_stride, 1),
-        _query_map(q, q_shape, q_stride, kv_heads),
-        _query_map(dout, q_shape, dout_stride, kv_heads),
+        _key_map(v, v_shape, v_stride, tiles.backward_keys),
+        _key_map(v, v_shape, v_stride, 1),
     )
-    return maps, _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
+    before, main, after = _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
+    alone = () if not deterministic else (
+        _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
+        _key_map(k, k_shape, k_stride, tiles.dq_keys), maps[5], _key_map(v, v_shape, v_stride, tiles.dq_keys), maps[7])
+    return before.launch(), main.launch(*maps), after.launch(*alone), main.device_index, main.num_sms
+
+
+def _check_dims(q_shape: torch.Size, v_shape: torch.Size) -> None:
+    if q_shape[2] not in TILES or TILES[q_shape[2]].value_dim != v_shape[2]:
+        raise ValueError(f"{dims_text(q_shape[2], v_shape[2])}; give {DIMS_TEXT}")
 
 
 def _mappable(place: int, stride: Stride) -> bool:
@@ -296,10 +330,26 @@ def _query_map(
     return tensor_map(place, sizes, strides, (PANEL, group, 1, num_tokens or tokens_per_block(group)))
 
 
-def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int = TILE_KEYS) -> TensorMap:
+def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int) -> TensorMap:
     """Tiles of [tokens, kv_heads, dim] that hold one KV head."""
     tokens, kv_heads, dim = shape
     return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
+
+
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def new(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors of this shape beside `like`; on a GPU as torch's compiled code makes its own.
+
+    That takes the host a quarter of torch.empty's time.
+    """
+    if _empty_strided is None or not like.is_cuda:
+        return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=like.device)
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return functools.partial(_empty_strided, tuple(shape), tuple(strides), dtype)
 
 
 def free_multiprocessors(device: torch.device, spare: int) -> int:
@@ -315,9 +365,10 @@ def free_multiprocessors(device: torch.device, spare: int) -> int:
 def tables_of(
     rows: TaskRows, window: int | None, heads: Heads, num_sms: int
 ) -> tuple[ForwardTables, BackwardTables]:
-    group, kv_heads = heads[0] // heads[1], heads[1]
-    return (forward_tables(rows, window, group, kv_heads, num_sms),
-            backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2])))
+    group, kv_heads, tiles = heads[0] // heads[1], heads[1], tiles_of(heads[2])
+    return (forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys),
+            backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2]),
+                            tiles.backward_keys))
 
 
 def _pinned(packed: np.ndarray, device: torch.device) -> torch.Tensor:

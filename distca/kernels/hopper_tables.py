@@ -2,7 +2,7 @@
 
 Rows differ wildly in length, so a launch is not one thread block per row but one list of work items, long ones first,
 each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its rows.
-Backward, it is a tile of 128 keys that walks the queries of every row that reaches it: a key's gradient is summed in
+Backward, it is a tile of keys that walks the queries of every row that reaches it: a key's gradient is summed in
 registers and written once, however many rows share it, and only the gradients of queries meet in memory.
 
 Rows come as `joined(visible(rows, window), window)`. With shift = k_begin + q_offset - q_begin, the query at buffer
@@ -15,7 +15,7 @@ Everything here is a handful of numpy calls: no loop over rows, tiles or pairs o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from distca.columns import spread
 from distca.kernels.interface import TaskRows
 
-TILE_KEYS = 128                                                  # keys of one matrix tile
+TILE_KEYS = 128                                                  # keys of one matrix tile; fewer with wide heads
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
 WIDE_BLOCK_ROWS = 128                                            # the same backward, where head dims leave room
 HEADER_INTS = 16
@@ -47,7 +47,7 @@ class Capacity:
         return cls(**{name: 1 << max(0, count - 1).bit_length() for name, count in _counts(forward, backward).items()})
 
     @classmethod
-    def bound(cls, num_q: int, num_k: int, num_rows: int, tokens_per_block: int) -> Capacity:
+    def bound(cls, num_q: int, num_k: int, num_rows: int, tokens_per_block: int, tile_keys: int) -> Capacity:
         """Room for any rows whose queries are disjoint, with at most that many queries, keys and rows."""
         most_rows = min(num_rows, num_q)
         most_regions = min(most_rows, num_k)
@@ -58,10 +58,14 @@ class Capacity:
         return cls(
             tiles=most_parts(num_q, most_rows, 2 * tokens_per_block),
             segments=most_rows,
-            items=most_parts(num_k, most_regions, TILE_KEYS),
+            items=most_parts(num_k, most_regions, tile_keys),
             rows=most_rows,
             blocks=most_parts(num_q, most_rows, tokens_per_block),
         )
+
+    def or_more(self, other: Capacity) -> Capacity:
+        """Room for what either has room for."""
+        return Capacity(*(max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)))
 
     def holds(self, forward: ForwardTables, backward: BackwardTables) -> str | None:
         """None when both tables fit, else what does not and what to do."""
@@ -126,7 +130,7 @@ def tokens_per_block(group: int, block_rows: int = BLOCK_ROWS) -> int:
 
 
 def forward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS
 ) -> ForwardTables:
     """Tiles of two blocks of queries; each walks, row after row, the key tiles that its queries see."""
     tile_len = 2 * tokens_per_block(group)
@@ -142,7 +146,7 @@ def forward_tables(
     segment = segment_begin[piece][tile] + number
     lo, hi = cut.seen(segment, q_first[tile], (q_first + q_count)[tile], window)
     k_begin = cut.k_begin[segment]
-    steps = _ceil_div(hi - k_begin, TILE_KEYS) - (lo - k_begin) // TILE_KEYS
+    steps = _ceil_div(hi - k_begin, tile_keys) - (lo - k_begin) // tile_keys
     num_steps = np.add.reduceat(steps, np.flatnonzero(number == 0))
     order = np.argsort(-_length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms), kind="stable")
     return ForwardTables(
@@ -153,15 +157,16 @@ def forward_tables(
 
 
 def backward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, block_rows: int = BLOCK_ROWS
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, block_rows: int = BLOCK_ROWS,
+    tile_keys: int = TILE_KEYS,
 ) -> BackwardTables:
     """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
     block_len = tokens_per_block(group, block_rows)
     cut = _cut(rows)
     region, region_begin, region_end = _regions(cut.k_begin, cut.k_end)
-    item_region, number = spread(_ceil_div(region_end - region_begin, TILE_KEYS))
-    k_first = region_begin[item_region] + number * TILE_KEYS     # [items]
-    k_count = np.minimum(TILE_KEYS, region_end[item_region] - k_first)
+    item_region, number = spread(_ceil_div(region_end - region_begin, tile_keys))
+    k_first = region_begin[item_region] + number * tile_keys     # [items]
+    k_count = np.minimum(tile_keys, region_end[item_region] - k_first)
     first_item = np.flatnonzero(number == 0)                     # [regions]
 
     block_count = _ceil_div(cut.q_end - cut.q_begin, block_len)
@@ -174,8 +179,8 @@ def backward_tables(
     block = block_base[cut.piece][row] + number
     lo, hi = cut.seen(row, q_first[block], (q_first + q_count)[block], window)
     item, k_begin = first_item[region][row], region_begin[region][row]
-    enters = np.bincount(item + (lo - k_begin) // TILE_KEYS, minlength=len(k_first) + 1)
-    leaves = np.bincount(item + _ceil_div(hi - k_begin, TILE_KEYS), minlength=len(k_first) + 1)
+    enters = np.bincount(item + (lo - k_begin) // tile_keys, minlength=len(k_first) + 1)
+    leaves = np.bincount(item + _ceil_div(hi - k_begin, tile_keys), minlength=len(k_first) + 1)
     num_blocks = np.cumsum(enters - leaves)[:-1]                 # the items that visit a block are neighbours
     assert (num_blocks > 0).all(), "rows with keys that no query sees: pass visible rows"
 

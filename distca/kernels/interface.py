@@ -103,8 +103,10 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
-        """None when this kernel fits, else why it does not and what to do."""
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
+        """None when this kernel fits, else why it does not and what to do; values have head_dim unless told."""
         ...
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Any:
@@ -114,7 +116,8 @@ class Kernel(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Any, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [num_q, heads, dim], k and v [num_k, kv_heads, dim] -> out like q, lse [num_q, heads].
+        """q [num_q, heads, dim], k [num_k, kv_heads, dim], v [num_k, kv_heads, value_dim] ->
+        out [num_q, heads, value_dim], lse [num_q, heads].
 
         lse is natural, float32 (float64 for float64). Queries that see no key: out 0, lse -inf.
         """
@@ -149,12 +152,12 @@ def merge(
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows) -> None:
-    """Refuse tensors that do not belong together or rows that reach outside of them."""
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse tensors that do not belong together."""
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
-            "give q [tokens, heads, dim], k and v [tokens, kv_heads, dim] with one dim"
+            "give q [tokens, heads, dim], k [tokens, kv_heads, dim], v [tokens, kv_heads, value_dim]"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -164,12 +167,35 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRo
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
     if not q.device == k.device == v.device:
         raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows) -> None:
+    """Refuse tensors that do not belong together or rows that reach outside of them."""
+    check_tensors(q, k, v)
     for end, column, tensor, name in (("q_end", rows.q_end, q, "q"), ("k_end", rows.k_end, k, "k")):
         if len(column) and column.max() > tensor.shape[0]:
             raise ValueError(
                 f"TaskRows row {int(column.argmax())} has {end}={column.max()} but {name} holds {tensor.shape[0]} "
                 "tokens; give the rows of these buffers"
             )
+
+
+def dims_text(head_dim: int, value_dim: int | None) -> str:
+    """How messages name head dims."""
+    return f"head_dim is {head_dim}" + ("" if value_dim in (None, head_dim) else f" and that of values {value_dim}")
+
+
+def one_dim_only(head_dim: int, value_dim: int | None) -> str | None:
+    """Why a kernel that knows one head dim does not fit."""
+    if value_dim in (None, head_dim):
+        return None
+    return f"{dims_text(head_dim, value_dim)}, it takes one for both; use kernel='hopper', 'sdpa' or 'dense'"
+
+
+def check_one_dim(name: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    reason = one_dim_only(k.shape[-1], v.shape[-1])
+    if reason is not None:
+        raise ValueError(f"kernel={name!r}: {reason}")
 
 
 def check_window(window: int | None) -> None:

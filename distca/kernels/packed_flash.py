@@ -21,6 +21,7 @@ from distca.kernels.interface import (
     accumulation_dtype,
     causal_and_full,
     check_inputs,
+    check_one_dim,
     disjoint,
     joined,
     launches,
@@ -61,6 +62,8 @@ class PackedTasks:
 class PackedFlash(ABC):
     """A kernel that is one operator, called once for each group of rows that it takes together."""
 
+    name: str
+
     @abstractmethod
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
@@ -86,6 +89,7 @@ class PackedFlash(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: PackedTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
+        check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
         whole = ((0, q.shape[0]),)
@@ -107,6 +111,7 @@ class PackedFlash(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
+        check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
         if len(prepared.backward) == 1:

@@ -1,4 +1,4 @@
-"""Attention that runs anywhere: torch's fused CPU attention, plain matrix products on other devices.
+"""Attention that runs anywhere: torch's fused CPU attention, plain matrix products for what it does not take.
 
 torch's public scaled_dot_product_attention keeps its log-sum-exp to itself; the operator below it gives it, and its
 backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a row
@@ -66,7 +66,9 @@ class SdpaKernel:
 
     name: str = "sdpa"
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"dtype is {dtype}; give float64, float32, bfloat16 or float16"
         return None
@@ -100,14 +102,15 @@ class SdpaKernel:
         prepared.check(q, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
-        attend = _fused_forward if q.device.type == "cpu" else _plain_forward
+        attend = _fused_forward if _is_fused(q, v) else _plain_forward
         masks = [_bias(mask, q.dtype) for mask in prepared.masks]
         results = (attend(q[part.q], k[part.k], v[part.k], part.causal, None if part.mask is None else masks[part.mask],
                           scale) for part in prepared.parts)
         if prepared.tiled[0] == q.shape[0]:
             outs, lses = zip(*results, strict=True)
             return _end_to_end(outs), _end_to_end(lses)
-        out = q.new_zeros(q.shape, dtype=q.dtype if all(part.fresh for part in prepared.parts) else wide)
+        out = q.new_zeros((*q.shape[:2], v.shape[2]),
+                          dtype=q.dtype if all(part.fresh for part in prepared.parts) else wide)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
         for part, (out_part, lse_part) in zip(prepared.parts, results, strict=True):
             if not part.fresh:
@@ -122,7 +125,7 @@ class SdpaKernel:
         dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its own dtype
         dout, q, k, v, out = (unit_stride(x if x.dtype is wide else x.to(wide)) for x in inputs[:5])
         scale, lse = softmax_scale(q, scale), inputs.lse
-        attend = _fused_backward if q.device.type == "cpu" else _plain_backward
+        attend = _fused_backward if _is_fused(q, v) else _plain_backward
         masks = [_bias(mask, wide) for mask in prepared.masks]
         results = (attend(BackwardInputs(dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q]),
                           part.causal, None if part.mask is None else masks[part.mask], scale)
@@ -172,6 +175,11 @@ def _band(q_len: int, k_len: int, q_offset: int, window: int, device: torch.devi
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """The operator is the CPU's, and takes values of the queries' head dim."""
+    return q.device.type == "cpu" and q.shape[2] == v.shape[2]
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +249,7 @@ def _plain_backward(
     dout, q, k, v, out, lse = inputs
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
-    dk, dv = (torch.zeros_like(keys[:, 0]) for _ in range(2))  # [kv_heads, k, dim]
+    dk, dv = torch.zeros_like(keys[:, 0]), torch.zeros_like(values[:, 0])  # [kv_heads, k, dim]
     dqs = []
     for first in range(0, q.shape[0], step):
         block = slice(first, first + step)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, one_dim_only
 from distca.kernels.packed_flash import UNBOUNDED, PackedCall, PackedFlash
 
 
@@ -20,13 +20,17 @@ class VarlenKernel(PackedFlash):
 
     name: str = "varlen"
 
-    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> str | None:
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; FlashAttention needs an NVIDIA GPU (device cuda)"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return f"{torch.cuda.get_device_name(device)} is too old; FlashAttention needs compute capability 8.0"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype is {dtype}; give bfloat16 or float16"
+        if (reason := one_dim_only(head_dim, value_dim)) is not None:
+            return reason
         if head_dim % 8 or head_dim > 256:
             return f"head_dim is {head_dim}; give a multiple of 8 up to 256"
         return None

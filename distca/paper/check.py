@@ -21,6 +21,7 @@ from distca.cost.work import attention_backward_flops, attention_flops, hidden_s
 from distca.models import model_named
 from distca.paper.cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 from distca.planning.step import StepPlan
+from distca.planning.tolerance import AUTO, DEFAULT_TOLERANCE
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
@@ -32,7 +33,6 @@ from distca.spec import cluster_named
 from distca.workload.sequences import Source
 
 TABLE = "h200"
-TOLERANCE = 0.05
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0)
 PILOT_BATCHES = 2          # choose our tolerance before all batches are run
 SHARD_KV_LEN = 65_536      # keys of the shards whose throughput is looked up
@@ -76,7 +76,7 @@ def _table() -> LatencyTable:
 
 def _question(case: Case, num_batches: int, strategies: tuple[str, ...] = ("disaggregated",)) -> Question:
     fitting = tuple(filter(_holds, case.settings()))
-    return Question(fitting, strategies, Source(case.data), _table(), TOLERANCE, num_batches)
+    return Question(fitting, strategies, Source(case.data), _table(), AUTO, num_batches)
 
 
 def _holds(where: Setting) -> bool:
@@ -94,14 +94,9 @@ def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[StepDoc
     return where, question.costs(where), [question.batch(where, number) for number in range(num_batches)]
 
 
-def _planned(name: str, choice: Choice, where: Setting, costs: Costs, batch: StepDocuments, tolerance: float = TOLERANCE
-             ) -> StepPlan | None:
-    return STRATEGIES[name].step_plan(choice, where, costs, batch, tolerance)
-
-
-def _ours(placement: str, where: Setting, costs: Costs, batch: StepDocuments, tolerance: float = TOLERANCE,
+def _ours(placement: str, where: Setting, costs: Costs, batch: StepDocuments, tolerance: float = DEFAULT_TOLERANCE,
           ping_pong: bool = True) -> StepPlan:
-    plan = _planned("distca", PoolChoice(placement, ping_pong=ping_pong), where, costs, batch, tolerance)
+    plan = STRATEGIES["distca"].step_plan(PoolChoice(placement, tolerance, ping_pong), where, costs, batch)
     assert plan is not None, "ours plans whatever it needs; whether it fits is not asked here"
     return plan
 
@@ -114,7 +109,8 @@ def _gathered_keys(case: Case, num_batches: int) -> list[Row]:
     where, costs, batches = _batches(case, num_batches)
     shares = []
     for batch in batches:
-        plan = _planned("per_document_cp", GroupChoice(where.num_data, "fixed", "document"), where, costs, batch)
+        choice = GroupChoice(where.num_data, "fixed", "document")
+        plan = STRATEGIES["per_document_cp"].step_plan(choice, where, costs, batch)
         assert plan is not None, "64K tokens a rank are no dust"
         known = PlanCosts(plan, costs.attention)
         waits = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False), record=True)
@@ -134,7 +130,8 @@ def _variable_chunks(case: Case, num_batches: int) -> list[Row]:
     where, costs, batches = _batches(case, num_batches)
     found = []
     for batch in batches:
-        plan = _planned("variable_length", GroupChoice(REPLICA_RANKS, "variable", "document"), where, costs, batch)
+        choice = GroupChoice(REPLICA_RANKS, "variable", "document")
+        plan = STRATEGIES["variable_length"].step_plan(choice, where, costs, batch)
         if plan is not None:
             done = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False))
             held = done.memory.activations
@@ -185,8 +182,8 @@ def _speed(case: Case, num_batches: int) -> list[Row]:
 def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
     """Each strategy over all batches with what suits it best, and distca's step with one-byte messages.
 
-    The first batches choose the pipeline. All batches choose a baseline's grid; ours, at the tolerance that was asked
-    for, is taken from the first batch, and its tolerance from the first few.
+    The first batches choose the pipeline. All batches choose a baseline's grid; ours, at the default tolerance, is
+    taken from the first batch, and its tolerance from the first few.
     """
     found = {BOUND: compare(replace(question, strategies=(BOUND,))).outcome(BOUND)}
     one_byte = 0.0
@@ -194,7 +191,7 @@ def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
         where = min(question.settings, key=partial(_first_seconds, question, name))
         pilot = range(question.num_batches)[:None if STRATEGIES[name].is_baseline else PILOT_BATCHES]
         tried = [(choice, [_run(question, name, where, choice, number) for number in pilot])
-                 for choice in STRATEGIES[name].choices(where)]
+                 for choice in STRATEGIES[name].choices(where, question.tolerance)]
         fitting = [(choice, [run for run in runs if run is not None]) for choice, runs in tried if None not in runs]
         for choice, runs in sorted(fitting, key=lambda one: sum(run[0].seconds for run in one[1])):
             later = [_run(question, name, where, choice, number)
@@ -208,12 +205,12 @@ def _best_pipelines(question: Question) -> tuple[dict[str, Outcome], float]:
 
 
 def _first_seconds(question: Question, name: str, where: Setting) -> float:
-    """Steps of a baseline's first batches with its best choice; of ours the first, at the tolerance that was asked."""
+    """Steps of a baseline's first batches with its best choice; of ours the first, at the default tolerance."""
     if len(question.settings) == 1:
         return 0.0
     first = range(question.num_batches)[:PILOT_BATCHES if STRATEGIES[name].is_baseline else 1]
     runs = [[_run(question, name, where, choice, number, others=False) for number in first]
-            for choice in STRATEGIES[name].choices(where)
+            for choice in STRATEGIES[name].choices(where, question.tolerance)
             if not isinstance(choice, PoolChoice) or choice == PoolChoice(choice.placement)]
     return min((sum(run[0].seconds for run in each if run is not None) for each in runs if None not in each),
                default=inf)
@@ -227,7 +224,7 @@ def _run(
     `others` are links that differ: free ones, and for ours those of one byte.
     """
     costs = question.costs(where)
-    plan = _planned(name, choice, where, costs, question.batch(where, number), question.tolerance)
+    plan = STRATEGIES[name].step_plan(choice, where, costs, question.batch(where, number))
     if plan is None:
         return None
     known = PlanCosts(plan, costs.attention)

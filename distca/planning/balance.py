@@ -48,12 +48,16 @@ def balance(
 
     `speed` names the pool: one relative speed per server, the layout's ranks first, dedicated servers after them;
     0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else
-    causal pairs. Where `topology` has nodes of several servers, work leaves a node only as far as the tolerance
-    demands. Every rank that calls this with the same arguments gets the same plan.
+    causal pairs; where its servers differ by themselves, `speed` comes on top. Where `topology` has nodes of several
+    servers, work leaves a node only as far as the tolerance demands. Every rank that calls this with the same arguments
+    gets the same plan.
     """
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)
     check_topology(topology, len(pool))
+    if cost is not None:
+        cost.check_servers(len(pool))
+        pool = pool * cost.speeds(len(pool))
     bytes_of = model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp)
     at_home = Plan(layout, tasks_at_home(layout), pool, tolerance, model, tp, topology=topology)
     if cost is None:

@@ -38,6 +38,7 @@ class PlanSummary:
     bytes_all_gather: int         # what gathering every document's keys on all its ranks would move
     seconds: float | None         # the slowest server's attention, where seconds are known
     bytes_sent_by_node: np.ndarray | None  # [nodes] to other nodes, once per node; None: topology unknown
+    bytes_sent_by_pod: np.ndarray | None   # [pods] of it to nodes of other pods
 
     @property
     def bytes_between_nodes(self) -> int | None:
@@ -48,6 +49,16 @@ class PlanSummary:
     def bytes_between_nodes_max(self) -> int | None:
         """The busiest node's."""
         return None if self.bytes_sent_by_node is None else int(self.bytes_sent_by_node.max())
+
+    @property
+    def bytes_between_pods(self) -> int | None:
+        """Of what crosses nodes, what crosses pods too."""
+        return None if self.bytes_sent_by_pod is None else int(self.bytes_sent_by_pod.sum())
+
+    @property
+    def bytes_between_pods_max(self) -> int | None:
+        """The busiest pod's."""
+        return None if self.bytes_sent_by_pod is None else int(self.bytes_sent_by_pod.max())
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -74,7 +85,7 @@ class Plan:
         return len(self.speed)
 
     def work(self) -> np.ndarray:
-        """Work per server."""
+        """Work per server; over its speed it is what the server takes."""
         return server_work(self.tasks, self.num_servers, self.cost, self.backward, self.window)
 
     def traffic(self) -> Traffic:
@@ -105,7 +116,7 @@ class Plan:
             num_tasks=len(self.tasks),
             num_moved=int(away.sum()),
             smallest_shard=_smallest_shard(self),
-            work=work,
+            work=work if self.cost is None else work / self.cost.speeds(self.num_servers),
             work_max_over_mean=max_over_mean(work, self.speed),
             work_max_over_mean_at_home=max_over_mean(home_work, self.speed),
             bytes_sent=sent,
@@ -116,7 +127,16 @@ class Plan:
             bytes_all_gather=int((spread * self.layout.lengths).sum()) * self.model.kv_token_bytes(self.tp),
             seconds=float((work / np.where(self.speed > 0, self.speed, 1)).max()) if self.cost else None,
             bytes_sent_by_node=None if crossing is None else crossing.sent_bytes(self.model, self.tp),
+            bytes_sent_by_pod=self._sent_by_pod(crossing),
         )
+
+    def _sent_by_pod(self, crossing: Traffic | None) -> np.ndarray | None:
+        """[pods] bytes to nodes of other pods; None where there is one pod."""
+        if crossing is None or self.topology is None or self.topology.num_pods == 1:
+            return None
+        pod = self.topology.pod_of_node()
+        leaving = crossing.between(pod)
+        return np.bincount(pod, weights=leaving.sent_bytes(self.model, self.tp))
 
 
 def server_work(

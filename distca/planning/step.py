@@ -12,76 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
+from distca.cost.work import attention_backward_flops, attention_flops
+from distca.planning.micro_batch import MicroBatch
 from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
-from distca.planning.plan import Plan, server_work
+from distca.planning.placed import Planner, is_no_more, sends_no_more
+from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import tasks_at_home
-from distca.planning.tick_plans import plan_ticks, served_in_bubbles, tick_layout, work_over_ticks
+from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
+from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
-from distca.workload.packing import DocumentWork, NanoBatch, causal_work, check_pool, pack, pack_ping_pong, pack_whole
+from distca.workload.packing import NO_CUTS, DocumentWork, causal_work, check_pool, pack, pack_ping_pong, pack_whole
 from distca.workload.topology import Topology
 
 NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """The documents of one micro-batch and where their tokens live."""
-
-    lengths: np.ndarray                    # [documents]
-    nano_batches: tuple[NanoBatch, ...]    # one, or ping and pong, in the order in which they run
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return tuple(nano.layout for nano in self.nano_batches)
-
-    def key_runs(self, nano: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """Tokens [start, stop) of the rank's row in the nano-batch before whose keys are keys only in this one.
-
-        In the order of this one's key row.
-        """
-        only = self.layouts[nano].key_only
-        mine = np.flatnonzero(only.rank == rank)
-        if len(mine) == 0:
-            return ()
-        before, here = self.nano_batches[nano - 1], self.nano_batches[nano]
-        offset = before.layout.row_offset()
-        found = []
-        for at in mine.tolist():
-            slice_before, = np.flatnonzero((before.layout.rank == rank) & (before.layout.start == only.start[at]) & (
-                before.document[before.layout.document] == here.document[only.document[at]])).tolist()
-            begin = int(offset[slice_before])
-            found.append((begin, begin + int(only.stop[at] - only.start[at])))
-        return tuple(found)
-
-    def validate(self) -> None:
-        """Prove that every token is a query once, and that keys of another nano-batch are where that one has them."""
-        held: dict[tuple[int, int, int], int] = {}               # (document, start, stop) -> rank, as queries
-        for number, nano in enumerate(self.nano_batches):
-            layout = nano.layout
-            layout.validate()
-            only = layout.key_only
-            for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
-                                                   only.stop.tolist(), only.rank.tolist(), strict=True):
-                if held.get((document, start, stop)) != rank:
-                    raise ValueError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
-                                     f"{rank}, where no nano-batch before it has them; name the slices that one has")
-            held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
-                                strict=True), layout.rank.tolist(), strict=True))
-        document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
-        whole = np.ones(len(held), dtype=bool)
-        whole[1:] = document[1:] != document[:-1]                # a document's first slice
-        expected = np.where(whole, 0, np.roll(stop, 1))
-        bad = (start != expected) | (np.roll(whole, -1) & (stop != self.lengths[document]))
-        count = sum(layout.num_slices for layout in self.layouts)
-        if bad.any() or len(held) != count or len(np.unique(document)) != len(self.lengths):
-            at = int(document[np.flatnonzero(bad)[0]]) if bad.any() else 0
-            raise ValueError(f"the nano-batches do not hold every token once: see document {at}; give each token to "
-                             "one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +56,8 @@ class StepPlan:
     is_shared: bool                             # a plan spans the ranks of all stages, or the data ranks of one
     gather_ranks: int = 1                       # neighbours that gather each other's keys whole, as context parallelism
                                                 # does; 1: keys go where plans need them
+    placement: str | None = None                # of the documents: given where balanced was asked for and sends more
+    tried: tuple[tuple[float, float], ...] = ()  # tolerances that were planned, with the step's predicted seconds
 
     @property
     def num_stages(self) -> int:
@@ -133,6 +84,25 @@ class StepPlan:
         """Every plan once."""
         return list({id(plan): plan for ticks in self.by_stage[:1 if self.is_shared else None] for nanos in ticks
                      for depths in nanos for plan in depths}.values())
+
+    def forward_plans(self) -> list[Plan]:
+        """Every plan of a forward tick once, in the order of ticks; of stages that share attention."""
+        return list({id(plan): plan for tick, nanos in enumerate(self.by_stage[0]) if not self.ticks.phase(tick)
+                     for depths in nanos for plan in depths}.values())
+
+    def server_work(self) -> np.ndarray:
+        """[servers] attention of the step, both ways, where stages share it: seconds, or forward's pairs.
+
+        Of a pair backward counts as so much more as it has more FLOPs.
+        """
+        ratio = attention_backward_flops(1.0, self.model, self.tp) / attention_flops(1.0, self.model, self.tp)
+        times: dict[int, float] = {}
+        for tick, nanos in enumerate(self.by_stage[0]):
+            weight = ratio if self.ticks.phase(tick) else 1.0
+            for plan, count in _counted([plan for depths in nanos for plan in depths]):
+                times[id(plan)] = times.get(id(plan), 0.0) + count * (1.0 if plan.cost is not None else weight)
+        work, cost = np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0), self.plans()[0].cost
+        return np.asarray(work if cost is None else work / cost.speeds(len(work)))
 
     def validate(self) -> None:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
@@ -172,7 +142,8 @@ class StepPlan:
         any_plan, num_layers = self.plans()[0], sum(self.layers)
         cost, servers = any_plan.cost, any_plan.num_servers / any_plan.layout.num_ranks  # for each rank with tokens
         at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
-        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window)
+        speeds = 1.0 if cost is None else cost.speeds(self.num_data)
+        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window) / speeds
                                               for window, count in self._windows().items()] for tasks in at_home])
         if not self.is_shared:
             calls = [[call for nano in range(self.num_nano_batches) for call in self._calls_of(number, nano)]
@@ -213,7 +184,7 @@ def plan_step(
     tp: int = 1,
     ping_pong: bool = True,
     placement: str = "balanced",
-    tolerance: float = 0.05,
+    tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
     speed: Sequence[float] | np.ndarray | None = None,
     cost: AttentionTime | None = None,
     topology: Topology | None = None,
@@ -221,24 +192,77 @@ def plan_step(
     """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
 
     `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
-    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs.
+    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
+    placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
+    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs; then bytes give way where
+    given's attention would take longer. Where `tolerance` is a function that predicts a step's seconds, the quickest of
+    `TOLERANCES` is taken.
     """
-    stages = len(layers)
-    pool = check_pool(speed, stages * num_data)
-    of_data = pool[:stages * num_data].reshape(stages, num_data).mean(axis=0)
-    share = np.append(of_data, pool[stages * num_data:].sum() / stages)  # of one stage; the last: dedicated servers
-    cut = pack_ping_pong if ping_pong else pack_whole
-    packed = tuple(MicroBatch(np.asarray(lengths, dtype=np.int64), cut(
-        lengths, ranks=num_data, placement=placement, tolerance=tolerance, speed=share,
-        document_work=work_of_documents(cost), wave_tokens=1 if cost is None else cost.wave_tokens,
-        topology=None if topology is None else topology.first(num_data)))
-        for lengths in micro_batches)
-    ticks = same_phase_ticks(stages, len(packed))
-    by_nano = [plan_ticks(ticks, [micro_batch.layouts[nano] for micro_batch in packed], model, layers=layers,
-                          tolerance=tolerance, tp=tp, speed=pool, cost=cost, topology=topology)
-               for nano in range(len(packed[0].nano_batches))]
-    return StepPlan(model, tp, tuple(layers), packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages, True)
+    pool = check_pool(speed, len(layers) * num_data)
+    if cost is not None:
+        cost.check_servers(len(pool))
+    lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
+
+    def plan(tolerance: float) -> StepPlan:
+        planner = _Planner(lengths, model, num_data, tuple(layers), tp, ping_pong, tolerance, pool, cost, topology)
+        return planner.no_worse_than_given() if placement == "balanced" else planner.step(placement)
+
+    return quickest(plan, tolerance) if callable(tolerance) else plan(tolerance)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planner:
+    """What every placement of a step is planned with."""
+
+    lengths: list[np.ndarray]  # [micro-batches][documents]
+    model: ModelShape
+    num_data: int
+    layers: tuple[int, ...]
+    tp: int
+    ping_pong: bool
+    tolerance: float
+    pool: np.ndarray           # [servers] their speeds
+    cost: AttentionTime | None
+    topology: Topology | None
+
+    def step(self, placement: str) -> StepPlan:
+        return self._step(placement, partial(
+            plan_ticks, model=self.model, layers=self.layers, tolerance=self.tolerance, tp=self.tp, speed=self.pool,
+            cost=self.cost, topology=self.topology))
+
+    def no_worse_than_given(self) -> StepPlan:
+        """Balanced placement's step, or given's where that sends less, and is known to compute no longer."""
+        step = self.step("balanced")
+        no_more = sends_no_more(step.forward_plans(), self.in_order)
+        if no_more:
+            return step
+        given = self.step("given")
+        if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()):
+            return step
+        return step if self.cost is not None and _slowest_seconds(given) > _slowest_seconds(step) else given
+
+    def in_order(self, planner: Planner) -> list[Plan]:
+        """Forward's plans by another planner, with documents in the given order."""
+        return self._step("given", partial(plan_ticks_by, planner, layers=self.layers)).forward_plans()
+
+    def _step(self, placement: str, plan: Callable[[Ticks, Sequence[Layout]], list[tuple[Plan, ...]]]) -> StepPlan:
+        packed, stages = tuple(self._packed(lengths, placement) for lengths in self.lengths), len(self.layers)
+        ticks = same_phase_ticks(stages, len(packed))
+        by_nano = [plan(ticks, [micro_batch.layouts[nano] for micro_batch in packed])
+                   for nano in range(len(packed[0].nano_batches))]
+        return StepPlan(self.model, self.tp, self.layers, packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages,
+                        True, placement=placement)
+
+    def _packed(self, lengths: np.ndarray, placement: str) -> MicroBatch:
+        cut, stages = pack_ping_pong if self.ping_pong else pack_whole, len(self.layers)
+        ranks = stages * self.num_data
+        pool = self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
+        share = np.append(pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
+                          pool[ranks:].sum() / stages)                    # the last: dedicated servers
+        return MicroBatch(lengths, cut(
+            lengths, ranks=self.num_data, placement=placement, tolerance=self.tolerance, speed=share,
+            document_work=work_of_documents(self.cost), cuts=NO_CUTS if self.cost is None else self.cost.cuts(),
+            topology=None if self.topology is None else self.topology.first(self.num_data)))
 
 
 def step_among_data_ranks(
@@ -264,6 +288,12 @@ def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
     if cost is None:
         return causal_work
     return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
+
+
+def _slowest_seconds(step: StepPlan) -> float:
+    """Of the slowest server of every call."""
+    return sum(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
+               for plan in step.plans() for work in (plan.work(),))
 
 
 def same_columns(one: Layout, other: Layout) -> bool:

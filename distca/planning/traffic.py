@@ -60,6 +60,13 @@ class Traffic:
         np.add.at(matrix, (self.kv_home, self.kv_server), self.kv_tokens * model.kv_token_bytes(tp))
         return matrix
 
+    def between(self, group: np.ndarray) -> Traffic:
+        """What of it crosses groups; `group` [ranks] names each rank's."""
+        q, kv = (group[home] != group[server] for home, server in ((self.q_home, self.q_server),
+                                                                   (self.kv_home, self.kv_server)))
+        return Traffic(self.q_home[q], self.q_server[q], self.q_tokens[q], self.kv_home[kv], self.kv_server[kv],
+                       self.kv_tokens[kv], self.num_ranks)
+
     def _sum(self, rank: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return np.bincount(rank, weights=tokens, minlength=self.num_ranks)
 

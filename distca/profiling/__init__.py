@@ -106,7 +106,7 @@ def settings(
     shape.kv_heads_per_rank(tp)
     kv_len = lengths_up_to(longest, every=2 if quick else 1)
     q_len = tuple(length for length in kv_len if length <= MAX_Q_LEN)
-    chosen = choose(where, dtype, shape.head_dim, name=kernel)
+    chosen = choose(where, dtype, shape.head_dim, name=kernel, value_dim=shape.value_dim)
     return ProfileSettings(where, dtype, shape, tp, chosen, q_len, kv_len, limits, 5 if quick else limits.most_samples)
 
 
@@ -168,9 +168,9 @@ class _Tensors:
         num_q = max(q * num_shards(chosen, q, kv, own_keys=own) for q, kv in chosen.grid for own in (False, True))
         num_k = max(kv * num_shards(chosen, q, kv) for q, kv in chosen.grid)
         heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
-        q_shape, k_shape = (num_q, heads, chosen.model.head_dim), (num_k, kv_heads, chosen.model.head_dim)
-        q, k, v, dout = (torch.randn(shape, dtype=chosen.dtype, device=chosen.device)
-                         for shape in (q_shape, k_shape, k_shape, q_shape))
+        dim, value_dim = chosen.model.head_dim, chosen.model.value_dim
+        q, k, v, dout = (torch.randn(shape, dtype=chosen.dtype, device=chosen.device) for shape in (
+            (num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, value_dim), (num_q, heads, value_dim)))
         return cls(q, k, v, dout)
 
 
@@ -245,7 +245,7 @@ def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any
     sizes = getattr(chosen.kernel, "item_sizes", None)
     if sizes is None or chosen.device.type != "cuda":
         return None
-    query_rows, key_tokens = sizes
+    query_rows, key_tokens = sizes(chosen.model.head_dim)
     workers = torch.cuda.get_device_properties(chosen.device).multi_processor_count
     kv_heads = chosen.model.kv_heads_per_rank(chosen.tp)
     tile = query_rows * kv_heads // chosen.model.heads_per_rank(chosen.tp)

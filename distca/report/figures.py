@@ -36,21 +36,23 @@ class PlannedBatch:
     plan_seconds: float = 0.0
     invalid: str | None = None  # why the plan failed its proof
     placement_used: str | None = None  # given where balanced was asked for and would send more
+    tried: tuple[tuple[float, float], ...] = ()  # tolerances the plan's was chosen from, with the step's seconds
 
     @classmethod
     def of(
         cls, plan: Plan, source: str, *, before: Plan | None = None, backward: Plan | None = None,
         placement: str = "given", plan_seconds: float = 0.0, invalid: str | None = None,
-        placement_used: str | None = None,
+        placement_used: str | None = None, tried: tuple[tuple[float, float], ...] = (),
     ) -> PlannedBatch:
         """Measure every plan once; `before` is the layout's attention at home unless given."""
         if before is None:
-            ranks = np.ones(plan.layout.num_ranks)
-            before = replace(plan, tasks=tasks_at_home(plan.layout), speed=ranks, limit=None)
+            ranks = plan.layout.num_ranks
+            speed = np.ones(ranks) if plan.cost is None else plan.cost.speeds(ranks)
+            before = replace(plan, tasks=tasks_at_home(plan.layout), speed=speed, limit=None)
         after = plan.summary()
         return cls(source, placement, plan, before.summary(), after,
                    after if backward is None or backward is plan else backward.summary(), plan_seconds, invalid,
-                   placement if placement_used is None else placement_used)
+                   placement if placement_used is None else placement_used, tried)
 
     @property
     def num_ranks(self) -> int:
@@ -78,7 +80,8 @@ class PlannedBatch:
         servers = f" and {count_text(dedicated, 'dedicated server')}" if dedicated else ""
         topology = self.plan.topology
         nodes = "" if topology is None else (
-            f" in {count_text(topology.num_nodes, 'node')} of up to {topology.ranks_per_node}")
+            f" in {count_text(topology.num_nodes, 'node')} of up to {topology.ranks_per_node}"
+            + (f" and {topology.num_pods} pods" if topology.num_pods > 1 else ""))
         return (f"{count_text(self.num_ranks, 'rank')} of {self.tokens_per_rank:,} tokens{servers}{nodes}, "
                 f"{count_text(self.plan.layout.num_documents, 'document')}")
 
@@ -86,7 +89,15 @@ class PlannedBatch:
     def options_text(self) -> str:
         tp = f", tp {self.plan.tp}" if self.plan.tp > 1 else ""
         kept = "" if self.placement_used in (None, self.placement) else f" ({self.placement_used}, which sends less)"
-        return f"{self.plan.model.name}{tp}, {self.placement} placement{kept}, tolerance {self.plan.tolerance:g}"
+        return (f"{self.plan.model.name}{tp}, {self.placement} placement{kept}, tolerance {self.plan.tolerance:g}"
+                f"{self._why_tolerance()}")
+
+    def _why_tolerance(self) -> str:
+        seconds = dict(self.tried)
+        if not seconds:
+            return ""
+        others = ", ".join(f"{1e3 * value:.4g} at {one:g}" for one, value in self.tried if one != self.plan.tolerance)
+        return f" (a step of {1e3 * seconds[self.plan.tolerance]:.4g} ms, {others})"
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -101,6 +112,7 @@ class PlannedBatch:
             "tasks": self.after.num_tasks,
             "valid": self.invalid is None,
             "tolerance": self.plan.tolerance,
+            "step_seconds_by_tolerance": {f"{one:g}": seconds for one, seconds in self.tried} or None,
             "work_max_over_mean_before": self.before.work_max_over_mean,
             "work_max_over_mean": self.after.work_max_over_mean,
             "limit": self.plan.limit,
@@ -110,6 +122,8 @@ class PlannedBatch:
             "ranks_per_node": None if self.plan.topology is None else self.plan.topology.ranks_per_node,
             "bytes_between_nodes": self.after.bytes_between_nodes,
             "bytes_between_nodes_max": self.after.bytes_between_nodes_max,
+            "bytes_between_pods": self.after.bytes_between_pods,
+            "bytes_between_pods_max": self.after.bytes_between_pods_max,
             "bytes_all_gather": self.after.bytes_all_gather,
             "bytes_backward_total": self.after.backward_bytes_total,
             "smallest_shard": self.after.smallest_shard,
@@ -245,6 +259,8 @@ def plan_page(batch: PlannedBatch) -> ReportData:
         *(() if batch.after.bytes_between_nodes is None else (
             ("between nodes", byte_text(batch.after.bytes_between_nodes)),
             ("busiest node", byte_text(batch.after.bytes_between_nodes_max or 0)))),
+        *(() if batch.after.bytes_between_pods is None else (
+            ("between pods", byte_text(batch.after.bytes_between_pods)),)),
         ("tasks, of which moved", f"{batch.after.num_tasks:,}, {batch.after.num_moved:,}"),
         ("planning", seconds_text(batch.plan_seconds)),
     ]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.kernels.interface import check_tensors
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
 from distca.runtime.dedicated import Announcer
@@ -45,7 +46,8 @@ class CoreAttention:
 
     `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
     the servers' memory for that traffic. `kernel` is "auto" or a kernel's name, `transport` "c10d", "flat",
-    "symmetric", "auto" or a transport of your own. A `recorder` notes waits and computing.
+    "symmetric", "auto" or a transport of your own. A `recorder` notes waits and computing. `spare_multiprocessors`
+    of a GPU are left to copies and collectives, which otherwise wait for the end of a launch (kernel hopper).
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class CoreAttention:
         state: str = "resend",
         transport: str | Transport = "c10d",
         recorder: Recorder | None = None,
+        spare_multiprocessors: int = 0,
     ) -> None:
         if state not in STATES:
             raise ValueError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
         self.transport = transport_for(transport, group)
-        self.plans = PlanRegistry(self.transport, kernel)
+        self.plans = PlanRegistry(self.transport, kernel, spare_multiprocessors)
         self.state, self.recorder = state, recorder
         self._announcer = Announcer(self.transport)
 
@@ -155,7 +158,7 @@ class CoreAttention:
         if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
             raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
                              "'resend'")
-        shapes = Shapes.of(q, k)
+        shapes = Shapes.of(q, k, v)
         return Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
                        (q, k, v))
 
@@ -173,19 +176,6 @@ class CoreAttention:
             only = f" and {keys - expected} that are keys only behind them" if keys > expected else ""
             raise ValueError(f"rank {rank} has keys of {k.shape[0]} tokens but the plan's layout puts {expected}{only} "
                              "there; pass the keys and values of just these")
-
-
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse tensors that do not belong together."""
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
-        raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; give q [tokens, "
-                         "heads, dim], k and v [tokens, kv_heads, dim] with the same tokens and dim")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give heads that kv_heads divides")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ from distca.dispatch.hops import build_hops
 from distca.kernels import Kernel, TaskRows
 from distca.kernels.interface import BackwardInputs, accumulation_dtype
 from distca.planning.plan import Plan
-from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors
-from distca.runtime.hops import Hops
+from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors, WireLayout
+from distca.runtime.hops import Hops, Leg, UnderWay, relayed
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import Handle, HierarchicalTransport
 
@@ -50,22 +50,31 @@ class Shapes(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int         # of queries and keys
     dtype: torch.dtype
     device: torch.device
+    value_dim: int = 0    # of a head's values; 0: head_dim
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shapes:
-        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+        value_dim = 0 if v.shape[2] == q.shape[2] else v.shape[2]
+        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, value_dim)
 
     @property
     def q_bytes(self) -> int:
         return self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def kv_bytes(self) -> int:
-        """One of key and value."""
+    def k_bytes(self) -> int:
         return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def v_bytes(self) -> int:
+        return self.num_kv_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
+
+    @property
+    def out_bytes(self) -> int:
+        return self.num_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
 
     @property
     def lse_dtype(self) -> torch.dtype:
@@ -75,11 +84,18 @@ class Shapes(NamedTuple):
     def lse_bytes(self) -> int:
         return self.num_heads * self.lse_dtype.itemsize
 
-    def empty_row(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and lse of no tokens."""
-        q = torch.empty(0, self.num_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        k = torch.empty(0, self.num_kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        return q, k, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
+    @property
+    def fields(self) -> tuple[tuple[str, int], ...]:
+        """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
+        return (("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes),
+                ("q", self.lse_bytes))
+
+    def empty_row(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, out and lse of no tokens."""
+        q, k = (torch.empty(0, heads, self.head_dim, dtype=self.dtype, device=self.device)
+                for heads in (self.num_heads, self.num_kv_heads))
+        v, out = (x.new_empty(0, x.shape[1], self.value_dim or self.head_dim) for x in (k, q))
+        return q, k, v, out, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
 
 
 class Prepared:
@@ -108,43 +124,38 @@ class Prepared:
     @cached_property
     def inputs(self) -> Hops[Dispatch]:
         """q, k and v, stamped."""
-        q, kv, _ = self._fields
-        return self._dispatch([q, kv, kv], Stamp.of(self.digest, self.shapes.device))
+        q, k, v, *_ = self.shapes.fields
+        return self._dispatch([q, k, v], Stamp.of(self.digest, self.shapes.device))
 
     @cached_property
     def outputs(self) -> Hops[Combine]:
         """out and lse."""
-        q, _, lse = self._fields
-        return self._combine([q, lse], merged_heads=self.shapes.num_heads)
+        *_, out, lse = self.shapes.fields
+        return self._combine([out, lse], merged_heads=self.shapes.num_heads)
 
     @cached_property
     def backward_inputs(self) -> Hops[Dispatch]:
         """q, k, v, out, dout and lse."""
-        q, kv, lse = self._fields
-        return self._dispatch([q, kv, kv, q, q, lse])
+        q, k, v, out, lse = self.shapes.fields
+        return self._dispatch([q, k, v, out, out, lse])
 
     @cached_property
     def kept_backward_inputs(self) -> Hops[Dispatch]:
         """out, dout and lse, where servers keep q, k and v."""
-        q, _, lse = self._fields
-        return self._dispatch([q, q, lse])
+        *_, out, lse = self.shapes.fields
+        return self._dispatch([out, out, lse])
 
     @cached_property
     def gradients(self) -> Hops[Combine]:
         """dq, dk and dv."""
-        q, kv, _ = self._fields
-        return self._combine([q, kv, kv])
+        q, k, v, *_ = self.shapes.fields
+        return self._combine([q, k, v])
 
     def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
         return Hops(*(self._on_device(Dispatch.of(tables, fields, stamp)) for tables in self._tables))
 
     def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
         return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
-
-    @property
-    def _fields(self) -> tuple[tuple[str, int], ...]:
-        shapes = self.shapes
-        return ("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("q", shapes.lse_bytes)
 
     def _on_device(self, exchange: Exchange) -> Exchange:
         return packed_on(self.shapes.device, exchange)
@@ -193,6 +204,7 @@ class Call(ABC):
         self._prepared: Prepared | None = None
         self._staying: Tensors = ()  # what was sent; this rank's own share of it does not travel
         self._handle: Handle | None = None
+        self._second_hop: Callable[[], UnderWay] | None = None
 
     @abstractmethod
     def dispatch(self, *row: torch.Tensor) -> None:
@@ -227,10 +239,13 @@ class Call(ABC):
         assert self._prepared is not None, "dispatch comes first"
         return self._prepared
 
-    def _send(self, tensors: Tensors, hops: Hops[Dispatch] | Hops[Combine]) -> None:
+    def _send(
+        self, tensors: Tensors, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None = None
+    ) -> None:
         assert self._prepared is not None
-        if isinstance(hops.inner, Combine):                      # results come together in the node before they cross
-            tensors = self._inside(tensors, hops.inner)
+        if hops.inner is not None:
+            self._second_hop = self._relayed(tensors, hops, stamp)
+            return
         exchange = hops.outer
         self._staying = exchange.ready(tensors)
         if self._prepared.travels:
@@ -239,33 +254,34 @@ class Call(ABC):
 
     def _receive(self, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None = None) -> Tensors:
         """What arrived and what stayed, unpacked; raises where a split does not carry the stamp."""
+        second_hop, self._second_hop = self._second_hop, None
+        if second_hop is not None:
+            with self._noted("exchange", "wait", hops.leaving.num_bytes + hops.arriving.num_bytes):
+                return second_hop().arrived(partial(self._check, stamp))
         handle, self._handle = self._handle, None
         staying, self._staying = self._staying, ()
-        tensors = self._arrived(handle, hops.outer, staying, stamp)
-        if isinstance(hops.inner, Dispatch):                     # what crossed is passed on in the node
-            tensors = self._inside(tensors, hops.inner, stamp)
-        return tensors
-
-    def _inside(self, tensors: Tensors, exchange: Dispatch | Combine, stamp: Stamp | None = None) -> Tensors:
-        """The hop inside this rank's node, at once."""
-        assert self._prepared is not None and isinstance(self.plans.transport, HierarchicalTransport)
-        staying = exchange.ready(tensors)
-        handle = None
-        if self._prepared.passes:
-            handle = self.plans.transport.inner.exchange(
-                exchange.pack(staying), exchange.leaving.splits, exchange.arriving.splits)
-        return self._arrived(handle, exchange, staying, stamp)
-
-    def _arrived(
-        self, handle: Handle | None, exchange: Dispatch | Combine, staying: Tensors, stamp: Stamp | None
-    ) -> Tensors:
+        exchange = hops.outer
         if handle is None:
             return exchange.unpack(None, staying)
         with self._noted("exchange", "wait", exchange.leaving.num_bytes + exchange.arriving.num_bytes):
             wire = handle.wait()
-        if stamp is not None and (others := stamp.mismatched(wire, exchange.arriving)):
-            raise different_plans(self.plans.transport.rank, others)
+        self._check(stamp, wire, exchange.arriving)
         return exchange.unpack(wire, staying)
+
+    def _relayed(
+        self, tensors: Tensors, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None
+    ) -> Callable[[], UnderWay]:
+        """Between nodes and then inside them; results come together in the node before they cross."""
+        prepared, transport = self._prepared, self.plans.transport
+        assert prepared is not None and hops.inner is not None and isinstance(transport, HierarchicalTransport)
+        way = transport.going if isinstance(hops.outer, Dispatch) else transport.coming
+        outer, inner = Leg(hops.outer, way.outer, prepared.travels), Leg(hops.inner, way.inner, prepared.passes)
+        first, second = (outer, inner) if isinstance(hops.outer, Dispatch) else (inner, outer)
+        return relayed(first, second, tensors, partial(self._check, stamp), way.relay)
+
+    def _check(self, stamp: Stamp | None, wire: torch.Tensor, arriving: WireLayout) -> None:
+        if stamp is not None and (others := stamp.mismatched(wire, arriving)):
+            raise different_plans(self.plans.transport.rank, others)
 
     def _noted(self, name: str, lane: str, num_bytes: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if self.recorder is None else self.recorder.span(name, lane, num_bytes)
@@ -281,7 +297,7 @@ class ForwardCall(Call):
         inputs = self._enter(Phase.DISPATCH).inputs
         is_new = self.plans.comes_up_anew(self.plan)
         self._stamp = inputs.stamp if is_new or self.shapes.device.type == "cpu" else None  # looking waits for a GPU
-        self._send(row, inputs)
+        self._send(row, inputs, self._stamp)
 
     def serve(self, *kept: torch.Tensor) -> Tensors:
         """Gives this server's q, k and v, for those who keep them."""
@@ -297,8 +313,7 @@ class ForwardCall(Call):
         return self._receive(self._enter(Phase.COMBINE).outputs)
 
     def empty_row(self) -> Tensors:
-        q, k, _ = self.shapes.empty_row()
-        return q, k, k
+        return self.shapes.empty_row()[:3]
 
 
 class BackwardCall(Call):
@@ -323,8 +338,8 @@ class BackwardCall(Call):
         return self._receive(self._enter(Phase.COMBINE).gradients)
 
     def empty_row(self) -> Tensors:
-        q, k, lse = self.shapes.empty_row()
-        return q, k, k, q, q, lse
+        q, k, v, out, lse = self.shapes.empty_row()
+        return q, k, v, out, out, lse
 
     def _inputs(self, prepared: Prepared) -> Hops[Dispatch]:
         return prepared.kept_backward_inputs if self.keep else prepared.backward_inputs

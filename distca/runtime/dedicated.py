@@ -42,9 +42,10 @@ class Announcement(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """A line of JSON, and the plan behind it: data, which a server checks and never runs."""
-        *sizes, dtype, _ = self.shapes
+        heads, kv_heads, head_dim, dtype, _, value_dim = self.shapes
         about = {"phase": self.phase.value, "backward": self.backward, "call": self.call, "digest": self.digest,
-                 "sizes": sizes, "dtype": str(dtype).removeprefix("torch."), "scale": self.scale, "window": self.window}
+                 "sizes": (heads, kv_heads, head_dim, value_dim), "dtype": str(dtype).removeprefix("torch."),
+                 "scale": self.scale, "window": self.window}
         return json.dumps(about).encode() + b"\n" + (b"" if self.plan is None else plan_to_bytes(self.plan))
 
     @classmethod
@@ -52,8 +53,8 @@ class Announcement(NamedTuple):
         line, _, plan = content.partition(b"\n")
         try:
             about = json.loads(line)
-            heads, kv_heads, head_dim = map(int, about["sizes"])
-            shapes = Shapes(heads, kv_heads, head_dim, DTYPES[about["dtype"]], device)
+            heads, kv_heads, head_dim, value_dim = map(int, about["sizes"])
+            shapes = Shapes(heads, kv_heads, head_dim, DTYPES[about["dtype"]], device, value_dim)
             return cls(Phase(about["phase"]), bool(about["backward"]), int(about["call"]), int(about["digest"]),
                        plan_from_bytes(plan) if plan else None, shapes, about["scale"], about["window"])
         except (KeyError, TypeError, ValueError) as error:

@@ -15,11 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from distca.runtime.copy_tables import Copies, Merges, Sums, merges, packing, sums, unpacking
+from distca.runtime.copy_tables import (
+    COPY_BYTES,
+    PART_BYTES,
+    Copies,
+    Merges,
+    Sums,
+    merges,
+    packing,
+    sums,
+    unpacking,
+)
 from distca.runtime.exchange_torch import ALIGNMENT, Combine, Dispatch, Exchange, Tensors, home_rows, server_buffers
 
-COPY_BYTES = 2**15  # one program's share of a copy
-PART_BYTES = 2**14  # and of a sum or a merge
 NUM_WARPS = 8
 WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
 
@@ -30,7 +38,7 @@ class TritonDispatch(Dispatch):
     unpacking: Copies
 
     def ready(self, row: Tensors) -> Tensors:
-        return tuple(map(_dense, row)) if len(self.packing.table) or len(self.unpacking.table) else row
+        return tuple(map(dense, row)) if len(self.packing.table) or len(self.unpacking.table) else row
 
     def pack(self, row: Tensors) -> torch.Tensor:
         wire = self.leaving.empty(row[0].device)
@@ -39,7 +47,7 @@ class TritonDispatch(Dispatch):
 
     def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
         buffers = server_buffers(row, self.sides)
-        copy(self.unpacking, (row[0] if wire is None else _dense(wire), *row), buffers)
+        copy(self.unpacking, (row[0] if wire is None else dense(wire), *row), buffers)
         return buffers
 
 
@@ -49,7 +57,7 @@ class TritonCombine(Combine):
     combining: Sums | Merges
 
     def ready(self, buffers: Tensors) -> Tensors:
-        return tuple(map(_dense, buffers)) if len(self.packing.table) or len(self.combining.table) else buffers
+        return tuple(map(dense, buffers)) if len(self.packing.table) or len(self.combining.table) else buffers
 
     def pack(self, buffers: Tensors) -> torch.Tensor:
         wire = self.leaving.empty(buffers[0].device)
@@ -58,7 +66,7 @@ class TritonCombine(Combine):
 
     def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
         rows = home_rows(buffers, self.sides)
-        combine(self.combining, buffers[0] if wire is None else _dense(wire), buffers, rows)
+        combine(self.combining, buffers[0] if wire is None else dense(wire), buffers, rows)
         return rows
 
 
@@ -74,7 +82,7 @@ def with_triton(
     return TritonCombine(**same, combining=table(exchange, device, part_bytes))
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

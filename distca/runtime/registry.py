@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from distca.kernels import choose
+from distca.kernels import choose, sparing
 from distca.planning.plan import Plan
 from distca.runtime.call import Prepared, Shapes, different_plans
 from distca.runtime.transport import HierarchicalTransport, Transport
@@ -39,8 +39,8 @@ class PlanFacts(NamedTuple):
 class PlanRegistry:
     """The plans of one rank of a transport's group, run with the kernel of that name or the fastest that fits."""
 
-    def __init__(self, transport: Transport, kernel: str = "auto") -> None:
-        self.transport, self.kernel = transport, kernel
+    def __init__(self, transport: Transport, kernel: str = "auto", spare_multiprocessors: int = 0) -> None:
+        self.transport, self.kernel, self.spare_multiprocessors = transport, kernel, spare_multiprocessors
         self._facts: WeakKeyDictionary[Plan, PlanFacts] = WeakKeyDictionary()
         self._agreed: LatestUsed[int, bool] = LatestUsed(AGREEMENTS_KEPT)
         self._prepared: LatestUsed[tuple[int, Shapes, int | None], Prepared] = LatestUsed(PLANS_KEPT)
@@ -80,7 +80,8 @@ class PlanRegistry:
         key = self.facts(plan).digest, shapes, window
         prepared = self._prepared.get(key)
         if prepared is None:
-            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel)
+            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel, shapes.value_dim or None)
+            kernel = sparing(kernel, self.spare_multiprocessors)
             node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
             prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, window, node)
             self._prepared.put(key, prepared)

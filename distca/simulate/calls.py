@@ -67,7 +67,8 @@ class PlanCosts:
         """[servers]"""
         key = id(plan), backward
         if key not in self._seconds:
-            self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward)
+            self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward) / (
+                self.attention.speeds(plan.num_servers))
         return self._seconds[key]
 
     def chunk_seconds(self, plan: Plan, backward: bool) -> np.ndarray:
@@ -94,7 +95,7 @@ class PlanCosts:
         return Messages(*(np.concatenate([getattr(hop, name) for hop in hops]) for name in Messages.__slots__))
 
     def exchanges(
-        self, placed: Placed, key: Key, num_ranks: int, ranks_per_node: int
+        self, placed: Placed, key: Key, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
     ) -> tuple[tuple[Exchange, Exchange], ...]:
         """Of each hop, homes to servers and back, of plans that run at the same time."""
         if key not in self._exchanges:
@@ -104,8 +105,8 @@ class PlanCosts:
                 home, server, going, coming = map(np.concatenate, zip(*(
                     (hop.home + first, hop.server + first, hop.going_bytes, hop.coming_bytes)
                     for first, hop in filter(None, parts)), strict=True))
-                hops.append((Exchange.of(home, server, going, num_ranks, ranks_per_node),
-                             Exchange.of(server, home, coming, num_ranks, ranks_per_node)))
+                hops.append((Exchange.of(home, server, going, num_ranks, ranks_per_node, ranks_per_pod),
+                             Exchange.of(server, home, coming, num_ranks, ranks_per_node, ranks_per_pod)))
             self._exchanges[key] = tuple(hops)
         return self._exchanges[key]
 
@@ -139,13 +140,12 @@ class PoolCall:
     inside: tuple[Exchange, Exchange] | None = None  # the hop inside nodes: behind `going`, and before `coming`
 
     def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
-        """Homes send; when servers have it."""
-        return clock.exchange("to servers", ready, self.going)
+        """Homes send, and nodes pass on what came in; when servers have it."""
+        there = clock.exchange("to servers", ready, self.going)
+        return there if self.inside is None else clock.exchange("inside nodes", there, self.inside[0])
 
     def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
         """Servers compute and send back; when homes have it."""
-        if self.inside is not None:
-            there = clock.exchange("inside nodes", there, self.inside[0])
         for name, seconds in self.seconds:
             there = clock.compute(name, "attention", there, seconds)
         if self.inside is not None:
@@ -189,7 +189,7 @@ class Calls:
         named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
         links = self.costs.attention_links
         hops = [(going.over(links), coming.over(links)) for going, coming in self.plan_costs.exchanges(
-            placed, key, self.num_ranks, self.costs.ranks_per_node)]
+            placed, key, self.num_ranks, self.costs.ranks_per_node, self.costs.ranks_per_pod)]
         return PoolCall(named, *hops[0], hops[1] if len(hops) > 1 else None)
 
     def _ring_call(self, placed: Placed) -> RingCall:
@@ -264,8 +264,9 @@ class ChunkTasks:
 
     def seconds(self, attention: AttentionTime, backward: bool) -> np.ndarray:
         """[ranks, chunks]"""
-        found = attention.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk,
-                                  self.num_ranks * self.num_chunks, backward, aligned=self.is_aligned)
+        each, num_servers = attention.repeated(self.num_chunks), self.num_ranks * self.num_chunks
+        found = each.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk, num_servers, backward,
+                             aligned=self.is_aligned) / each.speeds(num_servers)
         return found.reshape(self.num_ranks, self.num_chunks)
 
 

@@ -20,19 +20,28 @@ from distca.cost.network import Network
 from distca.trace import Span, StepTrace
 
 NVLINK, NIC = 0, 1
+_NOTHING = np.empty(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edges:
-    """Messages over one kind of link, grouped by receiver. Loads are bytes, or the seconds that links need for them."""
+    """Messages over one kind of link, grouped by receiver; the last three `over` a network alone."""
 
     senders: np.ndarray    # [senders] ranks that send anything
     receivers: np.ndarray  # [receivers] ranks that get anything
     source: np.ndarray     # [messages] index of the sender, in the order of the receivers
     first: np.ndarray      # [receivers] first message of each
-    out: np.ndarray        # [senders] load
-    taken: np.ndarray      # [receivers] load
-    busy: np.ndarray       # [ranks] load of the busier direction
+    num_bytes: np.ndarray  # [sent or received, inside a pod or between pods, ranks]
+    out: np.ndarray        # [senders] seconds
+    taken: np.ndarray      # [receivers] seconds
+    busy: np.ndarray       # [ranks] seconds of the busier direction
+
+    def over(self, latency: float, bandwidths: tuple[float, float]) -> _Edges:
+        """With the seconds that each end's link needs."""
+        sent, received = sum(self.num_bytes[:, where] / rate for where, rate in enumerate(bandwidths))
+        busy = np.maximum(sent, received)
+        return replace(self, out=latency + sent[self.senders], taken=latency + received[self.receivers],
+                       busy=np.where(self.num_bytes.any(axis=(0, 1)), latency + busy, 0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,35 +53,33 @@ class Exchange:
 
     @classmethod
     def of(
-        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, ranks_per_node: int
+        cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, ranks_per_node: int,
+        ranks_per_pod: int = 0,
     ) -> Exchange:
-        """Messages of the same pair travel as one; what stays on its rank is no message."""
+        """Messages of the same pair travel as one; what stays on its rank is no message. 0 to a pod: there is one."""
         away = (source != target) & (num_bytes > 0)
         pair, at = np.unique(target[away] * num_ranks + source[away], return_inverse=True)
         size = np.bincount(at, weights=num_bytes[away], minlength=len(pair))
         to, origin = pair // num_ranks, pair % num_ranks
         same_node = to // ranks_per_node == origin // ranks_per_node
+        other_pod = (to // (ranks_per_pod or num_ranks) != origin // (ranks_per_pod or num_ranks)).astype(np.int64)
         links = []
         for link, mask in ((NVLINK, same_node), (NIC, ~same_node)):
             if mask.any():
                 senders, at = np.unique(origin[mask], return_inverse=True)
                 receivers, first = np.unique(to[mask], return_index=True)
-                out, taken = (np.bincount(ranks[mask], weights=size[mask], minlength=num_ranks)
-                              for ranks in (origin, to))
-                links.append((link, _Edges(senders, receivers, at, first, out[senders], taken[receivers],
-                                           np.maximum(out, taken))))
+                loads = np.stack([np.bincount((other_pod * num_ranks + ranks)[mask], weights=size[mask],
+                                              minlength=2 * num_ranks).reshape(2, -1) for ranks in (origin, to)])
+                links.append((link, _Edges(senders, receivers, at, first, loads, *(_NOTHING,) * 3)))
         return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
 
     def over(self, network: Network) -> Exchange:
         """The same with the seconds that each end's link needs."""
         links = []
         for link, edges in self.links:
-            latency, bandwidth = (
-                (network.intra_node_latency_seconds, network.intra_node_bandwidth) if link == NVLINK
-                else (network.inter_node_latency_seconds, network.inter_node_bandwidth))
-            links.append((link, replace(
-                edges, out=latency + edges.out / bandwidth, taken=latency + edges.taken / bandwidth,
-                busy=np.where(edges.busy > 0, latency + edges.busy / bandwidth, 0.0))))
+            links.append((link, edges.over(
+                *((network.intra_node_latency_seconds, (network.intra_node_bandwidth,) * 2) if link == NVLINK
+                  else (network.inter_node_latency_seconds, network.nic_bandwidths)))))
         return replace(self, links=tuple(links))
 
 

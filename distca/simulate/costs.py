@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost, MixedPool, time_of
 from distca.cost.network import Network
 from distca.cost.work import head_flops, layer_parameters, linear_flops, qkv_parameters
 from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
@@ -47,7 +47,9 @@ class Costs:
     memory_bandwidth: float
 
     @classmethod
-    def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, table: LatencyTable) -> Costs:
+    def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
+        """Servers of a mixed pool differ in attention; linear layers and links are those of its first table."""
+        table = cost.first if isinstance(cost, MixedPool) else cost
         about: Mapping[str, Any] = table.metadata
         if "num_heads" not in about or "head_dim" not in about:
             raise ValueError(f"latency table {table.name!r} does not say its num_heads and head_dim; profile again")
@@ -59,8 +61,13 @@ class Costs:
             rates = (gemm * forward, gemm * backward)
         scale = base.attention_flops_per_second / cluster.attention_flops_per_second
         network = Network.measured(table, cluster)
-        return cls(model, tp, _attention_time(table, model, tp, scale), network, network, network,
+        return cls(model, tp, _attention_time(cost, model, tp, scale), network, network, network,
                    cluster.ranks_per_node(tp), rates, cluster.memory_bandwidth)
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Pool ranks; 0 where there is one pod."""
+        return self.ranks_per_node * self.tensor_links.nodes_per_pod
 
     def without_network(self) -> Costs:
         """The same with links between pool ranks that take no time; TP traffic stays as it is."""
@@ -69,7 +76,7 @@ class Costs:
     def with_one_byte(self) -> Costs:
         """The same where what attention sends is a byte a message: only latencies remain of it."""
         return replace(self, attention_links=replace(self.attention_links, intra_node_bandwidth=inf,
-                                                     inter_node_bandwidth=inf))
+                                                     inter_node_bandwidth=inf, inter_pod_bandwidth=inf))
 
     def segment_seconds(self, tokens: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """A layer's linear part before and behind its attention, proportional to the tokens."""
@@ -112,11 +119,12 @@ class Costs:
         """The same of keys over a context-parallel group."""
         return self.attention_links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
 
-    def send_seconds(self, tokens: np.ndarray) -> np.ndarray:
-        """Hidden states of a micro-batch to the next stage: each GPU sends its own share of them."""
+    def send_seconds(self, tokens: np.ndarray, num_data: int) -> np.ndarray:
+        """Hidden states of a micro-batch to the stage `num_data` ranks on: each GPU sends its own share of them."""
         size = tokens * (self.model.hidden * BF16_BYTES / self.tp)
         links = self.links
-        return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.inter_node_bandwidth, 0.0)
+        leaves_pods = 0 < self.ranks_per_pod <= num_data
+        return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.nic_bandwidths[leaves_pods], 0.0)
 
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
         """[stages] of one GPU, which updates its share of the stage's weights."""
@@ -130,9 +138,9 @@ def _rate(linear: Any, name: str) -> float:
 
 
 @lru_cache(maxsize=8)
-def _attention_time(table: LatencyTable, model: ModelShape, tp: int, scale: float) -> AttentionTime:
+def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> AttentionTime:
     """Reads the shipped table of these heads, so once is enough."""
-    return AttentionTime.of(table, model, tp, scale)
+    return time_of(cost, model, tp, scale)
 
 
 def _beside(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:

@@ -12,10 +12,12 @@ what attention leaves of the NIC.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from distca.cost.mixed_pool import Cost
 from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
@@ -23,7 +25,7 @@ from distca.simulate.calls import Calls, Placed, PlanCosts
 from distca.simulate.clock import NIC, Clock
 from distca.simulate.costs import Costs
 from distca.simulate.memory import Memory, memory
-from distca.spec import BF16_BYTES, FLOAT32_BYTES
+from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
 from distca.trace import StepTrace
 
 
@@ -47,6 +49,12 @@ class Step:
 def execute(step: StepPlan, costs: Costs, *, plan_costs: PlanCosts | None = None, record: bool = False) -> Step:
     """Time a step plan; `plan_costs` of the same step and attention save working them out again."""
     return _Execution(step, costs, plan_costs or PlanCosts(step, costs.attention), record).run()
+
+
+def step_seconds(model: ModelShape, cluster: ClusterShape, tp: int, table: Cost) -> Callable[[StepPlan], float]:
+    """What `plan_step` chooses a tolerance by: the predicted seconds of whole steps on a cluster."""
+    costs = Costs.of(model, cluster, tp, table)
+    return lambda step: execute(step, costs).seconds
 
 
 _NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments of a stage: none, before its layers, between two, behind them
@@ -199,7 +207,7 @@ class _Execution:
         clock, stages = self.clock, np.arange(len(number))
         tokens = np.zeros(self.num_ranks)
         tokens[self.is_own] = self.tokens[number].sum(axis=1).ravel()
-        seconds, posted = self.costs.send_seconds(tokens), clock.compute_free
+        seconds, posted = self.costs.send_seconds(tokens, self.num_data), clock.compute_free
         self.leaving = np.zeros(self.num_ranks)
         for phase, name, end, step in ((False, "send activations", len(stages) - 1, 1),
                                        (True, "send gradients", 0, -1)):

@@ -1,9 +1,9 @@
 """The ways to train on one batch, all on the same documents: each makes step plans, and nothing else decides.
 
 Baselines choose among groups: dp replicas of cp data ranks. Ours are a pool without groups: `disaggregated` is the
-published method, documents where the loader puts them, at the tolerance that was asked for; `distca` places documents
-too, and may choose another tolerance for the run (a tighter one where the network has time, a looser one where it has
-not) and do without ping-pong. Ours are planned by `plan_step` with the arguments that a training run has.
+published method, documents where the loader puts them, at one tolerance; `distca` places documents too, and may do
+without ping-pong. Where the tolerance is `auto`, it chooses that for the run as well: a tighter one where the network
+has time, a looser one where it has not. Ours are planned by `plan_step` with the arguments that a training run has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from distca.baselines.variable_length import variable_length, variable_length_st
 from distca.baselines.wlb_ideal import wlb_ideal_step
 from distca.planning.pipeline_schedule import one_forward_one_backward
 from distca.planning.step import StepPlan, plan_step
+from distca.planning.tolerance import DEFAULT_TOLERANCE, TOLERANCES
 from distca.simulate.costs import Costs
 from distca.simulate.memory import max_live_tokens, memory
 from distca.simulate.setting import Setting
@@ -30,7 +31,6 @@ from distca.workload.topology import Topology
 BOUND = "bound"           # no strategy: what none can beat
 _MOST_SHARDS = 4_000_000  # of one candidate: beyond, context parallelism cuts documents into dust
 _CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # tokens over a chunk's mean, widest first
-_LOOSENED = (0.2, 1.0, 4.0)  # times the tolerance: what distca chooses from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,17 +65,15 @@ class Strategy(Protocol[Chosen]):
     @property
     def is_baseline(self) -> bool: ...
 
-    def choices(self, setting: Setting) -> Sequence[Choice]:
-        """What it may choose from in this setting; whoever compares keeps the best."""
+    def choices(self, setting: Setting, tolerance: float | str) -> Sequence[Choice]:
+        """What it may choose from in this setting; whoever compares keeps the best. A tolerance may be `auto`."""
         ...
 
     def floor(self, choice: Chosen, setting: Setting, costs: Costs) -> float:
         """Seconds that no step goes below under this choice; 0 where nothing is known without planning."""
         ...
 
-    def step_plan(
-        self, choice: Chosen, setting: Setting, costs: Costs, batch: StepDocuments, tolerance: float
-    ) -> StepPlan | None:
+    def step_plan(self, choice: Chosen, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
         """The step under one choice; None where it cannot be made to fit the memory."""
         ...
 
@@ -85,13 +83,12 @@ class PoolChoice:
     """Attention shared by all ranks."""
 
     placement: str
-    loosened: float = 1.0  # times the tolerance that was asked for; below 1 is tighter
+    tolerance: float = DEFAULT_TOLERANCE
     ping_pong: bool = True
 
     def describe(self, setting: Setting) -> str:
-        loosened = f", tolerance × {self.loosened:g}" if self.loosened != 1.0 else ""
         whole = "" if self.ping_pong else ", no ping-pong"
-        return f"{self.placement} placement{loosened}{whole}, {_pipeline(setting)}"
+        return f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +97,24 @@ class Pool:
 
     name: str
     placement: str
-    loosened: tuple[float, ...] = (1.0,)
+    tolerances: tuple[float, ...] = (DEFAULT_TOLERANCE,)  # where it is auto
     may_wait: bool = False  # where there is little to hide, one whole is quicker than two halves
     is_baseline: bool = False
 
-    def choices(self, setting: Setting) -> list[PoolChoice]:
-        halves = [PoolChoice(self.placement, times) for times in self.loosened]
-        return [*halves, PoolChoice(self.placement, ping_pong=False)] if self.may_wait else halves
+    def choices(self, setting: Setting, tolerance: float | str) -> list[PoolChoice]:
+        tried = self.tolerances if isinstance(tolerance, str) else (tolerance,)
+        halves = [PoolChoice(self.placement, one) for one in tried]
+        whole = PoolChoice(self.placement, DEFAULT_TOLERANCE if isinstance(tolerance, str) else tolerance, False)
+        return [*halves, whole] if self.may_wait else halves
 
     def floor(self, choice: PoolChoice, setting: Setting, costs: Costs) -> float:
         return 0.0
 
-    def step_plan(
-        self, choice: PoolChoice, setting: Setting, costs: Costs, batch: StepDocuments, tolerance: float
-    ) -> StepPlan:
+    def step_plan(self, choice: PoolChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan:
         return plan_step(
             batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=setting.layers,
             tp=setting.tp, ping_pong=choice.ping_pong, placement=choice.placement,
-            tolerance=min(choice.loosened * tolerance, 1.0), cost=costs.attention,
+            tolerance=choice.tolerance, cost=costs.attention,
             topology=Topology.of_cluster(setting.cluster, setting.num_data * len(setting.layers), setting.tp))
 
 
@@ -144,7 +141,7 @@ class Grouped:
     make: Callable[[GroupChoice, Setting, Costs, StepDocuments], StepPlan | None]
     is_baseline: bool = True
 
-    def choices(self, setting: Setting) -> list[GroupChoice]:
+    def choices(self, setting: Setting, tolerance: float | str) -> list[GroupChoice]:
         divisors = [cp for cp in range(1, setting.num_data + 1) if setting.num_data % cp == 0]
         return [GroupChoice(cp, packing, self.sharding) for cp in divisors for packing in self.packings
                 if packing == "variable" or setting.sequences_per_micro_batch % (setting.num_data // cp) == 0]
@@ -157,7 +154,7 @@ class Grouped:
         return setting.num_micro_batches * max(setting.layers) * (layer + 2 * costs.ring_seconds(keys, choice.cp))
 
     def step_plan(
-        self, choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments, tolerance: float
+        self, choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments
     ) -> StepPlan | None:
         if choice.cp > 1 and 2 * choice.cp * sum(map(len, batch.sequences)) > _MOST_SHARDS:
             return None
@@ -231,7 +228,7 @@ STRATEGIES: dict[str, Strategy[Any]] = {strategy.name: strategy for strategy in 
     Grouped("per_document_cp", ("fixed",), "document", _per_document_cp),
     Grouped("wlb_ideal", ("variable", "fixed"), "adaptive", _wlb_ideal),
     Pool("disaggregated", "given"),
-    Pool("distca", "balanced", _LOOSENED, may_wait=True),
+    Pool("distca", "balanced", TOLERANCES, may_wait=True),
 )}
 NAMES = (*STRATEGIES, BOUND)  # in display order
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from distca.cost.latency_table import LatencyTable
+from distca.cost.mixed_pool import Cost, MixedPool
 from distca.planning.step import StepPlan
+from distca.planning.tolerance import asked_tolerance
 from distca.simulate.bound import bound
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
@@ -130,7 +131,7 @@ class Comparison:
     source: str
     setting: Setting
     num_batches: int
-    tolerance: float
+    tolerance: float | str     # a number for all of ours, or auto
     outcomes: tuple[Outcome, ...]
     bound: Outcome | None
     too_large: tuple[str, ...]
@@ -161,17 +162,20 @@ class Question:
     settings: tuple[Setting, ...]
     strategies: tuple[str, ...]
     source: Source
-    table: LatencyTable
-    tolerance: float
+    table: Cost
+    tolerance: float | str     # a number for all of ours, or auto: distca chooses it on the first batches
     num_batches: int
     seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategies", check_names(self.strategies))
+        object.__setattr__(self, "tolerance", asked_tolerance(self.tolerance))
         if self.num_batches < 1:
             raise ValueError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
         for setting in self.settings:
+            if isinstance(self.table, MixedPool):
+                _check_mixed(self.table, setting)
             self.source.check_context(setting.context)
             check_holds_model(setting, self.costs(setting))
             check_holds_step(setting, self.costs(setting))
@@ -182,6 +186,14 @@ class Question:
     def batch(self, setting: Setting, number: int) -> StepDocuments:
         return StepDocuments(tuple(batch_sequences(self.source, setting.context, setting.num_sequences,
                                                    (self.seed, number))))
+
+
+def _check_mixed(pool: MixedPool, setting: Setting) -> None:
+    """Refuse stages, which would all have the first ranks' seconds, and pools of another size."""
+    if setting.pp > 1:
+        raise ValueError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
+                         "pipeline; give --pp 1, or one latency table")
+    pool.time(setting.model, setting.tp).check_servers(setting.num_pool)
 
 
 Key = tuple[int, str, Choice | None]  # setting, strategy, choice
@@ -218,8 +230,7 @@ def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     if outcome.choice is None:
         raise ValueError(f"{outcome.name!r} has no timeline; choose a strategy")
     costs = question.costs(setting)
-    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number),
-                                              question.tolerance)
+    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number))
     assert plan is not None, "it fitted in the sweep"
     return execute(plan, costs, record=True)
 
@@ -285,7 +296,7 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
-            for least, choice in _by_floor(STRATEGIES[name], setting, costs):
+            for least, choice in _by_floor(STRATEGIES[name], setting, costs, question.tolerance):
                 key = at, name, choice
                 is_tried = chosen is None or key in chosen or STRATEGIES[name].is_baseline
                 floor_seconds = least if is_tried else inf
@@ -296,9 +307,11 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
     return found
 
 
-def _by_floor(strategy: Strategy[Any], setting: Setting, costs: Costs) -> list[tuple[float, Choice]]:
+def _by_floor(
+    strategy: Strategy[Any], setting: Setting, costs: Costs, tolerance: float | str
+) -> list[tuple[float, Choice]]:
     """The most promising choices first."""
-    return sorted(((strategy.floor(choice, setting, costs), choice) for choice in strategy.choices(setting)),
+    return sorted(((strategy.floor(choice, setting, costs), choice) for choice in strategy.choices(setting, tolerance)),
                   key=lambda one: one[0])
 
 
@@ -306,7 +319,7 @@ def _one(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, F
     at, name, choice = key
     strategy, setting = STRATEGIES[name], question.settings[at]
     costs = question.costs(setting)
-    plan = strategy.step_plan(choice, setting, costs, batch, question.tolerance)
+    plan = strategy.step_plan(choice, setting, costs, batch)
     if plan is None or not strategy.is_baseline:
         return None if plan is None else _figures(plan, setting, costs, free=True)
     digest = _rows(plan)
@@ -342,8 +355,7 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
     costs = question.costs(setting).without_network()
     figures = []
     for number, found in enumerate(outcome.figures):
-        plan = strategy.step_plan(outcome.choice, setting, question.costs(setting), question.batch(setting, number),
-                                  question.tolerance)
+        plan = strategy.step_plan(outcome.choice, setting, question.costs(setting), question.batch(setting, number))
         assert plan is not None, "it fitted in the sweep"
         figures.append(replace(found, free_seconds=execute(plan, costs).seconds))
     return replace(outcome, figures=tuple(figures))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +25,13 @@ import torch
 from distca.baselines.at_home import at_home_step
 from distca.baselines.per_document_cp import per_document_cp_step
 from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped_tables import find_table
+from distca.cost.cluster_file import find_cluster
+from distca.cost.mixed_pool import find_cost, time_of
 from distca.planning.step import StepPlan, StepSummary, plan_step
 from distca.planning.tick_plans import layers_of_stages
+from distca.planning.tolerance import StepSeconds
 from distca.planning.windows import with_windows
+from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape, unknown_name
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
@@ -145,6 +149,7 @@ class Batch:
     plan_seconds: float    # spent on layouts and plans, ahead of the step
     wait_seconds: float    # spent waiting for this batch, within the step
     num_labels: int        # of all ranks and rows, the same on all ranks; what a mean loss divides by
+    server_work: np.ndarray | None = None  # [servers] of the plan, where speeds are learnt from it
 
     @property
     def rows(self) -> list[Row]:
@@ -160,14 +165,18 @@ class _Draft(NamedTuple):
     plan_seconds: float
     num_labels: int
     position: dict[str, int | str]
+    server_work: np.ndarray | None
 
 
 class Loader:
     """One data rank's batches. Loaders that differ in `rank` alone give the other rows of the same batches.
 
     `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs;
-    `topology` the nodes of the pool's ranks. A batch without a label is refused unless `trains` is false.
+    `topology` the nodes of the pool's ranks. A batch without a label is refused unless `trains` is false. `speed` is of
+    the pool's servers, for the batches whose making begins after it was set: that behind the next one.
     """
+
+    speed: np.ndarray | None = None  # all equal
 
     def __init__(
         self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape,
@@ -194,17 +203,18 @@ class Loader:
     def next(self) -> Batch:
         """The batch at the current position. What went wrong while it was made is raised here."""
         begin = time.perf_counter()
-        ahead = self._ahead or in_background(self._draft, self._position)
+        ahead = self._ahead or in_background(self._draft, self._position, self.speed)
         self._ahead = None
         draft = self._wait(ahead)
         wait_seconds = time.perf_counter() - begin
         self._position = draft.position
-        self._ahead = in_background(self._draft, self._position)
+        self._ahead = in_background(self._draft, self._position, self.speed)
         micro_batches = tuple(
             tuple(Row(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
                       micro_batch.key_runs(nano, self._rank)) for nano, (tokens, labels, positions) in enumerate(rows))
             for micro_batch, rows in zip(draft.plan.micro_batches, draft.columns, strict=True))
-        return Batch(micro_batches, draft.plan, draft.summary, draft.plan_seconds, wait_seconds, draft.num_labels)
+        return Batch(micro_batches, draft.plan, draft.summary, draft.plan_seconds, wait_seconds, draft.num_labels,
+                     draft.server_work)
 
     def state(self) -> dict[str, int | str]:
         """The position of the batch that `next` gives next, whatever is already being made behind it."""
@@ -232,14 +242,14 @@ class Loader:
             raise TimeoutError(f"the next batch was not read and planned within {seconds} s (run.timeout_seconds)")
         return ahead.result()
 
-    def _draft(self, position: dict[str, int | str]) -> _Draft:
+    def _draft(self, position: dict[str, int | str], speed: np.ndarray | None) -> _Draft:
         self._stream.load(position)
         micro_batches = [self._stream.take(self._world * self._settings.batch.tokens_per_rank)
                          for _ in range(self._settings.batch.micro_batches)]
         after = self._stream.state()
         begin = time.perf_counter()
         plan = step_plan([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
-                         self._settings, self._model, self._world, self._cost, self._topology)
+                         self._settings, self._model, self._world, self._cost, self._topology, speed)
         seconds = time.perf_counter() - begin
         num_labels = sum(self._num_labels(piece) for pieces in micro_batches for piece in pieces)
         if num_labels == 0 and self._trains:
@@ -248,7 +258,8 @@ class Loader:
                              "batch.tokens_per_rank or batch.micro_batches, or give other documents")
         columns = [[self._columns(nano, pieces) for nano in micro_batch.nano_batches]
                    for micro_batch, pieces in zip(plan.micro_batches, micro_batches, strict=True)]
-        return _Draft(columns, plan, plan.summary(), seconds, num_labels, after)
+        return _Draft(columns, plan, plan.summary(), seconds, num_labels, after,
+                      plan.server_work() if self._settings.attention.adapt else None)
 
     def _num_labels(self, piece: TextPiece) -> int:
         """Tokens of a piece that have one before them and are in the loss."""
@@ -290,14 +301,14 @@ def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | Non
     """What `attention.cost` knows of this model's seconds; None where causal pairs are balanced."""
     if not settings.attention.cost:
         return None
-    return AttentionTime.of(find_table(settings.attention.cost), model, settings.parallel.tensor)
+    return time_of(find_cost(settings.attention.cost), model, settings.parallel.tensor)
 
 
 def step_plan(
     lengths: Sequence[np.ndarray], settings: Settings, model: ModelShape, num_data: int,
-    cost: AttentionTime | None = None, topology: Topology | None = None,
+    cost: AttentionTime | None = None, topology: Topology | None = None, speed: np.ndarray | None = None,
 ) -> StepPlan:
-    """`lengths[m]` are the documents of micro-batch m, laid over `num_data` ranks.
+    """`lengths[m]` are the documents of micro-batch m, laid over `num_data` ranks; `speed` is of the pool's servers.
 
     Attention at home and per-document context parallelism say themselves where documents live, and have no ping-pong.
     """
@@ -309,10 +320,18 @@ def step_plan(
         step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     else:
         servers = len(layers) * num_data + attention.dedicated // tp  # with this rank's heads
+        tolerance = attention.tolerance if isinstance(attention.tolerance, float) else _step_seconds(
+            model, attention.cluster, tp, attention.cost)
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
-                         placement=attention.placement, tolerance=attention.tolerance, speed=np.ones(servers),
-                         cost=cost, topology=topology)
+                         placement=attention.placement, tolerance=tolerance,
+                         speed=np.ones(servers) if speed is None else speed, cost=cost, topology=topology)
     return with_windows(step, model.layer_windows)
+
+
+@lru_cache(maxsize=4)
+def _step_seconds(model: ModelShape, cluster: str, tp: int, cost: str) -> StepSeconds:
+    """What `attention.tolerance` auto is chosen by."""
+    return step_seconds(model, find_cluster(cluster), tp, find_cost(cost))
 
 
 def _whole(state: Mapping[str, Any], name: str) -> int:

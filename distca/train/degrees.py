@@ -22,6 +22,16 @@ def check_pipeline(stages: int, model: str, num_layers: int, tied: bool) -> None
                          "(model.tied), which another stage holds; untie them (model.untied), or use one stage")
 
 
+def check_adapt(adapt: bool, mode: str, dedicated: int) -> None:
+    """Refuse to learn speeds where no plan could use them, or where not all servers measure."""
+    if adapt and mode != "disaggregated":
+        raise ValueError(f"attention.adapt is true but attention.mode is {mode!r}, in which speeds change nothing; use "
+                         "'disaggregated', or set attention.adapt to false")
+    if adapt and dedicated:
+        raise ValueError(f"attention.adapt is true but attention.dedicated is {dedicated}, and ranks that only serve "
+                         "measure nothing; set attention.adapt to false, or attention.dedicated to 0")
+
+
 def check_dedicated(dedicated: int, ranks: int, tensor: int, mode: str, state: str) -> None:
     """Refuse ranks that only serve where nobody would be left to train, or nobody would ask them."""
     if not dedicated:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from time import perf_counter
@@ -144,6 +145,7 @@ class _LiveDisplay:
                           f"{_share(record.linear_seconds, record.seconds)} in linear layers"),
             ("attention work", f"{record.work_before:.2f} → {record.work_after:.2f} × the mean on the busiest rank"),
             *([("pipeline", bubbles(record.bubble_share, record.served_in_bubbles))] if record.bubble_share else []),
+            *([("servers", server_speeds(record.server_speed))] if record.server_speed else []),
             ("moved", f"{size(record.bytes_per_layer)} a layer"),
             ("exposed", f"{_share(record.exposed_seconds, record.seconds)} of the step in exchanges, "
                         f"{_share(record.host_seconds, record.seconds)} for the batch"),
@@ -184,10 +186,11 @@ def _is_before(line: bytes, step: int) -> bool:
 def plain_line(record: StepRecord, steps: int) -> str:
     served = f"bubbles {100 * record.bubble_share:.0f} %  " if record.bubble_share else ""
     held_out = f"held out {record.eval_loss:.4f}  " if record.eval_loss is not None else ""
+    speeds = f"speeds {min(record.server_speed):.2f}–{max(record.server_speed):.2f}  " if record.server_speed else ""
     return (f"step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  {held_out}lr {record.lr:.2e}  "
             f"norm {record.grad_norm:.2f}  {record.tokens_per_second:,.0f} tokens/s{used(record.mfu)}  "
-            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{size(record.bytes_per_layer)}/layer  "
-            f"attention {_share(record.attention_seconds, record.seconds)}  "
+            f"work {record.work_before:.2f}→{record.work_after:.2f}  {served}{speeds}"
+            f"{size(record.bytes_per_layer)}/layer  attention {_share(record.attention_seconds, record.seconds)}  "
             f"linear {_share(record.linear_seconds, record.seconds)}  "
             f"exposed {_share(record.exposed_seconds, record.seconds)}  memory {size(record.memory_bytes)}")
 
@@ -233,6 +236,11 @@ def curve(values: list[float]) -> str:
 
 def bubbles(share: float, served: float) -> str:
     return f"{100 * share:.0f} % of the stages' ticks are bubbles; {100 * served:.0f} % of the attention ran in them"
+
+
+def server_speeds(speed: Sequence[float]) -> str:
+    slowest, fastest = min(speed), max(speed)
+    return f"speeds {slowest:.2f} (rank {speed.index(slowest)} of the pool) to {fastest:.2f} of the median"
 
 
 def used(mfu: float | None) -> str:

@@ -34,6 +34,9 @@ class StepRecord:
     attention_seconds: float = 0.0  # computing core attention, mean over the ranks that train
     linear_seconds: float = 0.0  # computing the rest of the model, mean over the ranks that train
     mfu: float | None = None  # model FLOPs over what the GPUs' peak would do in the step; None where that is unknown
+    tolerance: float | None = None  # that was chosen, where attention.tolerance is auto
+    attention_seconds_max: float | None = None  # the slowest rank's, where attention.adapt measures each one's
+    server_speed: tuple[float, ...] | None = None  # of the pool's ranks after this step, over the median; then, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class Tally:
             mfu=None if self.last.mfu is None else self.used_seconds / seconds)
 
 
-def as_json(record: StepRecord | RunSummary) -> dict[str, float | None]:
+def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | None]:
     """The fields by name, but those that are unknown; what is no finite number is None, which JSON can say."""
-    return {name: value if math.isfinite(value) else None for name, value in asdict(record).items()
-            if value is not None}
+    return {name: list(value) if isinstance(value, tuple) else value if math.isfinite(value) else None
+            for name, value in asdict(record).items() if value is not None}

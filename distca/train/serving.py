@@ -31,7 +31,8 @@ def serve(settings: Settings, device: torch.device) -> int:
         signal.signal(number, note)
     groups = groups_of(settings, device)
     attention = CoreAttention(groups.servers, kernel=settings.attention.kernel,
-                              transport=transport_between(groups.servers, settings))
+                              transport=transport_between(groups.servers, settings),
+                              spare_multiprocessors=settings.attention.spare_multiprocessors)
     set_timeouts(timedelta(seconds=settings.run.timeout_seconds))
     try:
         return serve_until_stopped(attention, device)

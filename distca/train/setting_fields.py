@@ -48,6 +48,11 @@ class Known:
     common: bool  # listed by `distca train --help`
     counted: bool = False  # tokens or ranks, which people write as 64k
     when_true: str = ""  # of a text that may also be true or false: what true stands for
+    words: tuple[str, ...] = ()  # texts that a number may be instead
+
+    @property
+    def wanted(self) -> str:
+        return " or ".join((_TYPE_WORDS[self.type], *self.words))
 
     @property
     def meaning(self) -> str:
@@ -56,28 +61,33 @@ class Known:
 
 def setting(
     default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, counted: bool = False,
-    when_true: str = "", **limits: float,
+    when_true: str = "", words: tuple[str, ...] = (), **limits: float,
 ) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "limits": Limits(**limits),
-                                            "common": common, "counted": counted, "when_true": when_true})
+                                            "common": common, "counted": counted, "when_true": when_true,
+                                            "words": words})
 
 
 def typed(known: Known, value: object, where: str = "") -> Value:
     """The value if it has the field's type; a whole number will do for a number, and "64k" for tokens and ranks."""
     if known.counted and isinstance(value, str):
         return parse_count(f"{where}{known.name}", value)
+    if isinstance(value, str) and value in known.words:
+        return value
     if known.type is float and type(value) is int and abs(value) < MAX_NUMBER:
         return float(value)
     if known.when_true and isinstance(value, bool):
         return known.when_true if value else ""
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
-        raise ValueError(f"{where}{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]}")
+        raise ValueError(f"{where}{known.name} is {short(value)}; give {known.wanted}")
     return value
 
 
 def from_text(known: Known, text: str) -> Value:
     if known.counted:
         return parse_count(known.name, text)
+    if text in known.words:
+        return text
     if known.type is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if known.when_true and text.lower() in ("true", "false"):
@@ -87,7 +97,7 @@ def from_text(known: Known, text: str) -> Value:
             return known.type(text)
     except ValueError:
         pass
-    raise ValueError(f"{known.name} is {short(text)}; give {_TYPE_WORDS[known.type]}")
+    raise ValueError(f"{known.name} is {short(text)}; give {known.wanted}")
 
 
 def check_limits(known: Known, value: Value) -> None:

@@ -15,7 +15,7 @@ from distca.models import TRAINABLE
 from distca.planning.tick_plans import layers_of_stages
 from distca.planning.windows import windows_by_depth
 from distca.train.decoder_shape import DecoderShape, check_model, decoder_shape
-from distca.train.degrees import check_dedicated, check_pipeline, check_tensor
+from distca.train.degrees import check_adapt, check_dedicated, check_pipeline, check_tensor
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
 
@@ -134,11 +134,19 @@ class Attention:
     placement: str = setting("balanced", "Where documents live in attention.mode disaggregated: chosen for balance, "
                                          "or in the given order.",
                              choices=("balanced", "given"))
-    tolerance: float = setting(0.05, "How far above the mean the largest attention work may be.", least=0, most=1,
-                               common=True)
-    cost: str = setting("", "Latency table, shipped or from `distca profile`: attention is balanced by its seconds, "
-                            "forward and backward each by its own; empty balances causal pairs.")
+    tolerance: float | str = setting(0.05, "How far above the mean the largest attention work may be; auto: what makes "
+                                           "each step quickest by attention.cost on attention.cluster.",
+                                     least=0, most=1, common=True, words=("auto",))
+    cost: str = setting("", "Latency table, shipped or from `distca profile`, or a TOML file that names one for each "
+                            "kind of rank: attention is balanced by its seconds, forward and backward each by its own; "
+                            "empty balances causal pairs.")
+    cluster: str = setting("dgx-h200", "Cluster, by name or TOML file, whose links and rates attention.tolerance "
+                                       "auto counts with.")
+    adapt: bool = setting(False, "Learn from measured seconds how fast each rank's attention is beside the others' and "
+                                 "give a slower one less; for attention.mode disaggregated.")
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
+    spare_multiprocessors: int = setting(0, "Multiprocessors of a GPU that kernel hopper leaves free for copies and "
+                                            "collectives that run beside.", least=0, most=1023)
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                          choices=("resend", "keep"))
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "
@@ -275,6 +283,10 @@ class Settings:
             raise ValueError(f"attention.ranks_per_node is {self.attention.ranks_per_node} but attention.dedicated is "
                              f"{self.attention.dedicated}, and ranks that only serve exchange in one hop; set one of "
                              "them to 0")
+        if self.attention.tolerance == "auto" and not self.attention.cost:
+            raise ValueError("attention.tolerance is 'auto' but attention.cost is empty; name the latency table by "
+                             "whose seconds it is chosen, such as h200")
+        check_adapt(self.attention.adapt, self.attention.mode, self.attention.dedicated)
         ranks = self.run.ranks - self.attention.dedicated
         counted = "run.ranks less attention.dedicated" if self.attention.dedicated else "run.ranks"
         if ranks % tensor:
@@ -348,7 +360,8 @@ def known_settings() -> dict[str, Known]:
     for section in fields(Settings):
         for one in fields(section.type):  # type: ignore[arg-type]
             name = f"{section.name}.{one.name}"
-            known[name] = Known(name, one.type, one.default, **one.metadata)
+            known[name] = Known(name, type(one.default) if one.metadata["words"] else one.type, one.default,
+                                **one.metadata)
     return known
 
 

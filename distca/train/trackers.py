@@ -14,7 +14,7 @@ from distca.train.settings import Settings
 
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
-          "attention_seconds", "linear_seconds", "mfu", "eval_loss")
+          "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
 
 
 class Tracker(Protocol):
@@ -34,8 +34,9 @@ def trackers_for(settings: Settings, folder: Path) -> list[Tracker]:
 
 
 def figures(record: StepRecord) -> dict[str, float]:
-    """What is known of a step, by name."""
-    return {name: value for name in LOGGED if (value := getattr(record, name)) is not None}
+    """What is known of a step, by name; speeds by the server's number behind a slash."""
+    known = {name: value for name in LOGGED if (value := getattr(record, name)) is not None}
+    return known | {f"server_speed/{server}": speed for server, speed in enumerate(record.server_speed or ())}
 
 
 class _TensorBoard:

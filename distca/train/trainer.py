@@ -35,6 +35,7 @@ from distca.runtime.recorder import Recorder
 from distca.runtime.transport import C10dPointToPoint
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
+from distca.train.adapt import ServerSpeeds
 from distca.train.checkpoint import Checkpointer, SaveError
 from distca.train.checkpoint_folder import step_folders
 from distca.train.collectives import gather_json, set_timeouts
@@ -107,10 +108,12 @@ class Trainer:
         self.peak_flops = peak_of(device, dtype)
         shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       transport=transport_between(shared, settings), recorder=self.recorder)
+                                       transport=transport_between(shared, settings), recorder=self.recorder,
+                                       spare_multiprocessors=settings.attention.spare_multiprocessors)
         nodes = self.attention.topology
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                              model=shape.model, topology=nodes)
+        self.speeds = ServerSpeeds(self.pool, self.trainers) if settings.attention.adapt else None
         self.evaluation = None if held_out is None or not settings.eval.every else Evaluation(
             held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model,
             topology=nodes)
@@ -180,6 +183,9 @@ class Trainer:
         trace = self.recorder.end_step(self.rank, self.step)
         total, attention, linear, wait = self.over_ranks(own_total, trace)
         loss = total / batch.num_labels
+        if self.speeds is not None and batch.server_work is not None:
+            self.speeds.learn(batch.server_work, trace.seconds("attention"))
+            self.loader.speed = self.speeds.for_plans
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
@@ -191,7 +197,10 @@ class Trainer:
             exposed_seconds=wait, attention_seconds=attention, linear_seconds=linear,
             mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
             memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
-            bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles)
+            bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles,
+            tolerance=plan.plans()[0].tolerance if plan.tried else None,
+            attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
+            server_speed=None if self.speeds is None else self.speeds.for_log)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""

@@ -19,11 +19,12 @@ import numpy as np
 from distca.columns import freeze
 from distca.workload.documents import Workload, check_lengths
 from distca.workload.layout import KeySlices, Layout
-from distca.workload.placement import place
+from distca.workload.placement import Cuts, place
 from distca.workload.placement_levels import place_by_levels
 from distca.workload.topology import Topology
 
 PLACEMENTS = ("given", "balanced")
+NO_CUTS = Cuts()
 _AIM = 0.9  # part of the tolerance that placement uses; the scheduler rounds to whole tiles within the rest
 
 
@@ -57,21 +58,21 @@ def pack(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     document_work: DocumentWork = causal_work,
-    wave_tokens: int = 1,
+    cuts: Cuts = NO_CUTS,
     topology: Topology | None = None,
 ) -> Layout:
     """Lay documents over ranks with equal tokens on each.
 
     The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Balanced
     placement may be told the pool's `speed` (as in planning), how much work documents are (causal pairs by default),
-    how many queries a server's device takes at once, and the pool's `topology`, which keeps documents inside nodes.
+    which `cuts` suit a server's device, and the pool's `topology`, which keeps documents inside nodes.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
     if not spanning:
         lengths = cut_at_ranks(lengths, tokens_per_rank)
     return _laid(_Parts(np.arange(len(lengths)), np.zeros_like(lengths), lengths), ranks, placement, tolerance, speed,
-                 document_work, wave_tokens, topology)
+                 document_work, cuts, topology)
 
 
 class _Parts(NamedTuple):
@@ -84,7 +85,7 @@ class _Parts(NamedTuple):
 
 def _laid(
     parts: _Parts, ranks: int, placement: str, tolerance: float, speed: Sequence[float] | np.ndarray | None,
-    document_work: DocumentWork, wave_tokens: int, topology: Topology | None,
+    document_work: DocumentWork, cuts: Cuts, topology: Topology | None,
 ) -> Layout:
     """Parts over ranks, as many tokens on each; documents are numbered as the parts are."""
     check_tolerance(tolerance)
@@ -98,8 +99,8 @@ def _laid(
     levels = () if topology is None else topology.first(ranks).levels()
     if levels:
         return place_by_levels(parts.start, parts.stop, work, capacity, share_of_work(work, ranks, 0.0, speed),
-                               tokens_per_rank, levels, wave_tokens)
-    return place(parts.start, parts.stop, work, capacity, tokens_per_rank, wave_tokens)
+                               tokens_per_rank, levels, cuts)
+    return place(parts.start, parts.stop, work, capacity, tokens_per_rank, cuts)
 
 
 def pack_workload(
@@ -109,30 +110,30 @@ def pack_workload(
     tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None,
     document_work: DocumentWork = causal_work,
-    wave_tokens: int = 1,
+    cuts: Cuts = NO_CUTS,
     topology: Topology | None = None,
 ) -> Layout:
     """Lay a workload's sequences over ranks: `given` each over its own, in order; `balanced` all over all."""
     return pack(np.concatenate(workload.sequences), ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank,
                 placement=placement, tolerance=tolerance, speed=speed, document_work=document_work,
-                wave_tokens=wave_tokens, topology=topology)
+                cuts=cuts, topology=topology)
 
 
 def pack_whole(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None, document_work: DocumentWork = causal_work,
-    wave_tokens: int = 1, topology: Topology | None = None,
+    cuts: Cuts = NO_CUTS, topology: Topology | None = None,
 ) -> tuple[NanoBatch]:
     """A micro-batch in one piece."""
     layout = pack(lengths, ranks=ranks, placement=placement, tolerance=tolerance, speed=speed,
-                  document_work=document_work, wave_tokens=wave_tokens, topology=topology)
+                  document_work=document_work, cuts=cuts, topology=topology)
     return (NanoBatch(layout, np.arange(layout.num_documents)),)
 
 
 def pack_ping_pong(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None, document_work: DocumentWork = causal_work,
-    wave_tokens: int = 1, topology: Topology | None = None,
+    cuts: Cuts = NO_CUTS, topology: Topology | None = None,
 ) -> tuple[NanoBatch, NanoBatch]:
     """Two nano-batches with half of every rank's tokens each, in the order in which they run.
 
@@ -144,7 +145,7 @@ def pack_ping_pong(
     if tokens_per_rank % 2:
         raise ValueError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
     ping, pong = _halves(lengths)
-    first, second = (_laid(half, ranks, placement, tolerance, speed, document_work, wave_tokens, topology)
+    first, second = (_laid(half, ranks, placement, tolerance, speed, document_work, cuts, topology)
                      for half in (ping, pong))
     cut = np.flatnonzero(pong.start > 0)
     for number in cut.tolist():

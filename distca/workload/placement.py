@@ -8,16 +8,32 @@ is its beginning, whose queries need nobody else's keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
 
+from distca.workload.documents import MAX_LENGTH
 from distca.workload.layout import Layout, layout_from_slices
 
 _GRID = 128  # slices begin on this grid of their document, so that shards of whole tiles fill them
 _DENSITY_STEPS = 6
+_FULL = 1.05                # times its capacity: a rank with more was filled up with what is denser than guessed
+_PARTS_OF_MEAN = (1.0, 0.5, 0.25)
+
+
+class Cuts(NamedTuple):
+    """Slices that suit a server's device, as it takes work item by item; by default any do."""
+
+    wave_tokens: int = 1              # queries that it takes at once: longer slices are whole multiples of it
+    queries_per_work: float = inf     # of one document, that no rank has more of for each unit of its work
+
+    def longest(self, work_per_rank: float) -> int:
+        """Tokens of a slice."""
+        tokens = self.queries_per_work * work_per_rank
+        return MAX_LENGTH if tokens >= MAX_LENGTH else max(int(tokens) // _GRID, 1) * _GRID
 
 
 class Slices(NamedTuple):
@@ -28,45 +44,87 @@ class Slices(NamedTuple):
     stop: list[int]
     rank: list[int]
 
-    def add(self, document: int, start: int, stop: int, rank: int) -> None:
-        self.document.append(document)
-        self.start.append(start)
-        self.stop.append(stop)
-        self.rank.append(rank)
-
 
 def place(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int,
-    wave_tokens: int = 1,
+    cuts: Cuts,
 ) -> Layout:
     """Lay documents over len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity where it can.
 
     Of each document tokens [first, last) are laid, `work` is their attention work with all that is before them, and
-    `capacity` the most that each rank should get. The tokens must fill the ranks exactly. Slices longer than
-    `wave_tokens`, the queries that a server's device takes at once, are whole multiples of it where they can be.
+    `capacity` the most that each rank should get. The tokens must fill the ranks exactly.
     """
-    slices = place_slices(first, last, work, capacity, np.full(len(capacity), tokens_per_rank), wave_tokens)
+    slices = place_slices(first, last, work, capacity, np.full(len(capacity), tokens_per_rank), cuts.wave_tokens,
+                          np.full(len(last), cuts.longest(float(work.sum()) / len(capacity))))
     documents, starts, stops, ranks = (np.array(column, dtype=np.int64) for column in slices)
     return layout_from_slices(last, documents, starts, stops, ranks, len(capacity))
 
 
 def place_slices(
-    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
+    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int,
+    longest: np.ndarray,
 ) -> Slices:
-    """The slices of `place` over units of `tokens` each: ranks, or nodes whose ranks share what they get."""
+    """The slices of `place` over units of `tokens` each: ranks, or nodes whose ranks share what they get.
+
+    `longest` [documents] is the most tokens of each that a slice has.
+
+    How dense the tokens are that fill units up is guessed: by whole documents first, then, where that overfills some
+    unit because the documents are long, by tokens. The most level guess counts.
+    """
+    assert int((last - first).sum()) == int(tokens.sum())
+    documents = _Documents.of(first, last, work, longest)
+    best, least = None, inf
+    for light_density in documents.light_densities(capacity, float(tokens.mean())):
+        slices, spare = _placed(documents, light_density, capacity, tokens, wave_tokens)
+        serves = capacity > 0
+        fullest = float((1.0 - np.array(spare)[serves] / capacity[serves]).max(initial=0.0))
+        if fullest < least:
+            best, least = slices, fullest
+        if least <= _FULL:
+            break
+    assert best is not None
+    return best
+
+
+class _Documents(NamedTuple):
+    """Tokens [first, last) of documents, with their work and what it is per token and position."""
+
+    first: np.ndarray
+    last: np.ndarray
+    work: np.ndarray
+    rate: np.ndarray     # work per pair
+    longest: np.ndarray  # tokens of a slice
+
+    @classmethod
+    def of(cls, first: np.ndarray, last: np.ndarray, work: np.ndarray, longest: np.ndarray) -> _Documents:
+        pairs = 0.5 * (last.astype(np.float64) ** 2 - first.astype(np.float64) ** 2)
+        return cls(first, last, work, work / pairs, longest)
+
+    def light_densities(self, capacity: np.ndarray, tokens_per_rank: float) -> Iterator[float]:
+        """Guesses of the work per token of what fills up ranks."""
+        lengths = self.last - self.first
+        yield _light_density(lengths, self.work, capacity, tokens_per_rank)
+        mean = float(self.work.sum() / lengths.sum())
+        for part in _PARTS_OF_MEAN:                              # tokens with less work than this part of the mean
+            stop = np.clip(part * mean / self.rate, self.first, self.last)
+            tokens = float((stop - self.first).sum())
+            yield float((0.5 * self.rate * (stop ** 2 - self.first.astype(np.float64) ** 2)).sum()) / max(tokens, 1.0)
+
+
+def _placed(
+    documents: _Documents, light_density: float, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
+) -> tuple[Slices, list[float]]:
+    """Slices, and the work that each rank could still take, where it is filled up with tokens of that density."""
     slices = Slices([], [], [], [])
-    lengths = last - first
-    assert int(lengths.sum()) == int(tokens.sum())
-    rates = (work / (0.5 * (last.astype(np.float64) ** 2 - first.astype(np.float64) ** 2))).tolist()
-    begins = first.tolist()
-    light_density = _light_density(lengths, work, capacity, float(tokens.mean()))
-    dense, light = _split(lengths, last, work, light_density)
+    rates, begins, longest = documents.rate.tolist(), documents.first.tolist(), documents.longest.tolist()
+    dense, light = _split(documents.last - documents.first, documents.last, documents.work, light_density)
     free: list[int] = tokens.tolist()
     spare = capacity.tolist()                                    # work that each rank can still take
     budget = [(light_density * free[r] - float(c), r) for r, c in enumerate(capacity)]  # negated: a min-heap
     heapify(budget)
 
     leftover: list[tuple[int, int, int]] = []                    # (-tokens, document, stop) without a home yet
+    add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     while dense:
         _, document, stop = heappop(dense)
         begin, rate = begins[document], rates[document]
@@ -80,14 +138,17 @@ def place_slices(
             heappop(budget)                                      # full: its other tokens are for light documents
             heappush(dense, (-excess, document, stop))
             continue
-        start = begin
-        if excess > room or stop - begin > free[rank]:
-            start = max(_carve(stop, center, room / rate, free[rank], wave_tokens), begin)
+        start, most = begin, min(free[rank], longest[document])
+        if excess > room or stop - begin > most:
+            start = max(_carve(stop, center, room / rate, most, wave_tokens), begin)
             if start >= stop:
                 heappop(budget)
                 heappush(dense, (-excess, document, stop))
                 continue
-        slices.add(document, start, stop, rank)
+        add_document(document)
+        add_start(start)
+        add_stop(stop)
+        add_rank(rank)
         free[rank] -= stop - start
         used = rate * 0.5 * (stop * stop - start * start)
         spare[rank] -= used
@@ -96,10 +157,10 @@ def place_slices(
             rest = rate * 0.5 * (start * start - begin * begin) - light_density * (start - begin)
             heappush(dense, (-rest, document, start))
 
-    ends = last.tolist()
+    ends = documents.last.tolist()
     leftover += [(begins[document] - ends[document], document, ends[document]) for document in light]
-    _fill(begins, rates, leftover, free, spare, slices)
-    return slices
+    _fill(begins, rates, longest, leftover, free, spare, slices)
+    return slices, spare
 
 
 def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -> int:
@@ -146,29 +207,51 @@ def _split(
 
 
 def _fill(
-    begins: list[int], rates: list[float], queue: list[tuple[int, int, int]], free: list[int], spare: list[float],
-    slices: Slices,
+    begins: list[int], rates: list[float], longest: list[int], queue: list[tuple[int, int, int]], free: list[int],
+    spare: list[float], slices: Slices,
 ) -> None:
     """Fill every rank to its last token: most tokens first, to the rank with the most spare work per token.
 
-    The queue holds (-tokens, document, stop): the document's tokens before `stop` that have no home yet.
+    The queue holds (-tokens, document, stop): the document's tokens before `stop` that have no home yet. A document of
+    several slices goes round the ranks.
     """
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
     narrow: list[tuple[int, int]] = []                           # (-free, rank): too narrow for the current document
+    aside: list[int] = []                                        # ranks with a slice of the current document
     add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     for _, document, stop in sorted(queue):
         rate, start = rates[document], begins[document]
-        while narrow and -narrow[0][0] >= stop - start:
+        size = stop - start
+        most = size if size <= longest[document] else longest[document]
+        while narrow and -narrow[0][0] >= most:
             rank = heappop(narrow)[1]
             heappush(ranks, (-spare[rank] / free[rank], rank))
+        while ranks and free[ranks[0][1]] < most:
+            rank = heappop(ranks)[1]
+            heappush(narrow, (-free[rank], rank))
+        if most == size and ranks:                               # nearly all documents are one slice
+            rank = ranks[0][1]
+            add_document(document)
+            add_start(start)
+            add_stop(stop)
+            add_rank(rank)
+            free[rank] -= size
+            spare[rank] -= rate * 0.5 * (stop * stop - start * start)
+            if free[rank]:
+                heapreplace(ranks, (-spare[rank] / free[rank], rank))
+            else:
+                heappop(ranks)
+            continue
         while start < stop:
-            while ranks and free[ranks[0][1]] < stop - start:
+            while ranks and free[ranks[0][1]] < min(most, stop - start):
                 rank = heappop(ranks)[1]
                 heappush(narrow, (-free[rank], rank))
-            is_wide = bool(ranks)                                # it stays on top of its heap until it is changed
-            rank = ranks[0][1] if is_wide else heappop(narrow)[1]
-            end = min(start + free[rank], stop)
+            if not ranks and aside:
+                _back(aside, ranks, spare, free)
+                continue
+            rank = heappop(ranks if ranks else narrow)[1]
+            end = min(start + min(most, free[rank]), stop)
             add_document(document)
             add_start(start)
             add_stop(end)
@@ -177,6 +260,11 @@ def _fill(
             spare[rank] -= rate * 0.5 * (end * end - start * start)
             start = end
             if free[rank]:
-                (heapreplace if is_wide else heappush)(ranks, (-spare[rank] / free[rank], rank))
-            elif is_wide:
-                heappop(ranks)
+                aside.append(rank)
+        _back(aside, ranks, spare, free)
+
+
+def _back(aside: list[int], ranks: list[tuple[float, int]], spare: list[float], free: list[int]) -> None:
+    while aside:
+        rank = aside.pop()
+        heappush(ranks, (-spare[rank] / free[rank], rank))

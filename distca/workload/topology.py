@@ -28,10 +28,9 @@ class Topology:
         freeze(self, ("node", "pod"))
         if self.node.ndim != 1 or len(self.node) == 0 or self.node.shape != self.pod.shape:
             raise ValueError(f"node has shape {self.node.shape} and pod {self.pod.shape}; give one of each per server")
-        pod_of_node = np.full(self.num_nodes, -1)
-        pod_of_node[self.node] = self.pod
-        if (pod_of_node[self.node] != self.pod).any():
-            at = int(self.node[np.flatnonzero(pod_of_node[self.node] != self.pod)[0]])
+        wrong = self.pod_of_node()[self.node] != self.pod
+        if wrong.any():
+            at = int(self.node[np.flatnonzero(wrong)[0]])
             raise ValueError(f"node {at} is in several pods; put all its servers into one")
 
     @classmethod
@@ -60,6 +59,16 @@ class Topology:
     @property
     def num_nodes(self) -> int:
         return int(self.node.max()) + 1
+
+    @property
+    def num_pods(self) -> int:
+        return int(self.pod.max()) + 1
+
+    def pod_of_node(self) -> np.ndarray:
+        """[nodes]"""
+        pod = np.zeros(self.num_nodes, dtype=np.int64)
+        pod[self.node] = self.pod
+        return pod
 
     @property
     def ranks_per_node(self) -> int:

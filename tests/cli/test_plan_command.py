@@ -21,10 +21,11 @@ from distca.workload.documents import Workload, sample_lengths, standard_library
 
 ROOT = Path(distca.__file__).parents[1]
 JSON_KEYS = {
-    "placement_used", "ranks_per_node", "bytes_between_nodes", "bytes_between_nodes_max",
+    "placement_used", "ranks_per_node", "bytes_between_nodes", "bytes_between_nodes_max", "bytes_between_pods",
+    "bytes_between_pods_max",
     "ranks", "servers", "tasks", "valid", "tolerance", "work_max_over_mean_before", "work_max_over_mean", "bytes_total",
     "bytes_sent_max", "bytes_received_max", "bytes_all_gather", "bytes_backward_total", "smallest_shard",
-    "plan_seconds", "model", "tp", "placement", "tokens_per_rank", "documents", "limit",
+    "plan_seconds", "model", "tp", "placement", "tokens_per_rank", "documents", "limit", "step_seconds_by_tolerance",
              "attention_seconds", "attention_seconds_backward", "work_max_over_mean_backward", "exchange_seconds"}
 
 

@@ -93,6 +93,40 @@ def test_the_least_is_below_every_shard_also_between_points_and_beyond(seed: int
     assert time.shard(q, kv, backward) >= time.least(q * (kv - (q - 1) / 2), backward) * (1 - 1e-12)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 20), st.integers(1, 300), st.integers(0, 600_000), st.integers(0, 1_000), st.booleans(),
+       st.booleans(), st.booleans())
+def test_no_shard_of_a_document_beats_what_its_length_allows(seed: int, tiles: int, more: int, rest: int,
+                                                             work_list: bool, backward: bool, aligned: bool) -> None:
+    """A document of `length` tokens has no shard with more keys, as a trapezoid or as a rectangle before its queries."""
+    time, q = rough_time(seed, work_list), tiles * 7
+    kv = q + more if aligned else max(more, 1)
+    length = (kv if aligned else kv + q) + rest
+    pairs = float(pairs_of(*(np.array([one]) for one in (q, kv, aligned)))[0])
+    found = time.tasks(np.array([q]), np.array([kv]), np.array([aligned]), backward)[0]
+    assert found >= time.least(pairs, backward, length) * (1 - 1e-12)
+    assert time.least(pairs, backward, length) >= time.least(pairs, backward) * (1 - 1e-12)
+
+
+def test_short_documents_have_a_floor_of_their_own() -> None:
+    time = AttentionTime.of(shipped_table("h200"), MODEL)
+    for backward in (False, True):
+        assert time.least(1e9, backward, 2_048) > 1.05 * time.least(1e9, backward)
+    short, long = time.least(1e9, True, 2_048), time.least(2e9, True, 131_072)
+    assert time.least(np.array([1e9, 2e9]), True, np.array([2_048, 131_072])) == pytest.approx(short + long)
+
+
+def test_a_partial_tile_takes_as_long_as_a_whole_one_of_the_kernels() -> None:
+    """128 rows of four heads are 32 queries: the table's shortest shard of 128 queries is four such tiles."""
+    time = AttentionTime.of(shipped_table("h200"), MODEL)
+    whole = time.shard(128, 16_384)
+    assert time.shard(1, 16_384) == time.shard(32, 16_384) == pytest.approx(whole / 4, rel=0.01)
+    assert time.shard(33, 16_384) == pytest.approx(whole / 2, rel=0.01)
+    assert time.shard(1, 16_384, True) == time.shard(128, 16_384, True)
+    alone = time.servers(*columns([8], [16_384], [0]), 1)[0]
+    assert alone <= time.servers(*columns([32], [16_384], [0]), 1)[0]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 50_000), st.integers(0, 50_000), st.integers(0, 3_000), st.booleans())
 def test_shards_never_fall_and_agree_with_their_arrays(seed: int, q: int, more: int, extra: int,

@@ -13,7 +13,7 @@ import torch
 from distca.kernels import TaskRows
 from distca.kernels.accuracy import expected_attention
 from distca.planning.balance import balance
-from distca.planning.step import MicroBatch
+from distca.planning.micro_batch import MicroBatch
 from distca.runtime.attention import CoreAttention
 from distca.runtime.ping_pong import taken
 from distca.runtime.transport import Handle, Transport, TransportError

@@ -1,7 +1,7 @@
 """Run an example of a trainer that takes GPUs for granted on CPU ranks: `on_cpu.py {torchtitan|megatron} script …`.
 
-Stands in for the GPU's names, clocks, memory and random state, and for what torchtitan 0.3.0 expects of a newer torch.
-Nothing of attention, sharding, pipelining or optimization is replaced.
+Stands in for the GPU's names, clocks, memory and random state. Nothing of attention, sharding, pipelining or
+optimization is replaced.
 """
 
 import runpy
@@ -16,12 +16,9 @@ import torch.distributed as dist
 
 def torchtitan() -> None:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     cpu: Any = torch.cpu
     sharded: Any = FSDPModule
-    schedules: Any = PipelineScheduleSingle
-    groups: Any = dist
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu.get_device_name = lambda device=None: "cpu"
     cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 34)
@@ -34,16 +31,7 @@ def torchtitan() -> None:
         divide(module, factor)
         module.set_force_sum_reduction_for_comms(True)           # gloo cannot scale while it reduces
 
-    def step(schedule: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, loss_kwargs: Any,
-             return_outputs: Any) -> None:
-        schedule._stage.has_backward = schedule._has_backward
-        schedule._stage.clear_runtime_states()
-        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
-
     sharded.set_gradient_divide_factor = sum_unscaled
-    if not hasattr(dist, "set_timeout"):
-        groups.set_timeout = lambda timeout, group=None: None
-        schedules.step = step
 
 
 def megatron() -> None:

@@ -25,17 +25,31 @@ ROWS = {
 }
 
 
+class CpuTorch:
+    """torch whose "cuda" is the CPU, for Megatron's pipeline schedules."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, device: str, **named: Any) -> torch.Tensor:
+        assert device == "cuda"
+        return torch.zeros(*size, **named)
+
+
 def cpu_megatron(**sizes: int) -> None:
-    """Groups of gloo ranks, and stand-ins for the device and the random state of a GPU that is not there."""
+    """Groups of gloo ranks, and stand-ins for the device, clock and random state of a GPU that is not there."""
     from contextlib import nullcontext
 
     import torch
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None
+    schedules.torch = CpuTorch()
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
@@ -47,13 +61,14 @@ def gpt(spec: Any, first: bool = True, last: bool = True, **settings: Any) -> An
     from megatron.core.transformer import TransformerConfig
 
     torch.manual_seed(11)
-    settings = {"attention_dropout": 0.0, **settings}
+    vp_stage = settings.pop("vp_stage", None)
+    settings = {"attention_dropout": 0.0, "num_layers": 2, **settings}
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=64,
+        hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=64,
         hidden_dropout=0.0, use_cpu_initialization=True, bias_dropout_fusion=False, masked_softmax_fusion=False,
         **settings)
     return GPTModel(config, spec, VOCAB, 1024, pre_process=first, post_process=last, position_embedding_type="rope",
-                    share_embeddings_and_output_weights=False, parallel_output=False)
+                    share_embeddings_and_output_weights=False, parallel_output=False, vp_stage=vp_stage)
 
 
 def one_by_one(model: Any, documents: list[torch.Tensor]) -> list[torch.Tensor]:

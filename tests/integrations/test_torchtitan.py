@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.distributed as dist
 
 from distca.testing import run_processes
 
@@ -21,6 +22,7 @@ trainers = importlib.import_module("trainers")
 HAVE_TORCHTITAN = all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton"))
 needs_torchtitan = pytest.mark.skipif(not HAVE_TORCHTITAN, reason="torchtitan or triton is not installed: pip install "
                                                                   "'torchtitan>=0.3,<0.4' triton")
+NEW_TORCH = hasattr(dist, "set_timeout")                         # from 2.14, as torchtitan's trainer asks
 VOCAB = 2048
 ROWS = {
     2: [[40, 1, 300, 7], [1, 25, 1]],
@@ -89,8 +91,11 @@ def sharded(size: int, checkpointing: Any) -> Any:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
 
-    spec, parallelism = spec_of("qwen3"), ParallelismConfig(spmd_backend="partial_dtensor")
+    backend = "spmd_types" if NEW_TORCH else "partial_dtensor"   # torchtitan's default, and what torch 2.13 runs
+    set_spmd_backend(backend)
+    spec, parallelism = spec_of("qwen3"), ParallelismConfig(spmd_backend=backend)
     model = spec.parallelize_fn(
         balanced_model(spec.model, tolerance=0.02), parallel_dims=ParallelDims.from_config(parallelism, size),
         training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
@@ -113,7 +118,6 @@ def packed(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
 def check_equal(transport: C10dTransport, rows: list[list[int]], name: str, model: Any) -> tuple[list[float], bool]:
     """Logits, loss and gradients; gives the work per server and whether a task moved."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
     from distca.integrations.packed import latest_plan
@@ -225,8 +229,8 @@ def test_four_ranks_sharded_and_replayed_selectively() -> None:
 @needs_torchtitan
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="torchtitan's trainer needs datasets: pip "
-                                                                         "install 'torchtitan>=0.3,<0.4' triton")
+@pytest.mark.skipif(not NEW_TORCH or importlib.util.find_spec("datasets") is None,
+                    reason="torchtitan's trainer needs datasets and torch from 2.14: pip install '.[torchtitan]'")
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
 def test_the_example_trains(tmp_path: Path, ranks: int, stages: int) -> None:
     home, balanced = trainers.run_example("torchtitan", "torchtitan_train.py", tmp_path, ranks, "2", "512",

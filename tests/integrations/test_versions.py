@@ -1,5 +1,6 @@
 """A trainer that is missing, or of another version, is one line that says what to install."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -34,6 +35,19 @@ def test_other_versions_are_one_line(package: str, version: str, wanted: str) ->
     first, below = wanted.split(" to below ")
     assert str(refused.value) == f"{package} is {version} but distca supports from {wanted}; pip install " \
                                  f"'{package}>={first},<{below}'"
+
+
+@pytest.mark.parametrize(("package", "module", "claim"), [
+    ("transformers", "huggingface", "import transformers; transformers.__version__ = '6.0.0'"),
+    ("torchtitan", "torchtitan", "from importlib import metadata; metadata.version = lambda name: '0.4.0'"),
+    ("megatron", "megatron_core", "import megatron.core; megatron.core.__version__ = '0.17.0'"),
+])
+def test_importing_beside_another_version_is_one_line(package: str, module: str, claim: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    done = subprocess.run([sys.executable, "-c", f"{claim}; import distca.integrations.{module}"], capture_output=True,
+                          text=True)
+    assert done.returncode and " but distca supports from " in done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(("package", "version"), [

@@ -9,13 +9,15 @@ from distca.kernels.accuracy import check_attention
 from distca.kernels.interface import BackwardInputs, Kernel, TaskRows
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+VALUE_DIMS = {192: 128}
 
 
 def random_inputs(
     num_q: int, num_k: int, heads: int, kv_heads: int, dim: int, device: torch.device, seed: int = 0
 ) -> list[torch.Tensor]:
-    generator = torch.Generator(device=device).manual_seed(seed)
-    shapes = ((num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, dim), (num_q, heads, dim))
+    """q, k, v, dout; beside 192 values have a head dim of their own."""
+    generator, value_dim = torch.Generator(device=device).manual_seed(seed), VALUE_DIMS.get(dim, dim)
+    shapes = ((num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, value_dim), (num_q, heads, value_dim))
     return [torch.randn(shape, device=device, generator=generator).to(torch.bfloat16) for shape in shapes]
 
 

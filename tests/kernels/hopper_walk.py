@@ -13,6 +13,7 @@ import torch
 
 from distca.kernels.hopper_launch import Tables
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS, Capacity, backward_block_rows
+from distca.kernels.hopper_tiles import tiles_of
 
 
 def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int, int]]:
@@ -22,9 +23,14 @@ def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int,
 
 
 def walk_forward(
-    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None
+    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS,
+    step_keys: int | None = None,
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """(head, q_first, q_count, k_tile_first, k_lo, k_hi, shift) of every step: its keys are [k_lo, k_hi)."""
+    """(head, q_first, q_count, k_tile_first, k_lo, k_hi, shift) of every step: its keys are [k_lo, k_hi).
+
+    The table counts in tiles of tile_keys; where dQ is computed by itself, steps have step_keys.
+    """
+    step_keys = step_keys or tile_keys
     ints = packed.tolist()
     tiles_at, segments_at, total = capacity.forward_offsets()
     assert len(ints) == total
@@ -38,17 +44,18 @@ def walk_forward(
             k_begin, k_end, shift, _ = ints[segments_at + 4 * segment : segments_at + 4 * segment + 4]
             hi = min(k_end, q_first + q_count + shift)
             lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
-            n_hi, n_lo = -(-(hi - k_begin) // TILE_KEYS), (lo - k_begin) // TILE_KEYS
+            n_hi, n_lo = -(-(hi - k_begin) // step_keys), (lo - k_begin) // step_keys
             for n in range(n_hi - 1, n_lo - 1, -1):
-                k_tile_first = k_begin + n * TILE_KEYS
-                yield head, q_first, q_count, k_tile_first, k_tile_first, min(k_end, k_tile_first + TILE_KEYS), shift
-            num_steps -= max(0, n_hi - n_lo)
+                k_tile_first = k_begin + n * step_keys
+                yield head, q_first, q_count, k_tile_first, k_tile_first, min(k_end, k_tile_first + step_keys), shift
+            num_steps -= max(0, -(-(hi - k_begin) // tile_keys) - (lo - k_begin) // tile_keys)
             segment += 1
         assert num_steps == 0, "a tile ends inside a segment"
 
 
 def walk_backward(
-    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, block_rows: int = BLOCK_ROWS
+    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, block_rows: int = BLOCK_ROWS,
+    tile_keys: int = TILE_KEYS,
 ) -> Iterator[tuple[int, int, int, int, int, int, int, int, int]]:
     """(head, k_first, k_count, block_id, q_first, q_count, k_begin, k_end, shift) of every block that an item visits.
 
@@ -61,7 +68,7 @@ def walk_backward(
     num_items, heads_outer, num_table_blocks = ints[:3]
     for item, head in work(num_items, kv_heads, heads_outer):
         k_first, k_count, num_blocks, row = ints[items_at + 4 * item : items_at + 4 * item + 4]
-        assert 0 < k_count <= TILE_KEYS
+        assert 0 < k_count <= tile_keys
         assert num_blocks > 0
         while num_blocks > 0:
             assert row < capacity.rows
@@ -109,11 +116,12 @@ def launch_forward(
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
-    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window)
+    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window,
+                        tiles_of(q.shape[2]).forward_keys)
     for (head, q_first, q_count), steps in groupby(walk, key=lambda step: step[:3]):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         top = lse.new_full((q_count, group), -torch.inf)
-        total, acc = torch.zeros_like(top), lse.new_zeros((q_count, group, q.shape[2]))
+        total, acc = torch.zeros_like(top), lse.new_zeros((q_count, group, v.shape[2]))
         for *_, k_lo, k_hi, shift in steps:
             hidden = ~seen(queries, torch.arange(k_lo, k_hi), shift, window)[:, None]
             scores = torch.einsum("qhd,kd->qhk", q[queries, heads], k[k_lo:k_hi, head]) * scale
@@ -146,10 +154,11 @@ def launch_backward(
     block_rows = backward_block_rows(q.shape[2])
     sums = lse.new_zeros((num_blocks, kv_heads, block_rows // group, group, q.shape[2]))
     written = torch.zeros(k.shape[:2], dtype=torch.bool)
-    walk = walk_backward(packed, tables.capacity, group, kv_heads, window, block_rows)
+    tiles = tiles_of(q.shape[2])
+    walk = walk_backward(packed, tables.capacity, group, kv_heads, window, block_rows, tiles.backward_keys)
     for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
         heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
-        dk_sum, dv_sum = (lse.new_zeros((k_count, q.shape[2])) for _ in range(2))
+        dk_sum, dv_sum = (lse.new_zeros((k_count, x.shape[2])) for x in (k, v))
         for *_, block, q_first, q_count, k_begin, k_end, shift in blocks:
             queries, keys = slice(q_first, q_first + q_count), torch.arange(k_first, k_first + k_count)
             shown = seen(queries, keys, shift, window) & (k_begin <= keys) & (keys < k_end)
@@ -159,7 +168,7 @@ def launch_backward(
             sums[block, head, :q_count] += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
         write_once(dk[tile, head], dk_sum, written[tile, head])
         dv[tile, head] = dv_sum
-    if deterministic:
+    if deterministic or tiles.dq_apart:
         write_dq((dout, q, k, v, out, lse), dq, tables, window, scale)
         return
     written = torch.zeros(q.shape[0], dtype=torch.bool)
@@ -175,7 +184,9 @@ def write_dq(
     _, q, k, *_ = saved
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
-    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window)
+    tiles = tiles_of(q.shape[2])
+    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window, tiles.forward_keys,
+                        tiles.dq_keys)
     for (head, q_first, q_count), steps in groupby(walk, key=lambda step: step[:3]):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         total = q.new_zeros((q_count, group, q.shape[2]))

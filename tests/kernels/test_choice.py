@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import distca
 import distca.kernels
-from distca.kernels import TaskRows, choose, cudnn, hopper, kernel_named
+from distca.kernels import TaskRows, choose, cudnn, hopper, kernel_named, sparing
+from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs
+from distca.runtime.attention import CoreAttention
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -58,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ({"capability": (10, 0), "has_cudnn": False}, torch.bfloat16, 64, None, "varlen", "is compute capability 10.0"),
         ({"nvrtc_error": "libnvrtc cannot be loaded"}, torch.bfloat16, 128, None, "cudnn", "libnvrtc cannot be loaded"),
         ({}, torch.float16, 128, None, "cudnn", "dtype is torch.float16; give bfloat16"),
-        ({}, torch.bfloat16, 96, None, "cudnn", "head_dim is 96; give 64 or 128"),
+        ({}, torch.bfloat16, 96, None, "cudnn", "head_dim is 96; give 64, 128 or 256"),
     ],
 )
 def test_auto_says_once_why_it_is_not_hopper(
@@ -101,6 +105,17 @@ def test_a_name_that_does_not_fit_is_refused_with_the_reason(name: str) -> None:
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"kernel='fast'.*auto or one of hopper, cudnn, fa4, varlen, sdpa, dense"):
         kernel_named("fast")
+
+
+def test_multiprocessors_to_spare_are_for_hopper_alone() -> None:
+    assert sparing(kernel_named("sdpa"), 0) is kernel_named("sdpa")
+    assert sparing(kernel_named("hopper"), 8) == HopperKernel(spare_multiprocessors=8)
+    with pytest.raises(ValueError, match="spare_multiprocessors is 8, but kernel sdpa leaves none free; give 0, or "):
+        sparing(kernel_named("sdpa"), 8)
+    attend = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), spare_multiprocessors=8)
+    plan = distca.plan(distca.pack([5], ranks=1), model="tiny")
+    with pytest.raises(ValueError, match="spare_multiprocessors is 8, but kernel sdpa"):
+        attend(torch.ones(5, 1, 8), torch.ones(5, 1, 8), torch.ones(5, 1, 8), plan)
 
 
 def test_integers_are_nobodys() -> None:

@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.kernels import cuda_driver
-from distca.kernels.cuda_driver import Arguments, Function, Module, TensorMap, compile_cubin, nvrtc, tensor_map
+from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin, nvrtc, tensor_map
 
 Pointer = Any  # what POINTER(...) makes has no name that annotations could use
-LAUNCH = CFUNCTYPE(c_int, c_void_p, *[c_uint32] * 7, c_void_p, POINTER(c_void_p), c_void_p)
+LAUNCH = CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(c_void_p), c_void_p)
 ENCODE = CFUNCTYPE(
     c_int, c_void_p, c_int, c_uint32, c_void_p, POINTER(ctypes.c_uint64), POINTER(ctypes.c_uint64), POINTER(c_uint32),
     POINTER(c_uint32), *[c_int] * 4,
@@ -66,57 +66,44 @@ def test_tensor_maps_are_aligned_and_apart() -> None:
 
 @given(i=st.integers(-(2**31), 2**31 - 1), j=st.integers(-(2**63), 2**63 - 1), pointer=st.integers(0, 2**64 - 1),
        x=st.floats(width=32, allow_nan=False), byte=st.integers(0, 255))
-def test_a_launch_hands_over_what_was_set(i: int, j: int, pointer: int, x: float, byte: int) -> None:
+def test_a_launch_hands_over_what_it_is_called_with(i: int, j: int, pointer: int, x: float, byte: int) -> None:
     seen = []
 
     @LAUNCH
-    def launch(handle: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared_bytes: int, stream: int,
-               parameters: Pointer, extra: None) -> int:
+    def run(config: int, handle: int, parameters: Pointer, extra: None) -> int:
+        sizes = struct.unpack("7I4xQQI4x", string_at(config, 56))  # CUlaunchConfig as a C compiler lays it out
         kinds: tuple[Any, ...] = (c_int32, c_void_p, c_float)
         values = [kind.from_address(parameters[n]).value for n, kind in enumerate(kinds)]
         values += [string_at(parameters[3], 128), c_int64.from_address(parameters[4]).value]
-        seen.append((handle, (gx, gy, gz), (bx, by, bz), shared_bytes, stream, extra, values))
+        seen.append((handle, sizes, extra, values))
         return 0
 
-    arguments = Arguments([c_int32, c_void_p, c_float, TensorMap, c_int64])  # padded twice
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launch))
+        patch.setattr(cuda_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=run))
         patch.setattr(cuda_driver, "_bind_context", lambda: None)
         function = Function("k", 200_000, 168, 0, c_void_p(2**47 + 8))
-        arguments.set(1, 2, 3.0, filled_map(7), 5)
-        function.launch(132, 384, 2**47, arguments.set(i, pointer, x, filled_map(byte), j))
+        types = [c_int32, c_void_p, c_float, TensorMap, c_int64]  # padded twice
+        launch = Launch(function, 384, types, [filled_map(byte)])
+        other = Launch(function, 64, types, [filled_map(7)])
+        launch(1, 3, 1, 2, 3.0, 5)
+        other(1, 3, 6, 7, 8.0, 9)
+        seen.clear()
+        launch(132, 2**47, i, pointer, x, j)
     values = [i, pointer or None, x, bytes([byte]) * 128, j]
-    assert seen == [(2**47 + 8, (132, 1, 1), (384, 1, 1), 200_000, 2**47, None, values)]
-
-
-def test_threads_do_not_share_argument_storages() -> None:
-    arguments = Arguments([c_int32, TensorMap]).set(1, filled_map(1))
-    mine: list[Any] = list(arguments.pointers)
-    theirs: list[Any] = []
-
-    def other() -> None:
-        arguments.set(2, filled_map(2))
-        theirs.extend(arguments.pointers)
-        theirs.append(c_int32.from_address(theirs[0]).value)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert theirs[2] == 2 and set(theirs[:2]).isdisjoint(mine)
-    assert list(arguments.pointers) == mine
-    assert c_int32.from_address(mine[0]).value == 1 and string_at(mine[1], 128) == b"\x01" * 128
+    assert seen == [(2**47 + 8, (132, 1, 1, 384, 1, 1, 200_000, 2**47, 0, 0), None, values)]
 
 
 @pytest.mark.parametrize("values", [(2**31, 0), (0, -1), (0, 2**32), (1,), (1, 2, 3), (1.5, 2)])
-def test_arguments_that_do_not_fit_are_refused(values: tuple[float, ...]) -> None:
+def test_numbers_that_do_not_fit_are_refused(driver: SimpleNamespace, values: tuple[float, ...]) -> None:
+    driver.cuLaunchKernelEx = LAUNCH(lambda *_: 0)
     with pytest.raises(struct.error):
-        Arguments([c_int32, c_uint32]).set(*values)
+        Launch(Function("k", 0, 0, 0, c_void_p(1)), 32, [c_int32, c_uint32])(1, 0, *values)
 
 
 def test_a_failing_call_is_named_with_the_drivers_words(driver: SimpleNamespace) -> None:
-    driver.cuLaunchKernel = LAUNCH(lambda *_: 701)
-    with pytest.raises(RuntimeError, match=r"cuLaunchKernel of k with grid 3 and block 64 .*made up.*701"):
-        Function("k", 0, 0, 0, c_void_p(1)).launch(3, 64, 0, Arguments([]))
+    driver.cuLaunchKernelEx = LAUNCH(lambda *_: 701)
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx of k with grid 3 and block 64 .*made up.*701"):
+        Launch(Function("k", 0, 0, 0, c_void_p(1)), 64, [])(3, 0)
 
 
 def test_tensor_map_describes_swizzled_bf16_and_is_kept(driver: SimpleNamespace) -> None:
@@ -401,13 +388,13 @@ def test_a_box_is_copied_from_two_threads(compiler: ctypes.CDLL) -> None:
     function = Module(compile_cubin(COPY, "copy.cu", {"ROWS": rows})).function("copy", shared_bytes)
     assert function.registers > 0 and function.local_bytes == 0
     table = torch.randn(40, 128, dtype=torch.bfloat16, device="cuda")
-    arguments = Arguments([TensorMap, c_void_p, c_int32, c_int32])
+    types = [TensorMap, c_void_p, c_int32, c_int32]
     stream = torch.cuda.current_stream().cuda_stream
     outs = [torch.empty(rows, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     described = tensor_map(table.data_ptr(), (128, 40), (256,), (64, rows))
 
     def launch(i: int) -> None:
-        function.launch(1, 128, stream, arguments.set(described, outs[i].data_ptr(), 64, (0, 32)[i]))
+        Launch(function, 128, types, [described])(1, stream, outs[i].data_ptr(), 64, (0, 32)[i])
 
     launch(0)
     thread = threading.Thread(target=launch, args=(1,))

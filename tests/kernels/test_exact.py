@@ -35,9 +35,11 @@ CPU = torch.device("cpu")
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def qkv(num_q: int, num_k: int, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0) -> list[torch.Tensor]:
+def qkv(
+    num_q: int, num_k: int, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0, value_dim: int = 8
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, dim), (num_q, heads, dim))
+    shapes = ((num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, value_dim), (num_q, heads, value_dim))
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]  # q, k, v, dout
 
 
@@ -59,13 +61,13 @@ def by_the_rule(
         ]
         for h in range(q.shape[1]):
             if not keys:
-                outs.append(q[i, h] * 0)
+                outs.append(q[i, h].sum() * v.new_zeros(v.shape[2]))
                 lses.append(torch.tensor(-math.inf, dtype=q.dtype))
                 continue
             scores = k[keys, h // group] @ q[i, h] * scale
             outs.append(scores.softmax(dim=0) @ v[keys, h // group])
             lses.append(scores.logsumexp(dim=0))
-    return torch.stack(outs).view_as(q), torch.stack(lses).view(q.shape[:2])
+    return torch.stack(outs).view(*q.shape[:2], -1), torch.stack(lses).view(q.shape[:2])
 
 
 def assert_exact(
@@ -327,6 +329,24 @@ def test_documents_match_dense_attention(kernel: Kernel, lengths: list[int], win
     torch.testing.assert_close(out, expected_out, **EXACT)
     for a, e in zip(kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared), expected, strict=True):
         torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(12, 8), (6, 10)])
+def test_values_may_have_a_head_dim_of_their_own(kernel: Kernel, dim: int, value_dim: int) -> None:
+    tensors = qkv(14, 16, dim=dim, value_dim=value_dim)
+    for case in ("shared prefix", "queries before and past the keys", "same queries, partial keys"):
+        rows = TaskRows(*np.array(CASES[case], dtype=np.int64).T)
+        if kernel.name in ("dense", "sdpa", "hopper"):
+            for window in (None, 3):
+                assert_exact(kernel, tensors, rows, window)
+        else:
+            q, k, v, dout = tensors
+            prepared = kernel.prepare(rows, CPU)
+            refusal = f"kernel='{kernel.name}': head_dim is {dim} and that of values {value_dim}.*use kernel='hopper'"
+            with pytest.raises(ValueError, match=refusal):
+                kernel.forward(q, k, v, prepared)
+            with pytest.raises(ValueError, match=refusal):
+                kernel.backward(BackwardInputs(dout, q, k, v, dout, q[..., 0]), prepared)
 
 
 def test_inputs_need_not_be_contiguous(kernel: Kernel) -> None:

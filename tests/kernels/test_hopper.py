@@ -20,6 +20,7 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper_tiles import TILES
 from distca.kernels.interface import BackwardInputs
 from distca.testing import task_rows
 
@@ -109,6 +110,18 @@ def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched: li
     assert_same(attend(inputs(), prepared), before)
 
 
+def test_room_for_so_many_queries_keys_and_rows(launched: list[bool]) -> None:
+    """The first rows alone would leave no room for these."""
+    few, many = TaskRows.documents([30]), TaskRows.documents([17] * 20 + [160])
+    narrow, roomy = HOPPER.prepare(few, CPU), HOPPER.prepare(few, CPU, most=(500, 500, 21))
+    for prepared in (narrow, roomy):
+        attend(inputs(), prepared)
+    with pytest.raises(ValueError, match="do not fit"):
+        HOPPER.refill(narrow, many)
+    HOPPER.refill(roomy, many)
+    assert_same(attend(inputs(), roomy), attend(inputs(), HOPPER.prepare(many, CPU)))
+
+
 def test_deterministic_gradients_are_one_call_for_any_rows(launched: list[bool], determinism: None) -> None:
     for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 1), (NOTHING, 0)):
         prepared = HOPPER.prepare(rows, CPU)
@@ -151,6 +164,19 @@ def test_spare_multiprocessors_are_not_taken(launched: list[bool], monkeypatch: 
         assert [tables.num_sms for tables in prepared.by_heads.values()] == [132 - spare]
 
 
+def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch's storages are read while other threads run, as autograd's."""
+    monkeypatch.setattr(hopper_launch, "tensor_map", lambda *_: cuda_driver.TensorMap())
+    kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
+    monkeypatch.setattr(hopper_launch, "_forward_kernel", lambda *_: kernel)
+    place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), torch.Size([9, 2, 64]), 16, 32, 48,
+                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False)
+    first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
+    assert first is not None and again is first
+    assert elsewhere is not None and elsewhere[0] is not first[0]
+    hopper_launch._forward_call.cache_clear()
+
+
 @pytest.mark.parametrize("spare", [-1, 132])
 def test_spares_that_leave_none_are_refused(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -181,7 +207,7 @@ class Cubin:
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", TILES)
 def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch,
                                                      tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All variants; the compiler remarks, as C7510 to C7515 and others, where it makes one wgmma wait for another."""

@@ -34,7 +34,8 @@ assert_exact = accuracy.assert_exact
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = HopperKernel()
 random_inputs = partial(accuracy.random_inputs, device=GPU)
-SHAPES = [(group, dim, window) for group in (1, 4, 7, 8) for dim in (64, 128) for window in (None, 300)]  # 7 heads pad
+DIMS = (64, 128, 192, 256)
+SHAPES = [(group, dim, window) for group in (1, 4, 7, 8) for dim in DIMS for window in (None, 300)]  # 7 heads pad
 
 MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
@@ -121,10 +122,11 @@ def any_rows(draw: st.DrawFn) -> TaskRows:
 
 
 @gpu
+@pytest.mark.parametrize("dim", DIMS[1:])
 @given(rows=any_rows(), window=st.none() | st.integers(1, 450), scale=st.none() | st.floats(0.05, 0.3))
 @settings(max_examples=60, deadline=None)
-def test_any_rows(rows: TaskRows, window: int | None, scale: float | None) -> None:
-    tensors = random_inputs(400, 400, 4, 1, 128)
+def test_any_rows(dim: int, rows: TaskRows, window: int | None, scale: float | None) -> None:
+    tensors = random_inputs(400, 400, 4, 1, dim)
     assert_exact(attend(HOPPER, tensors, rows, window, scale), tensors, rows, window, scale)
 
 
@@ -143,10 +145,11 @@ LONG = {
 
 
 @gpu
+@pytest.mark.parametrize("dim", DIMS[1:])
 @pytest.mark.parametrize("name", LONG)
-def test_long_rows(name: str) -> None:
+def test_long_rows(name: str, dim: int) -> None:
     rows, window = LONG[name]
-    tensors = random_inputs(int(rows.q_end.max()), int(rows.k_end.max()), 4, 1, 128)
+    tensors = random_inputs(int(rows.q_end.max()), int(rows.k_end.max()), 4, 1, dim)
     assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
 
 
@@ -155,7 +158,7 @@ GAPS = task_rows([5, 140, 141, 700], [139, 141, 333, 900], [3, 300, 260, 901], [
 
 @gpu
 @pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_tokens_outside_all_rows_are_not_touched(dim: int, window: int | None) -> None:
     tensors = random_inputs(1000, 1100, 8, 2, dim)
     spans = {"q": (GAPS.q_begin, GAPS.q_end), "k": (GAPS.k_begin, GAPS.k_end)}
@@ -212,9 +215,10 @@ RACING = {"shared keys": shards(64, 128, 8_192), "documents": TaskRows.documents
 
 
 @gpu
+@pytest.mark.parametrize("dim", DIMS[1:])
 @pytest.mark.parametrize("name", RACING)
-def test_deterministic_mode_gives_the_same_bits(name: str) -> None:
-    rows, tensors = RACING[name], random_inputs(8_192, 8_192, 32, 8, 128)
+def test_deterministic_mode_gives_the_same_bits(name: str, dim: int) -> None:
+    rows, tensors = RACING[name], random_inputs(8_192, 8_192, 32, 8, dim)
     with determinism():
         first = attend(HOPPER, tensors, rows)
         for _ in range(3):

@@ -333,7 +333,7 @@ def test_fitting_holds_and_one_less_does_not(rows: TaskRows, window: int | None,
 def test_bound_holds_for_disjoint_queries(rows: TaskRows, window: int | None, group: int) -> None:
     forward, backward, _ = both(rows, window, group)
     num_q, num_k = int(rows.q_len.sum()), int(rows.k_end.max())
-    assert Capacity.bound(num_q, num_k, len(rows), tokens_per_block(group)).holds(forward, backward) is None
+    assert Capacity.bound(num_q, num_k, len(rows), tokens_per_block(group), TILE_KEYS).holds(forward, backward) is None
 
 
 def test_bound_is_reached() -> None:
@@ -341,7 +341,7 @@ def test_bound_is_reached() -> None:
     block_len = tokens_per_block(8)
     rows = table([(17 * i, 17 * i + 17, 129 * i, 129 * i + 129, 200) for i in range(3)])
     forward, backward, tight = both(rows, None, 8)
-    assert Capacity.bound(51, 387, 3, block_len) == tight
+    assert Capacity.bound(51, 387, 3, block_len, TILE_KEYS) == tight
     assert (len(forward.tiles), len(backward.items), len(backward.blocks)) == (6, 6, 9)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distca.kernels import kernel_named, ranking
+from distca.kernels.hopper_tiles import TILES
 from distca.kernels.ranking import Speed, fastest_first, measured
 
 GPU = torch.device("cuda")
@@ -53,6 +54,14 @@ def test_kernels_are_ordered_by_forward_and_backward_together(
 def test_a_cpu_asks_for_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "measured", lambda: pytest.fail("the table was read"))
     assert fastest_first(KERNELS, torch.device("cpu"), torch.bfloat16, 128, None) == KERNELS
+
+
+@pytest.mark.parametrize("window", [None, 4_096])
+@pytest.mark.parametrize("head_dim", TILES)
+def test_every_head_dim_of_ours_has_been_measured(head_dim: int, window: int | None) -> None:
+    speeds = [speed for speed in measured()["NVIDIA H200"] if speed.head_dim == head_dim
+              and speed.windowed == (window is not None)]
+    assert "hopper" in {speed.kernel for speed in speeds}
 
 
 def test_the_shipped_figures_name_kernels_that_exist() -> None:

@@ -98,7 +98,7 @@ def test_servers_get_what_torch_would_give_them(shape: Shape, options: dict[str,
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
-        "q": ((heads, dim), dtype, shapes.q_bytes), "k": ((kv_heads, dim), dtype, shapes.kv_bytes),
+        "q": ((heads, dim), dtype, shapes.q_bytes), "k": ((kv_heads, dim), dtype, shapes.k_bytes),
         "lse": ((heads,), shapes.lse_dtype, shapes.lse_bytes)}
     names = ["q", "k", "k", "q", "lse"]
     ranks = range(plan.num_servers)
@@ -124,7 +124,7 @@ def test_gradients_are_summed_as_torch_sums_them(shape: Shape, options: dict[str
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
-    plain = [Combine.of(table, [("q", shapes.q_bytes), ("k", shapes.kv_bytes), ("k", shapes.kv_bytes)])
+    plain = [Combine.of(table, [("q", shapes.q_bytes), ("k", shapes.k_bytes), ("k", shapes.k_bytes)])
              for table in tables]
     fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     results = [(random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype),

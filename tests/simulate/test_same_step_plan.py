@@ -52,8 +52,8 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed: int, num_data: int
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
     strategy = STRATEGIES[name]
     assert isinstance(strategy, Pool)
-    simulated = strategy.step_plan(PoolChoice(strategy.placement, ping_pong=ping_pong), where,
-                                   Costs.of(model, cluster, tp, shipped_table("h200")), batch, tolerance)
+    simulated = strategy.step_plan(PoolChoice(strategy.placement, tolerance, ping_pong), where,
+                                   Costs.of(model, cluster, tp, shipped_table("h200")), batch)
     run = load_settings(None, {
         "model.name": model.name, "parallel.tensor": str(tp), "parallel.pipeline": str(pp),
         "batch.ping_pong": str(ping_pong).lower(), "attention.placement": strategy.placement,

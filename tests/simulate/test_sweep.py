@@ -11,6 +11,7 @@ import pytest
 from distca.cost.cluster_file import find_cluster, read_cluster
 from distca.cost.latency_table import analytic_table
 from distca.models import model_named
+from distca.planning.tolerance import AUTO
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
@@ -126,8 +127,8 @@ def test_a_faster_network_helps_those_who_wait_for_it() -> None:
     batch = StepDocuments(tuple(batch_sequences(Source("pretrain"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     strategy = STRATEGIES["per_document_cp"]
-    for choice in strategy.choices(where):
-        plan = strategy.step_plan(choice, where, costs, batch, 0.05)
+    for choice in strategy.choices(where, 0.05):
+        plan = strategy.step_plan(choice, where, costs, batch)
         assert isinstance(choice, GroupChoice)
         if plan is not None and choice.cp > 1:
             assert execute(plan, costs.without_network()).seconds < execute(plan, costs).seconds
@@ -138,8 +139,8 @@ def test_every_strategy_makes_steps_of_the_same_documents() -> None:
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     for strategy in STRATEGIES.values():
-        for choice in strategy.choices(where):
-            plan = strategy.step_plan(choice, where, costs, batch, 0.05)
+        for choice in strategy.choices(where, AUTO):
+            plan = strategy.step_plan(choice, where, costs, batch)
             assert plan is not None
             plan.validate()
             lengths = np.concatenate([micro_batch.lengths for micro_batch in plan.micro_batches])
@@ -154,8 +155,8 @@ def test_leaving_choices_out_changes_no_best(monkeypatch: pytest.MonkeyPatch) ->
     where = question.settings[0]
     costs, batch = question.costs(where), question.batch(where, 0)
     for name in question.strategies:
-        for choice in STRATEGIES[name].choices(where):
-            plan = STRATEGIES[name].step_plan(choice, where, costs, batch, 0.05)
+        for choice in STRATEGIES[name].choices(where, 0.05):
+            plan = STRATEGIES[name].step_plan(choice, where, costs, batch)
             assert plan is not None and STRATEGIES[name].floor(choice, where, costs) <= execute(plan, costs).seconds
     pruned = compare(question)
     assert any(isinstance(figures, float) for figures in batch_figures(question, 0).values())

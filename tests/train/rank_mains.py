@@ -147,3 +147,19 @@ def wait_without_listening(settings: Settings) -> int:
     _say(settings, ready=True)
     time.sleep(100)
     return 0
+
+
+def train_with_a_slow_rank(settings: Settings) -> int:
+    """The last server says that its attention took twice what its work would; others that it took just that."""
+    from distca.train import adapt, trainer
+
+    class Watched(adapt.ServerSpeeds):
+        def learn(self, work: Any, own_seconds: float) -> None:
+            seen.append(work.tolist())
+            super().learn(work, float(work[self.rank]) * (2 if self.rank == len(work) - 1 else 1))
+
+    seen: list[list[float]] = []
+    vars(trainer)["ServerSpeeds"] = Watched
+    code = trainer.run(settings)
+    _say(settings, work=seen)
+    return code

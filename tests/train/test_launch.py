@@ -329,6 +329,7 @@ def _llama_folder(tmp_path: Path, **changes: Any) -> str:
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"attention.kernel": "cudnn"}, ["attention.kernel", "'cudnn'", "GPU"]),
+    ({"attention.spare_multiprocessors": 4}, ["spare_multiprocessors is 4", "kernel sdpa", "'hopper'"]),
     ({"data.source": "text", "data.path": "no/such"}, ["data.path", "no/such"]),
     ({"data.source": "megatron", "data.path": "no/such.bin"}, ["data.path", "no/such.idx"]),
     ({"data.source": "text", "data.path": ".", "data.tokenizer": "none.json"}, ["data.tokenizer", "none.json"]),
@@ -340,7 +341,7 @@ def _llama_folder(tmp_path: Path, **changes: Any) -> str:
     ({"model.load": "no/model"}, ["model.load", "no/model", "config.json"]),
 ])
 def test_what_this_machine_cannot_do_is_refused(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                values: dict[str, bool | str], words: list[str]) -> None:
+                                                values: dict[str, int | str], words: list[str]) -> None:
     import torch
 
     from distca.train import preflight

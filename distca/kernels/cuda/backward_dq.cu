@@ -4,15 +4,21 @@
 // matrix products instead of five, but every number is summed by one warpgroup in one order, and nobody waits for
 // anybody else. As in forward one warp copies ahead and two warpgroups compute, one block of queries each. Scores,
 // output-gradient products and dQ stay in registers; the products of one warpgroup run under the other's exponentials.
+// Wide heads leave room for fewer keys at a time than forward's tables count in; the last step of a tile says so.
 
 constexpr int STAGES = 2;
+constexpr int VALUE_STAGES = D > 192 ? 1 : 2;
+constexpr bool STAGED_APART = D <= 192;  // two blocks of dQ on their way out, else where their queries stand
+constexpr int SCORES = KEYS / 2;         // of a thread
+constexpr int DOUT_TILE = ROW_PANEL * (DV / 64);
 constexpr int AT_QUERIES = 0;  // one slot: two blocks
 constexpr int AT_DOUTS = AT_QUERIES + 2 * ROW_TILE;
-constexpr int AT_KEYS = AT_DOUTS + 2 * ROW_TILE;
+constexpr int AT_KEYS = AT_DOUTS + 2 * DOUT_TILE;
 constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
-constexpr int AT_STAGING = AT_VALUES + STAGES * KEY_TILE;  // two blocks of dQ on their way out
-constexpr int AT_TILES = AT_STAGING + 2 * ROW_TILE;        // int4 of a half: q_first, q_count, steps, head
-constexpr int AT_STEPS = AT_TILES + 2 * 16;                // int4 of a stage: diagonal, keys, masked
+constexpr int AT_STAGING = STAGED_APART ? AT_VALUES + VALUE_STAGES * VALUE_TILE : AT_QUERIES;
+constexpr int AT_TILES = AT_VALUES + VALUE_STAGES * VALUE_TILE + (STAGED_APART ? 2 * ROW_TILE : 0);
+                                             // int4 of a half: q_first, q_count, steps, head
+constexpr int AT_STEPS = AT_TILES + 2 * 16;  // int4 of a stage: diagonal, keys, masked, last
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 16;
 static_assert(AT_BARRIERS + 16 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
@@ -33,9 +39,10 @@ struct Maps {
 };
 
 // A block, whole: what it has beyond its tile's queries comes to rows that nobody writes.
+template <int DIM>
 INLINE void copy_block(u32 to, const TensorMap* map, u32 barrier, int first, int head) {
-    arrive_expecting(barrier, ROWS / G * G * D * 2);
-    for (int i = 0; i < PANELS; i++) copy_4d(to + i * ROW_PANEL, map, barrier, i * 64, 0, head, first);
+    arrive_expecting(barrier, ROWS / G * G * DIM * 2);
+    for (int i = 0; i < DIM / 64; i++) copy_4d(to + i * ROW_PANEL, map, barrier, i * 64, 0, head, first);
 }
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const int* table,
@@ -46,6 +53,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     int4* said = reinterpret_cast<int4*>(shared + AT_TILES);
     const u32 items = work.count * kv_heads;
     Ring<STAGES> ring;
+    Ring<VALUE_STAGES> value_ring;
     u32 next = 0, blocks_empty = 1;
     if (lane == 0) next = draw(counter, items);
     while (true) {
@@ -60,21 +68,24 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (tile.z == 0)
                     arrive(barriers.queries_full(half));
                 else
-                    copy_block(base + AT_QUERIES + half * ROW_TILE, maps.queries, barriers.queries_full(half),
-                               tile.x + half * TOKENS, head);
+                    copy_block<D>(base + AT_QUERIES + half * ROW_TILE, maps.queries, barriers.queries_full(half),
+                                  tile.x + half * TOKENS, head);
             }
         }
         if (tile.z == 0) return;
         const int q_first = tile.x, q_end = tile.x + tile.y;
-        int left = tile.z;
+        int left = tile.z;  // in steps of forward
+        bool is_first = true;
         for (int number = tile.w; left > 0; number++) {
             const int4 segment = segments[number];
             const int k_begin = segment.x, k_end = segment.y, shift = segment.z;
             const int high = min(k_end, q_end + shift);
             const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
             const int stop = (low - k_begin) / KEYS;
-            for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--, left--) {
-                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
+            left -= (high - k_begin + TABLE_KEYS - 1) / TABLE_KEYS - (low - k_begin) / TABLE_KEYS;
+            for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--) {
+                const bool is_last = left == 0 && n == stop;
+                if (is_last && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
                 const int diagonal = q_first + shift - first;  // the last key that the first query sees
                 bool masked = diagonal < KEYS - 1 || count < KEYS;
@@ -82,47 +93,32 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 stage = ring.stage;
                 wait(barriers.keys_empty(stage), ring.empty());
                 if (lane == 0)
-                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, 0);
+                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, is_last);
                 copy_keys(base + AT_KEYS + stage * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(stage), first,
                           count, head, lane);
-                if (left == tile.z)
+                if (is_first)
                     for (int half = 0; half < 2; half++) {
                         wait(barriers.douts_empty(half), blocks_empty);
                         if (lane == 0)
-                            copy_block(base + AT_DOUTS + half * ROW_TILE, maps.douts, barriers.douts_full(half),
-                                       tile.x + half * TOKENS, head);
+                            copy_block<DV>(base + AT_DOUTS + half * DOUT_TILE, maps.douts, barriers.douts_full(half),
+                                           tile.x + half * TOKENS, head);
                     }
-                wait(barriers.values_empty(stage), ring.empty());
-                copy_keys(base + AT_VALUES + stage * KEY_TILE, maps.values, maps.value_rows,
-                          barriers.values_full(stage), first, count, head, lane);
+                is_first = false;
+                wait(barriers.values_empty(value_ring.stage), value_ring.empty());
+                copy_keys<DV>(base + AT_VALUES + value_ring.stage * VALUE_TILE, maps.values, maps.value_rows,
+                              barriers.values_full(value_ring.stage), first, count, head, lane);
                 ring.advance();
+                value_ring.advance();
             }
         }
         blocks_empty ^= 1;
     }
 }
 
-// Products of 64 queries and 128 keys, or of their output gradients and values.
-INLINE void issue_rows(float (&s)[64], u32 block, u32 keys) {
-#pragma unroll
-    for (int i = 0; i < D / 16; i++)
-        product<0, 0>(s, inner_descriptor(block + i / 4 * ROW_PANEL) + i % 4 * INNER_STEP,
-                      inner_descriptor(keys + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, i > 0);
-    products_commit();
-}
-
-INLINE void issue_dq(float (&dq)[D / 2], const u32 (&ds)[32], u32 keys) {
-    const u64 b = outer_descriptor(keys, KEY_PANEL);
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; i++)
-        product<1>(dq, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3], b + i * OUTER_STEP, true);
-    products_commit();
-}
-
 // Probabilities of two rows of a lane from their scores, in place; the log-sum-exp is to base 2.
-INLINE void exponentiate(float (&s)[64], float lse0, float lse1, float scale_log2) {
+INLINE void exponentiate(float (&s)[SCORES], float lse0, float lse1, float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < 64; i += 4) {
+    for (int i = 0; i < SCORES; i += 4) {
         s[i] = exp2_fast(s[i] * scale_log2 - lse0);
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - lse0);
         s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - lse1);
@@ -130,11 +126,11 @@ INLINE void exponentiate(float (&s)[64], float lse0, float lse1, float scale_log
     }
 }
 
-INLINE void hide(float (&p)[64], int4 step, int token0, int token1, int window, u32 lane) {
+INLINE void hide(float (&p)[SCORES], int4 step, int token0, int token1, int window, u32 lane) {
     const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
     const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
+    for (int i = 0; i < SCORES; i++) {
         const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
         bool hidden = column > ((i & 2) ? last1 : last0);
         if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
@@ -147,8 +143,9 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
     const float scale_log2 = scale * LOG2E;
-    const u32 queries = base + AT_QUERIES + half * ROW_TILE, douts = base + AT_DOUTS + half * ROW_TILE;
+    const u32 queries = base + AT_QUERIES + half * ROW_TILE, douts = base + AT_DOUTS + half * DOUT_TILE;
     Ring<STAGES> ring;
+    Ring<VALUE_STAGES> value_ring;
     u32 blocks_full = 0;
     while (true) {
         wait(barriers.queries_full(half), blocks_full);
@@ -159,55 +156,63 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
         const float lse0 = inside0 ? lse[block.place(row)] : INFINITE, delta0 = inside0 ? delta[block.place(row)] : 0.f;
         const float lse1 = inside1 ? lse[block.place(row + 8)] : INFINITE,
                     delta1 = inside1 ? delta[block.place(row + 8)] : 0.f;
-        float s[64], dp[64], sum[D / 2];
-        u32 ds[32];
+        float s[SCORES], dp[SCORES], sum[D / 2];
+        u32 ds[SCORES / 2];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sum[i] = 0;
         u32 stage = ring.stage;
         wait(barriers.keys_full(stage), ring.full);
         products_begin();
-        issue_rows(s, queries, base + AT_KEYS + stage * KEY_TILE);
+        issue_rows<D>(s, queries, ROW_PANEL, base + AT_KEYS + stage * KEY_TILE, KEY_PANEL);
         products_wait<0>();
         hold(s);
         wait(barriers.douts_full(half), blocks_full);
-        for (int left = tile.z;; left--) {  // the scores of this stage are there, and no product is under way
-            wait(barriers.values_full(stage), ring.full);
+        while (true) {  // the scores of this stage are there, and no product is under way
+            wait(barriers.values_full(value_ring.stage), value_ring.full);
             const int4 step = load_said(base + AT_STEPS + 16 * stage);
             products_begin();
-            issue_rows(dp, douts, base + AT_VALUES + stage * KEY_TILE);
+            issue_rows<DV>(dp, douts, ROW_PANEL, base + AT_VALUES + value_ring.stage * VALUE_TILE, KEY_PANEL);
             exponentiate(s, lse0, lse1, scale_log2);
             if (step.z) hide(s, step, token0, token1, window, lane);
             products_wait<0>();
             hold(dp);
-            arrive(barriers.values_empty(stage));
+            arrive(barriers.values_empty(value_ring.stage));
+            value_ring.advance();
 #pragma unroll
-            for (int i = 0; i < 64; i++) s[i] *= dp[i] - ((i & 2) ? delta1 : delta0);
+            for (int i = 0; i < SCORES; i++) s[i] *= dp[i] - ((i & 2) ? delta1 : delta0);
             round_pairs(ds, s);
             hold(ds);
             hold(sum);
             products_begin();
-            issue_dq(sum, ds, base + AT_KEYS + stage * KEY_TILE);
+            issue_sums<KEYS>(sum, ds, base + AT_KEYS + stage * KEY_TILE, KEY_PANEL);
             ring.advance();
-            if (left > 1) {
+            if (!step.w) {
                 wait(barriers.keys_full(ring.stage), ring.full);
                 products_begin();
-                issue_rows(s, queries, base + AT_KEYS + ring.stage * KEY_TILE);
+                issue_rows<D>(s, queries, ROW_PANEL, base + AT_KEYS + ring.stage * KEY_TILE, KEY_PANEL);
             }
             products_wait<0>();
             hold(sum);
             hold(ds);
             hold(s);
             arrive(barriers.keys_empty(stage));
-            if (left == 1) break;
+            if (step.w) break;
             stage = ring.stage;
         }
-        arrive(barriers.queries_empty(half));
+        if (STAGED_APART)
+            arrive(barriers.queries_empty(half));
+        else
+            sync_named(1 + half, 128);  // no warp reads this block's queries any more
         arrive(barriers.douts_empty(half));
         blocks_full ^= 1;
         const u32 staging = base + AT_STAGING + half * ROW_TILE;
         stage_rows(staging, ROW_PANEL, sum, scale, scale, warp, lane);
         write_block(dq, staging, block, warp, lane);
         __syncwarp();
+        if (!STAGED_APART) {
+            fence_async_proxy();
+            arrive(barriers.queries_empty(half));
+        }
     }
 }
 

@@ -5,14 +5,14 @@
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows,
                     uint4* zeros, long num_zeros) {
-    constexpr int LANES = D / 8;  // of 8 numbers
+    constexpr int LANES = DV / 8;  // of 8 numbers
     const long first = blockIdx.x * 256L + threadIdx.x, step = gridDim.x * 256L;
     for (long i = first; i < num_zeros; i += step) zeros[i] = make_uint4(0, 0, 0, 0);
     const u32 lane = threadIdx.x % LANES;
     for (long thread = first; thread - threadIdx.x < rows * LANES; thread += step) {
         const long place = thread / LANES, row = min(place, rows - 1);
-        const uint4 a = reinterpret_cast<const uint4*>(out + row * D)[lane];
-        const uint4 b = reinterpret_cast<const uint4*>(dout + row * D)[lane];
+        const uint4 a = reinterpret_cast<const uint4*>(out + row * DV)[lane];
+        const uint4 b = reinterpret_cast<const uint4*>(dout + row * DV)[lane];
         const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
         float sum = 0;
 #pragma unroll

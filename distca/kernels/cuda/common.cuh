@@ -1,7 +1,7 @@
 // What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
 //
 // Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
-// WINDOWED defined, backward with WITH_DQ too. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
+// WINDOWED defined, backward with WITH_DQ too; wide heads (wide.cuh) with KEYS and DV besides. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
 // bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled`
 // names it for the rest.
 
@@ -13,7 +13,13 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-constexpr int KEYS = 128;         // in a key tile
+#ifndef KEYS
+#define KEYS 128  // in a key tile
+#endif
+#ifndef DV
+#define DV D  // head dim of values, where it is not that of queries and keys
+#endif
+
 constexpr int TOKENS = ROWS / G;  // in a block, whose rows are pairs of a token and a query head
 constexpr int PANELS = D / 64;
 constexpr int KEY_PANEL = KEYS * 128;  // bytes
@@ -92,15 +98,16 @@ INLINE void copy_4d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, i
 
 // Keys [first, first + count) of one head. Fewer than a tile come row by row, so that no other row is ever read: what
 // stands behind the last key is then an old row, which is finite, and meets probabilities of zero.
+template <int DIM = D>
 INLINE void copy_keys(u32 to, const TensorMap* tile, const TensorMap* row, u32 barrier, int first, int count, int head,
                       u32 lane) {
-    if (lane == 0) arrive_expecting(barrier, count * D * 2);
+    if (lane == 0) arrive_expecting(barrier, count * DIM * 2);
     __syncwarp();
     if (count == KEYS) {
-        if (lane < PANELS) copy_3d(to + lane * KEY_PANEL, tile, barrier, lane * 64, head, first);
+        if (lane < DIM / 64) copy_3d(to + lane * KEY_PANEL, tile, barrier, lane * 64, head, first);
     } else {
 #pragma unroll 1
-        for (int r = lane; r < count * PANELS; r += 32) {
+        for (int r = lane; r < count * (DIM / 64); r += 32) {
             int panel = r / count, key = r % count;
             copy_3d(to + panel * KEY_PANEL + key * 128, row, barrier, panel * 64, head, first + key);
         }
@@ -108,15 +115,16 @@ INLINE void copy_keys(u32 to, const TensorMap* tile, const TensorMap* row, u32 b
 }
 
 // Queries [first, first + count) of all heads of a group, likewise.
+template <int DIM = D>
 INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u32 barrier, int first, int count,
                          int head, u32 lane) {
-    if (lane == 0) arrive_expecting(barrier, count * G * D * 2);
+    if (lane == 0) arrive_expecting(barrier, count * G * DIM * 2);
     __syncwarp();
     if (count == TOKENS) {
-        if (lane < PANELS) copy_4d(to + lane * ROW_PANEL, block, barrier, lane * 64, 0, head, first);
+        if (lane < DIM / 64) copy_4d(to + lane * ROW_PANEL, block, barrier, lane * 64, 0, head, first);
     } else {
 #pragma unroll 1
-        for (int r = lane; r < count * PANELS; r += 32) {
+        for (int r = lane; r < count * (DIM / 64); r += 32) {
             int panel = r / count, token = r % count;
             copy_4d(to + panel * ROW_PANEL + token * G * 128, row, barrier, panel * 64, 0, head, first + token);
         }
@@ -299,12 +307,13 @@ struct Block {
 };
 
 // A warp writes its 16 rows of a block, which it has staged.
+template <int DIM = D>
 INLINE void write_block(bf16* out, u32 staging, const Block& block, u32 warp, u32 lane) {
 #pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8);
+    for (int i = 0; i < DIM / 16; i++) {
+        const int row = 16 * warp + (i * 32 + lane) / (DIM / 8), chunk = (i * 32 + lane) % (DIM / 8);
         const uint4 x = load_shared(staging + (chunk >> 3) * ROW_PANEL + swizzled(row, chunk & 7));
-        if (row < block.rows) reinterpret_cast<uint4*>(out + block.place(row) * D)[chunk] = x;
+        if (row < block.rows) reinterpret_cast<uint4*>(out + block.place(row) * DIM)[chunk] = x;
     }
 }
 

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dPointToPoint, C10dTransport
-from distca.runtime.transport.hierarchical import HierarchicalTransport, group_of_node, has_levels, hosts_of
+from distca.runtime.transport.hierarchical import (
+    HierarchicalTransport,
+    group_of_node,
+    groups_back,
+    has_levels,
+    hosts_of,
+)
 from distca.runtime.transport.interface import Handle, PointToPoint, Transport, TransportError
 from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 
@@ -54,7 +60,8 @@ def over_nodes(outer: C10dTransport, node: Sequence[object], *, symmetric: bool 
         return outer
     inner = C10dTransport(group_of_node(outer, node))
     logging.getLogger("distca").info("transport: %d ranks on %d nodes, in two hops", outer.size, len(set(node)))
-    return HierarchicalTransport(outer, _symmetric(inner) if symmetric and _on_one_node(inner) else inner, node)
+    return HierarchicalTransport(outer, _symmetric(inner) if symmetric and _on_one_node(inner) else inner, node,
+                                 groups_back(outer, node))
 
 
 def _symmetric(c10d: C10dTransport) -> Transport:

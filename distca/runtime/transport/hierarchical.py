@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,13 +18,32 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.interface import Handle, Transport
+from distca.runtime.transport.relay import Relay
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The transports of what goes to servers, or of what comes back, and what starts second hops on them."""
+
+    outer: Transport
+    inner: Transport
+    relay: Relay
 
 
 class HierarchicalTransport:
-    """One rank's end of a group in nodes: `outer` between all ranks, `inner` between those of this rank's node."""
+    """One rank's end of a group in nodes: `outer` between all ranks, `inner` between those of this rank's node.
 
-    def __init__(self, outer: Transport, inner: Transport, node: Sequence[object]) -> None:
+    `back` are the same for what comes back to homes, if those are groups of their own: second hops may then be started
+    by threads, each the only one to start anything on its group.
+    """
+
+    def __init__(
+        self, outer: Transport, inner: Transport, node: Sequence[object],
+        back: tuple[Transport, Transport] | None = None,
+    ) -> None:
         self.outer, self.inner = outer, inner
+        self.going = Way(outer, inner, Relay(threaded=back is not None))
+        self.coming = Way(*(back or (outer, inner)), Relay(threaded=back is not None))
         numbers = {one: number for number, one in enumerate(dict.fromkeys(node))}
         self.node = np.array([numbers[one] for one in node], dtype=np.int64)  # [ranks] numbered as they come
         here = int((self.node == self.node[outer.rank]).sum()) if len(self.node) == outer.size else 0
@@ -75,7 +95,18 @@ def has_levels(node: Sequence[object]) -> bool:
 
 def group_of_node(transport: C10dTransport, node: Sequence[object]) -> dist.ProcessGroup:
     """A group of the ranks that share this rank's node; every rank of the transport's group asks for it at once."""
-    members = [rank for rank, other in enumerate(node) if other == node[transport.rank]]
+    return _group_of(transport, [rank for rank, other in enumerate(node) if other == node[transport.rank]])
+
+
+def groups_back(transport: C10dTransport, node: Sequence[object]) -> tuple[C10dTransport, C10dTransport] | None:
+    """Groups of their own for what comes back; none with NCCL, which needs no threads. Every rank asks at once."""
+    if "nccl" in dist.get_backend_config(transport.group):
+        return None
+    return C10dTransport(_group_of(transport, list(range(transport.size)))), C10dTransport(
+        group_of_node(transport, node))
+
+
+def _group_of(transport: C10dTransport, members: list[int]) -> dist.ProcessGroup:
     everyone = dist.get_process_group_ranks(transport.group)
     group = transport.group
     assert group is not None

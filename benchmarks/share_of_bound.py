@@ -1,0 +1,189 @@
+"""How near does distca come to the step that no strategy can beat? The paper's batches with TP below 8 as well.
+
+Each row is one setting: a batch of fig9 (no pipeline) or fig10 (stages, at least two where the figure has them), with
+heads divided by TP 1, 2, 4 or 8, so that 8, 4, 2 or 1 ranks of a pool share a node. `share` is the bound's time over
+the simulated step's. What is lost is told apart:
+
+- `with_free_links`: the same plans where exchanges take no time; what is missing to `share` is exposed.
+- `ceiling_of_tasks`: if all ranks were busy all the time with what their tasks take; what is missing to 1 are shapes
+  that kernels run below their best rate, cuts, launches and tails, what is missing to `with_free_links` is imbalance.
+- `ceiling_of_pipeline`: stages run a micro-batch's layers one after the other, so the pipeline fills and drains with
+  linear layers idle, whatever attention does meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from planner import host_facts
+from rich.console import Console
+from rich.table import Table
+
+from distca.cost.shipped_tables import shipped_table
+from distca.models import model_named
+from distca.paper.cases import CLUSTER, DATA, KIB, Case, cases
+from distca.simulate.bound import bound
+from distca.simulate.costs import Costs
+from distca.simulate.setting import Setting, setting
+from distca.simulate.sweep import Question, compare
+from distca.spec import cluster_named
+from distca.validation import was_refused
+from distca.workload.sequences import Source
+
+OUTPUT = Path(__file__).parent / "results" / "share_of_bound.json"
+TABLE, TOLERANCE = "h200", 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One setting over a few batches."""
+
+    figure: str
+    model: str
+    nodes: int
+    context: int
+    sequences: int
+    data: str
+    tp: int
+    pp: int
+    micro_batches: int
+    batches: int
+    step_seconds: float
+    attention_share_of_bound: float
+    share: float
+    share_worst_batch: float
+    with_free_links: float
+    ceiling_of_tasks: float
+    ceiling_of_pipeline: float
+    choice: str
+    seconds_to_simulate: float
+
+
+def asked(options: argparse.Namespace) -> Iterator[tuple[Case, Setting]]:
+    """Settings of the figures, each with its fewest stages and a micro-batch for every sequence where it has several."""
+    for figure in options.figures:
+        for case in cases(figure, quick=False):
+            if (case.model not in options.models or case.nodes not in options.nodes
+                    or case.context // KIB not in options.contexts or case.data not in options.data):
+                continue
+            pp = case.pipelines[0]
+            for tp in options.tp:
+                try:
+                    yield case, setting(
+                        model_named(case.model), cluster_named(CLUSTER), gpus=8 * case.nodes, context=case.context,
+                        tp=tp, pp=pp, sequences=case.sequences,
+                        micro_batches=1 if figure == "fig9" else case.sequences)
+                except ValueError as error:
+                    if not was_refused(error):
+                        raise
+
+
+def measure(case: Case, where: Setting, num_batches: int) -> Result:
+    begin = perf_counter()
+    question = Question((where,), ("distca", "bound"), Source(case.data), shipped_table(TABLE), TOLERANCE, num_batches)
+    found = compare(question)
+    ours, floor = found.outcome("distca"), found.outcome("bound")
+    seconds, least = ours.column("seconds"), floor.column("seconds")
+    costs = question.costs(where)
+    lengths = [question.batch(where, number).lengths() for number in range(num_batches)]
+    attention = [float(bound(where, costs, one).attention_seconds.mean()) for one in lengths]
+    filled = np.maximum(least, fill_and_drain_seconds(where, costs))
+    return Result(
+        case.figure, case.model, case.nodes, case.context, case.sequences, case.data, where.tp, where.pp,
+        where.num_micro_batches, num_batches, float(seconds.mean()), float(np.sum(attention) / least.sum()),
+        float(least.sum() / seconds.sum()), float((least / seconds).min()),
+        float(least.sum() / ours.column("free_seconds").sum()),
+        float(least.sum() / (seconds * ours.column("busy_share")).sum()), float(least.sum() / filled.sum()),
+        ours.describe(), perf_counter() - begin)
+
+
+def fill_and_drain_seconds(where: Setting, costs: Costs) -> float:
+    """One micro-batch through all stages and the others through the slowest, linear layers alone, and the optimizer."""
+    tokens = np.full(1, float(where.tokens_per_rank))
+    linear = np.zeros(where.pp)
+    for backward in (False, True):
+        linear += sum(float(part[0]) for part in costs.segment_seconds(tokens, backward)) * np.array(where.layers)
+        linear[-1] += float(costs.head_seconds(tokens, backward)[0])
+    optimizer = costs.optimizer_seconds(where.layers, where.num_data)
+    return float(linear.sum() + (where.num_micro_batches - 1) * linear.max() + optimizer.max())
+
+
+def result_table(results: list[Result]) -> Table:
+    table = Table(title="distca of the bound", title_justify="left")
+    for title in ("figure", "model", "nodes", "context", "data", "TP", "PP", "share", "worst batch", "free links",
+                  "ceiling of tasks", "of pipeline", "choice"):
+        table.add_column(title, justify="left" if title in ("figure", "model", "data", "choice") else "right",
+                         no_wrap=True)
+    for row in results:
+        table.add_row(
+            row.figure, row.model, str(row.nodes), f"{row.context // KIB}K × {row.sequences}", row.data, str(row.tp),
+            str(row.pp), *(f"{value:.3f}" for value in (
+                row.share, row.share_worst_batch, row.with_free_links, row.ceiling_of_tasks, row.ceiling_of_pipeline)),
+            row.choice)
+    return table
+
+
+def summarize(results: list[Result]) -> dict[str, dict[str, float]]:
+    """By figure and TP."""
+    found: dict[str, dict[str, float]] = {}
+    for figure, tp in dict.fromkeys((row.figure, row.tp) for row in results):
+        share, ceiling = (np.array([getattr(row, name) for row in results if (row.figure, row.tp) == (figure, tp)])
+                          for name in ("share", "ceiling_of_tasks"))
+        found[f"{figure}, TP {tp}"] = {
+            "settings": len(share), "share_min": float(share.min()), "share_median": float(np.median(share)),
+            "share_max": float(share.max()), "ceiling_of_tasks_min": float(ceiling.min()),
+            "part_with_97": float((share >= 0.97).mean()), "part_with_95": float((share >= 0.95).mean())}
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Simulate the paper's batches with every TP against the bound.")
+    parser.add_argument("--figures", nargs="+", choices=("fig9", "fig10"), default=["fig9", "fig10"])
+    parser.add_argument("--models", nargs="+", default=["llama3-8b", "llama-34b"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 256, 384, 512], help="In thousands of tokens.")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Rows are written as they come, and those of another run with the same settings are kept."""
+    kept = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
+    results = {_key(row): row for row in (Result(**row) for row in kept)}
+    for case, where in asked(options):
+        try:
+            row = measure(case, where, options.batches)
+        except ValueError as error:                              # it does not fit the memory
+            if not was_refused(error):
+                raise
+            console.print(f"{case.figure} {case.model} {case.nodes} nodes, TP {where.tp}: {error}")
+            continue
+        results[_key(row)] = row
+        console.print(f"{row.figure} {row.model} {row.nodes} × {row.context // KIB}K {row.data} TP {row.tp} PP {row.pp}: "
+                      f"{row.share:.3f} of the bound, {row.seconds_to_simulate:.0f} s")
+        rows = sorted(results.values(), key=_key)
+        content = {"host": host_facts(), "settings": {"cluster": CLUSTER, "table": TABLE, "tolerance": TOLERANCE},
+                   "summary": summarize(rows), "rows": [asdict(one) for one in rows]}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(result_table(sorted(results.values(), key=_key)))
+    console.print(summarize(list(results.values())))
+
+
+def _key(row: Result) -> tuple[str, ...]:
+    facts = asdict(replace(row, batches=0))
+    return tuple(str(facts[name]).zfill(12) for name in ("figure", "model", "nodes", "context", "data", "tp", "pp"))
+
+
+if __name__ == "__main__":
+    screen = Console()
+    run(arguments(), screen if screen.is_terminal else Console(width=170))

@@ -1,0 +1,169 @@
+"""Pools of unlike GPUs: every server has seconds of its own, from its own latency table.
+
+A file says which servers are which, in the order of the pool's ranks, dedicated servers last:
+
+    servers = [
+        {ranks = 8, table = "h200"},                  # a shipped table
+        {ranks = 8, table = "h100.json"},             # one that distca profile wrote, beside this file
+        {ranks = 4, table = "h200", speed = 0.78},    # or a part of another's rate, where none was measured
+    ]
+
+Balancing searches with one table, the first, and relative speeds of the others; what a plan takes is counted by each
+server's own. Both meet in the unit of work: seconds times the server's speed, so that work over speed are its seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.columns import freeze
+from distca.cost.attention_time import AttentionTime, Column, FloatArray
+from distca.cost.latency_table import LatencyTable
+from distca.cost.shipped_tables import find_table
+from distca.spec import ModelShape, unknown_name
+from distca.validation import MAX_RANKS, check_name, check_number, check_whole, read_toml, short
+
+MAX_KINDS = 64
+_LEAST_SPEED, _MOST_SPEED = 1e-3, 1e3
+_KEYS = ("ranks", "table", "speed")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """Consecutive servers that are alike."""
+
+    ranks: int
+    table: LatencyTable
+    speed: float = 1.0  # of the table's rates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedPool:
+    """Which servers of a pool have which table."""
+
+    kinds: tuple[ServerKind, ...]
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise ValueError("servers is empty; name at least one kind of server")
+
+    @property
+    def first(self) -> LatencyTable:
+        """Whose linear layers and network stand for all servers'."""
+        return self.kinds[0].table
+
+    def require(self, max_kv_len: int) -> None:
+        for one in self.kinds:
+            one.table.require(max_kv_len)
+
+    def time(self, model: ModelShape, tp: int = 1, scale: float = 1.0) -> MixedTime:
+        """Bind every table to a model's heads per rank; `scale` multiplies all seconds."""
+        return MixedTime.of_kinds([AttentionTime.of(one.table, model, tp, scale / one.speed) for one in self.kinds],
+                                  [one.ranks for one in self.kinds])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedTime(AttentionTime):
+    """Seconds of servers that differ; as an AttentionTime by itself it is the first kind's."""
+
+    kinds: tuple[AttentionTime, ...] = ()
+    kind: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [servers]
+
+    def __post_init__(self) -> None:
+        AttentionTime.__post_init__(self)
+        freeze(self, ("kind",))
+
+    @classmethod
+    def of_kinds(cls, kinds: Sequence[AttentionTime], ranks: Sequence[int]) -> MixedTime:
+        first = {one.name: getattr(kinds[0], one.name) for one in fields(AttentionTime) if one.init}
+        notes = dict.fromkeys(one.note for one in kinds if one.note)
+        return cls(**{**first, "note": "; ".join(notes) or None}, kinds=tuple(kinds),
+                   kind=np.repeat(np.arange(len(kinds)), ranks))
+
+    def speeds(self, num_servers: int) -> FloatArray:
+        rates = np.array([self.kinds[0].least(1.0) / one.least(1.0) for one in self.kinds])
+        return np.asarray(rates[self.kind[:num_servers]], dtype=np.float64)
+
+    def check_servers(self, num_servers: int) -> None:
+        if len(self.kind) != num_servers:
+            raise ValueError(f"servers names {len(self.kind)} of them but the pool has {num_servers}; name every rank "
+                             "of the pool, of one tensor-parallel index, and the dedicated servers last")
+
+    def repeated(self, times: int) -> MixedTime:
+        return MixedTime.of_kinds(self.kinds, (times * np.bincount(self.kind, minlength=len(self.kinds))).tolist())
+
+    def servers(
+        self, q_len: Column, kv_len: Column, server: Column, num_servers: int, backward: bool = False, *,
+        aligned: Column | None = None, document: Column | None = None, kv_start: Column | None = None,
+    ) -> FloatArray:
+        """Seconds of every server's own table, times its speed."""
+        of_task, total = self.kind[np.asarray(server, dtype=np.int64)], np.zeros(num_servers)
+        for number, time in enumerate(self.kinds):
+            mine = of_task == number
+            q, kv, at = (np.asarray(column)[mine] for column in (q_len, kv_len, server))
+            rest = {name: None if column is None else np.asarray(column)[mine] for name, column in (
+                ("aligned", aligned), ("document", document), ("kv_start", kv_start))}
+            total += time.servers(q, kv, at, num_servers, backward, **rest)
+        return total * self.speeds(num_servers)
+
+    def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
+        """Of all servers together, as if each were busy to the end; kinds may suit other lengths best, so of any."""
+        rate = sum(1.0 / self.kinds[number].least(1.0, backward) for number in self.kind.tolist())
+        return len(self.kind) * float(np.sum(pairs)) / rate
+
+    def __eq__(self, other: object) -> bool:
+        return (isinstance(other, MixedTime) and self.kinds == other.kinds
+                and np.array_equal(self.kind, other.kind))
+
+    def __hash__(self) -> int:
+        return hash((self.kinds, self.kind.tobytes()))
+
+
+Cost = LatencyTable | MixedPool
+
+
+def find_cost(name: str) -> Cost:
+    """A latency table by file or shipped name, or the pool that a TOML file describes."""
+    return read_pool(name) if Path(name).suffix == ".toml" else find_table(name)
+
+
+def time_of(cost: Cost, model: ModelShape, tp: int = 1, scale: float = 1.0) -> AttentionTime:
+    if isinstance(cost, MixedPool):
+        return cost.time(model, tp, scale)
+    return AttentionTime.of(cost, model, tp, scale)
+
+
+def read_pool(path: str | Path) -> MixedPool:
+    """The pool in a TOML file; every refusal names the file, the field, its value and the remedy."""
+    content = read_toml(path)
+    try:
+        for key in content:
+            if key != "servers":
+                raise unknown_name("field", key, ("servers",))
+        rows = content.get("servers")
+        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_KINDS:
+            raise ValueError(f"servers is {short(rows)}; give a list of 1 to {MAX_KINDS} kinds, each as "
+                             '{ranks = 8, table = "h200"}')
+        return MixedPool(tuple(_kind(row, number, Path(path).parent) for number, row in enumerate(rows)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _kind(row: Any, number: int, folder: Path) -> ServerKind:
+    where = f"servers[{number}]"
+    if not isinstance(row, dict) or not {"ranks", "table"} <= set(row):
+        raise ValueError(f'{where} is {short(row)}; give ranks and table, as in {{ranks = 8, table = "h200"}}')
+    for key in row:
+        if key not in _KEYS:
+            raise unknown_name(f"field of {where}", key, _KEYS)
+    table = check_name(f"{where}.table", row["table"])
+    beside = folder / table
+    return ServerKind(check_whole(f"{where}.ranks", row["ranks"], most=MAX_RANKS),
+                      find_table(str(beside) if beside.exists() else table),
+                      check_number(f"{where}.speed", row.get("speed", 1.0), least=_LEAST_SPEED, most=_MOST_SPEED))

@@ -1,0 +1,53 @@
+// Wide heads: products of more columns, and the sizes of tiles whose values have a head dim of their own.
+//
+// D is the head dim of queries and keys, DV that of values and outs, KEYS those of a tile; where a kernel walks tables
+// that count in other tiles, theirs have TABLE_KEYS.
+
+#ifndef TABLE_KEYS
+#define TABLE_KEYS KEYS
+#endif
+
+constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
+
+#define TEXT40 TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define TEXT96                                                         \
+    TEXT64                                                             \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TEXT128                                                                        \
+    TEXT96                                                                             \
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"     \
+    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+#define HELD40(d) HELD32(d, 0), HELD4(d, 32), HELD4(d, 36)
+#define HELD96(d) HELD64(d), HELD32(d, 64)
+#define HELD128(d) HELD96(d), HELD32(d, 96)
+
+PRODUCT_SHARED(40, "m64n80k16", TEXT40, HELD40(d), "%40", "%41", "%42", "%43", "%44")
+PRODUCT_REGISTERS(96, "m64n192k16", TEXT96, HELD96(d), "{%96,%97,%98,%99}", "%100", "%101", "%102")
+PRODUCT_REGISTERS(128, "m64n256k16", TEXT128, HELD128(d), "{%128,%129,%130,%131}", "%132", "%133", "%134")
+
+// Products of 64 rows with the columns of a tile, over DIM: scores, or those of output gradients and values. Rows are
+// ROWS of a block or 64 of a tile of keys, whichever is given first.
+template <int DIM, int N>
+INLINE void issue_rows(float (&s)[N], u32 rows, u32 row_panel, u32 columns, u32 column_panel) {
+#pragma unroll
+    for (int i = 0; i < DIM / 16; i++)
+        product<0, 0>(s, inner_descriptor(rows + i / 4 * row_panel) + i % 4 * INNER_STEP,
+                      inner_descriptor(columns + i / 4 * column_panel) + i % 4 * INNER_STEP, i > 0);
+    products_commit();
+}
+
+// Sums (+)= left operand in registers times COUNT rows of a tile: outs from values, gradients from what they weigh.
+template <int COUNT, int N>
+INLINE void issue_sums(float (&sums)[N], const u32 (&left)[COUNT / 4], u32 tile, u32 panel) {
+    const u64 b = outer_descriptor(tile, panel);
+#pragma unroll
+    for (int i = 0; i < COUNT / 16; i++)
+        product<1>(sums, left[4 * i], left[4 * i + 1], left[4 * i + 2], left[4 * i + 3], b + i * OUTER_STEP, true);
+    products_commit();
+}
+
+INLINE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}

@@ -1,0 +1,65 @@
+"""Head dims of 192, whose values have 128, and 256: tables with tiles of their own, and what is refused by name.
+
+The kernels themselves are compared on a GPU, in test_hopper_gpu.py.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.kernels import choose, hopper, hopper_launch, kernel_named
+from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper_tiles import TILES
+
+sys.path.insert(0, str(Path(__file__).parent))
+accuracy = importlib.import_module("hopper_accuracy")
+hopper_walk = importlib.import_module("hopper_walk")
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("dim", "group"), [(192, 1), (256, 4)])
+def test_every_pair_is_computed_once_in_tiles_of_wide_heads(
+    dim: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, dK and dV, and dQ by itself, whose steps are not the tiles that its table counts in."""
+    monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
+    monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
+    assert TILES[dim].dq_keys != TILES[dim].forward_keys
+    for seed in range(4):
+        rows = accuracy.random_rows(seed, 8, 300, 520, apart=bool(seed % 2))
+        tensors = [x.double() for x in accuracy.random_inputs(300, 520, group, 1, dim, CPU, seed)]
+        accuracy.assert_exact(accuracy.attend(HopperKernel(), tensors, rows, window), tensors, rows, window)
+
+
+def test_the_cpu_takes_values_of_another_head_dim() -> None:
+    assert choose("cpu", torch.float32, 192, value_dim=128).name == "sdpa"
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 192), (128, 64), (96, 96), (256, 128)])
+def test_head_dims_without_tiles_are_refused_by_name(
+    dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    values = "" if value_dim == dim else f" and that of values {value_dim}"
+    refusal = f"head_dim is {dim}{values}; give 64, 128 or 256, or 192 with values of 128"
+    assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, None, value_dim) == refusal
+    q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
+    with pytest.raises(ValueError, match=refusal):
+        hopper_launch._forward_call(torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False)
+    with pytest.raises(ValueError, match=refusal):
+        hopper_launch._backward_call(torch.device("cuda"), q, q, v, 0, 0, 0, 0, (1,), (1,), (1,), (1,), False, False)
+
+
+@pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])
+def test_kernels_of_one_head_dim_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = kernel_named(name).supports(torch.device("cuda"), torch.bfloat16, 192, None, 128)
+    assert reason == ("head_dim is 192 and that of values 128, it takes one for both; use kernel='hopper', 'sdpa' or "
+                      "'dense'")
