@@ -207,7 +207,21 @@ def integrations(results: Path) -> str:
             f"ones:\n{content['speedup_over_sdpa']:.1f}× the tokens/s of the same script with its `sdpa` attention, "
             f"{content['speedup']:.2f}× of attention computed per document, "
             f"{_loss(content['largest_loss_difference'])} ({_source('integrations')}, `benchmarks/integrations.py "
-            f"--tokens {options['tokens']} --layers {options['layers']}`).")
+            f"--tokens {options['tokens']} --layers {options['layers']}`).\n\n" + spanning(results))
+
+
+def spanning(results: Path) -> str:
+    content = _read(results, "spanning")
+    options = content["options"]
+    table = [[row["mode"], f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
+              f"{row['cpu_seconds']:.2f}", f"{row['work_max_over_mean']:.2f}"] for row in content["rows"]]
+    ratios = "; ".join(f"{ratio:.2f}× over {mode} ({content['speedup_over_in_cpu_seconds'][mode]:.2f}× by CPU seconds)"
+                       for mode, ratio in content["speedup_over"].items())
+    return (f"The same model on one document of {_tokens(options['tokens'])} over two CPU ranks: distca gains {ratios}. "
+            "Head and tail is the placement of torch's and Megatron's context parallelism, here with distca's kernel "
+            f"and exchange ({_source('spanning')}, `benchmarks/spanning.py`):\n\n"
+            + _table(("attention", "seconds a step", "tokens/s", "CPU seconds of the busiest rank", "work max/mean"),
+                     table))
 
 
 def transformers_on_a_gpu(results: Path) -> str:

@@ -9,9 +9,9 @@ head and tail       every rank the r-th chunk from the front and from the back, 
                     torch's and Megatron's context parallelism, which permutes tokens, with our kernel and exchange
 distca              slices in order, balanced over all ranks
 
-CPU seconds stand beside the clock's: a rank's process, the threads that carry its bytes included. They do not grow
-where a core is shared with other work. torch's own context parallelism is tried in each of its forms as well, and what
-it says where it does not run is kept.
+CPU seconds stand beside the clock's: a rank's process, the threads that carry its bytes included. They grow little
+where a core is shared with other work, which only ever adds to the clock's, so the least of a mode's steps counts.
+torch's own context parallelism is tried in each of its forms as well, and what it says where it does not run is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ PROBE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One mode: medians over its steps; a step is as long as its slowest rank and busy as its busiest."""
+    """One mode: the least of its steps; a step is as long as its slowest rank and busy as its busiest."""
 
     mode: str
     step_seconds: float
@@ -174,7 +173,7 @@ def main() -> None:
     records, said = outcomes[0].value
     results = {}
     for mode, work, steps in records:
-        seconds, busy = (median(step[at] for step in steps) for at in range(2))
+        seconds, busy = (min(step[at] for step in steps) for at in range(2))
         results[mode] = Result(mode, seconds, arguments.tokens / seconds, busy, work, [step[2] for step in steps])
     ours, alone = results[DISTCA], results[ALONE]
     content = {

@@ -48,7 +48,7 @@ class RowTable:
         """A row per rank: the header, then as many starts, lengths and documents of its slices as fit, or text."""
         row = np.zeros(_HEADER + 3 * self._capacity, dtype=np.int64)
         if isinstance(mine, ValueError):
-            text = from_text(str(mine), 3 * self._capacity)
+            text = from_text(str(mine) or repr(mine), 3 * self._capacity)
             row[0], row[_HEADER:_HEADER + len(text)] = -8 * len(text), text
         else:
             count = min(len(mine.start), self._capacity)

@@ -112,6 +112,7 @@ class Prepared:
         """`node` [servers] where the transport has two levels."""
         self.digest, self.kernel, self.shapes = digest, kernel, shapes
         self.travels = travels(plan)                             # False: no rank of this plan sends anything
+        self.queries_travel = bool((plan.tasks.home != plan.tasks.server).any())  # False: only keys, if anything
         self.passes = False                                      # some rank sends to another of its node, in a hop
         in_hops = node is not None and self.travels and two_hops_pay(plan.layout, plan.tasks, node, plan.model, plan.tp)
         self._tables = [] if in_hops else [build(plan, rank)]
@@ -250,7 +251,7 @@ class Call(ABC):
             return
         exchange = hops.outer
         self._staying = exchange.ready(tensors)
-        if self._prepared.travels:
+        if self._prepared.queries_travel or (self._prepared.travels and exchange.moves_keys):
             self._handle = self.plans.transport.exchange(
                 exchange.pack(self._staying), exchange.leaving.splits, exchange.arriving.splits)
 

@@ -103,6 +103,7 @@ class Dispatch:
     arriving: WireLayout
     stamp: Stamp | None           # on every split
     local: Sequence[list[Copy]]   # per field: (in the row, in the buffer, tokens) of what stays home
+    moves_keys: bool              # else every field is the queries'
 
     @classmethod
     def of(cls, tables: RankTables, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Dispatch:
@@ -111,7 +112,7 @@ class Dispatch:
         leaving, arriving = (WireLayout.of(runs, sizes, tables.num_ranks, stamped=stamp is not None) for runs in (
             [side.send for side in sides], [side.receive for side in sides]))
         local = [[] if side.is_row else _tuples(side.local.row, side.local.buffer, side.local.length) for side in sides]
-        return cls(sides, sizes, leaving, arriving, stamp, local)
+        return cls(sides, sizes, leaving, arriving, stamp, local, any(name == "k" for name, _ in fields))
 
     def ready(self, row: Tensors) -> Tensors:
         """The row's tensors in the form that `pack` and `unpack` read."""
@@ -145,6 +146,7 @@ class Combine:
     arriving: WireLayout
     parts: Sequence[RowParts]
     merged_heads: int | None     # the fields are out and log-sum-exp of so many heads, which merge; else all are summed
+    moves_keys: bool             # as in dispatch
 
     @classmethod
     def of(cls, tables: RankTables, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Combine:
@@ -153,7 +155,7 @@ class Combine:
         leaving, arriving = (WireLayout.of(runs, sizes, tables.num_ranks) for runs in (
             [side.receive for side in sides], [side.send for side in sides]))
         parts = {name: RowParts.of(side) for (name, _), side in zip(fields, sides, strict=True)}
-        return cls(sides, sizes, leaving, arriving, [parts[name] for name, _ in fields], merged_heads)
+        return cls(sides, sizes, leaving, arriving, [parts[name] for name, _ in fields], merged_heads, "k" in parts)
 
     def ready(self, buffers: Tensors) -> Tensors:
         """The server's results in the form that `pack` and `unpack` read."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from distca.baselines.at_home import at_home
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.planning.plan import Plan
@@ -15,6 +17,8 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import dense_on_one, gradient, random_qkv, row_index, scattered_layout, scattered_plan
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = np.array([40, 7, 23])
@@ -94,3 +98,34 @@ def test_the_cpu_kernel_hands_over_tensors_of_its_own(num_tokens: int) -> None:
     assert not first[0][70:].any() and torch.isinf(first[1][70:]).all()
     with pytest.raises(ValueError, match="tokens; give the rows of these buffers"):
         kernel.forward(q[:60], k[:60], v[:60], prepared)
+
+
+@pytest.mark.parametrize(("state", "counts"), [("resend", (1, 2)), ("keep", (1, 1))])
+def test_what_no_rank_sends_is_not_exchanged(state: str, counts: tuple[int, int]) -> None:
+    """Where only keys travel, results stay where they are computed: they and the gradient of out are not exchanged."""
+    plan = at_home(layout_from_rows([[24, 6], [30]]), MODEL)
+    spanning = at_home(pack([60], ranks=2), MODEL)
+
+    def body(transport: LoopbackTransport) -> list[int]:
+        exchanged, plain = [], transport.exchange
+
+        def counted(*args: Any) -> Any:
+            exchanged.append(1)
+            return plain(*args)
+
+        transport.exchange = counted  # type: ignore[method-assign]
+        attend, found = CoreAttention(transport=transport, state=state), []
+        for one in (plan, spanning):
+            tensors, index = random_qkv(5, 60), row_index(one.layout, transport.rank)
+            row = [x[index].requires_grad_() for x in tensors[:3]]
+            out = attend(row[0], row[1], row[2], one)
+            found.append(len(exchanged))
+            out.backward(tensors[3][index])
+            found.append(len(exchanged))
+            for actual, dense in zip([out.detach(), *map(gradient, row)],
+                                     dense_on_one(*tensors, one.layout.lengths), strict=True):
+                torch.testing.assert_close(actual, dense[index], rtol=1e-10, atol=1e-10)
+        return found
+
+    forward, backward = counts
+    assert LoopbackWorld(2, timeout_seconds=60).run(body) == [[0, 0, forward, forward + backward]] * 2
