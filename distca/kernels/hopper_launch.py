@@ -30,7 +30,7 @@ from distca.kernels.hopper_tables import (
 from distca.kernels.interface import TaskRows
 
 SOURCES = Path(__file__).parent / "cuda"
-FORWARD = ("common.cuh", "forward.cu")
+FORWARD = ("common.cuh", "forward_softmax.cuh", "forward.cu")
 BACKWARD = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
 BACKWARD_DQ = ("common.cuh", "backward_dq.cu")
 PANEL = 64  # columns that a tensor copy brings at once
@@ -94,7 +94,7 @@ def run_forward(
     tiles_at, segments_at, _ = tables.capacity.forward_offsets()
     kernel.launch(
         tables.num_sms, *maps, out.data_ptr(), lse.data_ptr(), tables.forward.data_ptr(), tables.counters.data_ptr(),
-        tiles_at, segments_at, k.shape[1], scale, window or 0,
+        tiles_at, segments_at, k.shape[1], scale, window or 0, k.data_ptr(), k.stride(0), k.stride(1),
     )
 
 
@@ -182,7 +182,7 @@ def _launchers(
 
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Launcher:
-    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
+    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, c_void_p] + [c_int64] * 2
     defines = {"D": head_dim, "G": group, "ROWS": BLOCK_ROWS, "WINDOWED": windowed}
     return _launchers(device, FORWARD, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
 
