@@ -125,16 +125,17 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         int left = load_said(base + AT_TILES + 16 * slots.stage).z;
         if (left == 0) return;
         const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
-        float s[ROWS / 2], dp[ROWS / 2], dk_sum[D / 2], dv_sum[D / 2];
-        float(&dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(dp);  // never at the same time
-        float(&last_dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(s);
+        float s[ROWS / 2], dp[ROWS / 2], apart[SUMS], dk_sum[D / 2], dv_sum[D / 2];
+        float(&dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(DQ_BESIDE_DV ? dp : apart));
+        float(&last_dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(DQ_BESIDE_DV ? s : apart));
         u32 ds[ROWS / 4];
         int place;  // of this block in dQ's sums
         const bool never = DQ_BESIDE_DV && left < 0;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) dp[i] = 0;
+        for (int i = 0; i < ROWS / 2; i++)
+            if (DQ_BESIDE_DV) dp[i] = 0;
 
         // Scores of the block at the ring's position, as products under way.
         auto begin_scores = [&] {
@@ -167,7 +168,6 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         };
         auto begin_dq = [&](float(&sums)[SUMS], const Ring<2>& at, bool add) {
             wait(barriers.ds_full(at.stage), at.full);
-            hold(sums);
             products_begin();
             issue_dq(sums, base + AT_DS + at.stage * DS_TILE, keys, half, add);
             products_commit();
@@ -183,7 +183,6 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
-            hold(dp);
             hold(dv_sum);
             products_begin();
             issue_transposed(dp, my_values, douts, never);
@@ -218,44 +217,53 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         finish_scores();
         wait(barriers.values_full(), values_full);
         values_full ^= 1;
-        bool is_due = false;    // whether the dQ of a block before the last is still to be added
-        Ring<2> due = ds_ring;  // where its dS stands
+        Ring<2> due = ds_ring;  // where the dS of the block before stands, whose dQ is to be computed or added
         int due_place = 0;
-        middle(--left == 0, false, due);
-        while (left > 0) {
+        auto add_due = [&] { add_dq(dq_sum, dq, due_place, half, thread); };
+        auto next_block = [&](bool is_due) {
             const u32 stage = ring.stage;
             const Ring<2> last = ds_ring;
             const int last_place = place;
             ring.advance();
             begin_scores();
             if (DQ_BESIDE_SCORES && is_due) begin_dq(dq, due, false);
-            if (DQ_BESIDE_SCORES && !is_due) products_commit();  // a group without products
             begin_dk(stage, last.stage);
-            if (DQ_BESIDE_DV && is_due) add_dq(dq_sum, dq, due_place, half, thread);
-            products_wait<DQ_BESIDE_SCORES ? 2 : 1>();
+            if (DQ_BESIDE_DV && is_due) add_due();
+            if (DQ_BESIDE_SCORES && is_due)
+                products_wait<2>();
+            else
+                products_wait<1>();
             finish_scores();
             products_wait<0>();
             finish_dk(stage);
             if (DQ_BESIDE_SCORES && is_due) {
                 finish_dq(dq, due.stage);
-                add_dq(dq_sum, dq, due_place, half, thread);
+                add_due();
             }
             due = last;
             due_place = last_place;
-            is_due = WITH_DQ;
             ds_ring.advance();
             middle(--left == 0, DQ_BESIDE_DV, due);
+        };
+        middle(--left == 0, false, due);
+        const bool is_alone = left == 0;
+        bool is_due = false;
+        if (!DQ_BESIDE_DV && !is_alone) {  // by itself, since products may not be under way in one case alone
+            next_block(false);
+            is_due = true;
+        }
+        for (; left > 0; is_due = true) next_block(DQ_BESIDE_DV ? is_due : true);
+        if (DQ_BESIDE_SCORES && !is_alone) {
+            begin_dq(dq, due, false);
+            products_wait<0>();
+            finish_dq(dq, due.stage);
+            add_due();
         }
         begin_dk(ring.stage, ds_ring.stage);
         if (WITH_DQ) begin_dq(last_dq, ds_ring, false);
-        if (DQ_BESIDE_SCORES && is_due) begin_dq(dq, due, false);
-        if (DQ_BESIDE_DV && is_due) add_dq(dq_sum, dq, due_place, half, thread);
+        if (DQ_BESIDE_DV && is_due) add_due();
         products_wait<0>();
         finish_dk(ring.stage);
-        if (DQ_BESIDE_SCORES && is_due) {
-            finish_dq(dq, due.stage);
-            add_dq(dq_sum, dq, due_place, half, thread);
-        }
         if (WITH_DQ) {
             finish_dq(last_dq, ds_ring.stage);
             add_dq(dq_sum, last_dq, place, half, thread);
