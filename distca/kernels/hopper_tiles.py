@@ -21,7 +21,7 @@ class Tiles:
     backward_keys: int = TILE_KEYS
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
-    forward: tuple[str, ...] = ("common.cuh", "forward.cu")
+    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward.cu")
     backward: tuple[str, ...] = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
 
