@@ -27,7 +27,7 @@ class Tiles:
 
 
 _WIDE_FORWARD = ("common.cuh", "wide.cuh", "wide_forward.cu")
-_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "wide_backward.cu", "backward_ends.cu")
+_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "wide_backward_copy.cuh", "wide_backward.cu", "backward_ends.cu")
 
 TILES = {  # by the head dim of queries and keys
     64: Tiles(64),
