@@ -58,15 +58,15 @@ class RowTable:
             fit[:, 2] = _NOT_NUMBERED if mine.document is None else mine.document[:count]
         if shapes is not None:
             row[1:_HEADER] = (*shapes[:3], _DTYPES.index(shapes.dtype) if shapes.dtype in _DTYPES else len(_DTYPES))
-        everyone = torch.empty(self._ranks * len(row), dtype=torch.int64, device=device)
+        everyone = torch.empty(self._ranks, len(row), dtype=torch.int64, device=device)
         try:
-            dist.all_gather_into_tensor(everyone, torch.from_numpy(row).to(device), group=self.group)
+            dist.all_gather(list(everyone), torch.from_numpy(row).to(device), group=self.group)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {dist.get_rank(self.group)} of {self._ranks}: the ranks did not exchange their lengths, because "
                 "one died, hung past the group's timeout or began another number of batches; restart from the last "
                 f"checkpoint ({first_line(error)})") from error
-        return everyone.view(self._ranks, -1).tolist()
+        return everyone.tolist()
 
 
 def _check(table: Sequence[Sequence[int]], mine: RowSlices | ValueError) -> None:

@@ -24,6 +24,7 @@ STAMP_BYTES = 16
 
 Tensors = tuple[torch.Tensor, ...]
 Copy = tuple[int, int, int]  # (first token or byte there, first one here, tokens)
+Part = tuple[int, int, int, int]  # (first token in the row, source, first token there, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +183,11 @@ Fold = Callable[[Tensors, Tensors], None]
 class RowParts:
     """Where a row's results come from: each token's first part is copied, what other servers had of it is folded in.
 
-    Parts are (first token in the row, source, first token there, tokens). Sources are numbered: 0 is this rank's own
-    server buffer, 1 + i the i-th run that comes back.
+    Sources are numbered: 0 is this rank's own server buffer, 1 + i the i-th run that comes back.
     """
 
-    copies: list[tuple[int, int, int, int]]
-    folds: list[tuple[int, int, int, int]]
+    copies: list[Part]
+    folds: list[Part]
 
     @classmethod
     def of(cls, side: Side) -> RowParts:
@@ -196,7 +196,8 @@ class RowParts:
             side.local.row, side.local.buffer, side.local.length)]
         parts += [(row, 1 + run, 0, tokens) for run, (row, tokens) in enumerate(_tuples(
             side.send.start, side.send.length))]
-        copies, folds = [], []
+        copies: list[Part] = []
+        folds: list[Part] = []
         is_filled = np.zeros(len(side.parts), dtype=bool)
         for row, source, first, tokens in parts:
             before = is_filled[row:row + tokens]

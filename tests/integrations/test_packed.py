@@ -26,7 +26,7 @@ def rank_batches(transport: C10dTransport, rows: list[list[int]], window: int | 
         counted.append(1)
         return plain(table, *args)
 
-    RowTable._gather = gather  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(RowTable, "_gather", gather)
     attention = PackedAttention(model=TINY, tolerance=0.02)
     lengths = rows[transport.rank]
     begun = [attention.begin(lengths) for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def plain(rank: int) -> list[str]:
     for wrong in ({"position_ids": torch.arange(5)}, {"position_ids": torch.arange(6).float()},
                   {"heads": (4, 2, 1)}, {"heads": (4, 3, 3)}, {"keys": 7}, {"dtype": torch.float64},
                   {"heads": (2, 2, 2)}):
-        told.append(said(lambda wrong=wrong: run(**wrong if rank else {})))
+        told.append(said(partial(run, **(wrong if rank else {}))))
         run()
     return told
 
@@ -62,7 +63,7 @@ def with_transformers(rank: int) -> list[str]:
     told = []
     for wrong in ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, {"attention_mask": torch.zeros(1, 1, 4, 4)},
                   {"attention_mask": torch.tensor([[1, 0, 0, 1]])}, {"cu_seq_lens_q": torch.tensor([0, 5])}):
-        told.append(said(lambda wrong=wrong: model(**right, **(wrong if rank else {}))))
+        told.append(said(partial(model, **right, **(wrong if rank else {}))))
         assert model(**right).logits.isfinite().all()
     told.append(said(lambda: (model.double() if rank else model)(**right)))
     return told
@@ -71,7 +72,7 @@ def with_transformers(rank: int) -> list[str]:
 def collated(rank: int) -> list[str]:
     told = []
     for wrong in ({"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1.5]}, {"text": "no tokens"}):
-        told.append(said(lambda wrong=wrong: Collator()([wrong if rank else {"input_ids": [1, 2, 3]}])))
+        told.append(said(partial(Collator(), [wrong if rank else {"input_ids": [1, 2, 3]}])))
         row = Collator()([{"input_ids": [7, 8, 9]}])
         assert row["input_ids"].tolist() == [[7, 8, 9]] and row["position_ids"].tolist() == [[0, 1, 2]]
     return told

@@ -61,7 +61,7 @@ def by_the_rule(
         ]
         for h in range(q.shape[1]):
             if not keys:
-                outs.append(v.new_zeros(v.shape[2]))
+                outs.append(q[i, h].sum() * v.new_zeros(v.shape[2]))
                 lses.append(torch.tensor(-math.inf, dtype=q.dtype))
                 continue
             scores = k[keys, h // group] @ q[i, h] * scale
