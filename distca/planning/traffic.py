@@ -16,7 +16,6 @@ from distca.planning.tasks import TaskTable
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
-
 _WORTH_A_HOP = 0.95  # of the bytes between nodes in one hop
 
 

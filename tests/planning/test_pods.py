@@ -21,7 +21,7 @@ from distca.simulate.clock import Clock, Exchange
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.strategies import PoolChoice, StepDocuments, STRATEGIES
+from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
 from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
@@ -65,7 +65,7 @@ def test_what_crosses_pods_is_counted_once_per_node(
 
 
 def test_equal_pods_keep_their_work() -> None:
-    """Every pod has one node of a long document and one of short ones: what must leave a node need not leave its pod."""
+    """Every pod has a node of one long document and a node of short ones: what leaves a node need not leave its pod."""
     pod = [65_536, *[512] * 128]
     layout = pack(pod * 4, ranks=32)
     plans = [balance(layout, LLAMA, topology=topology)

@@ -126,7 +126,8 @@ def waits_for_the_last_hop_only(transport: C10dTransport, plan: Plan, node: list
     attend = CoreAttention(transport=hierarchical)
     tensors = random_qkv(0, plan.layout.num_tokens)
     index = row_index(plan.layout, transport.rank)
-    attend(*(x[index].requires_grad_() for x in tensors[:3]), plan).backward(tensors[3][index])
+    q, k, v = (x[index].requires_grad_() for x in tensors[:3])
+    attend(q, k, v, plan).backward(tensors[3][index])
     return sorted(started)
 
 
