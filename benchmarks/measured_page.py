@@ -217,7 +217,8 @@ def spanning(results: Path) -> str:
               f"{row['cpu_seconds']:.2f}", f"{row['work_max_over_mean']:.2f}"] for row in content["rows"]]
     ratios = "; ".join(f"{ratio:.2f}× over {mode} ({content['speedup_over_in_cpu_seconds'][mode]:.2f}× by CPU seconds)"
                        for mode, ratio in content["speedup_over"].items())
-    return (f"The same model on one document of {_tokens(options['tokens'])} over two CPU ranks: distca gains {ratios}. "
+    return (f"The same model on one document of {_tokens(options['tokens'])} over two CPU ranks: distca gains "
+            f"{ratios}. "
             "Head and tail is the placement of torch's and Megatron's context parallelism, here with distca's kernel "
             f"and exchange ({_source('spanning')}, `benchmarks/spanning.py`):\n\n"
             + _table(("attention", "seconds a step", "tokens/s", "CPU seconds of the busiest rank", "work max/mean"),

@@ -110,7 +110,8 @@ def test_simulated_steps_take_longer_the_slower_pods_are_linked(tmp_path: Path) 
         path.write_text(f'base = "dgx-h200"\nnodes_per_pod = 1\ninter_pod_bandwidth = {bandwidth}\n', encoding="utf-8")
         where = setting(LLAMA, read_cluster(path), gpus=16, context=131_072, tp=2, sequences=2)
         costs = Costs.of(LLAMA, where.cluster, where.tp, shipped_table("h200"))
-        plan = STRATEGIES["distca"].step_plan(PoolChoice("balanced", tolerance=0.05), where, costs, StepDocuments(lengths))
+        choice = PoolChoice("balanced", tolerance=0.05)
+        plan = STRATEGIES["distca"].step_plan(choice, where, costs, StepDocuments(lengths))
         assert plan is not None
         seconds.append(execute(plan, costs).seconds)
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]  # 0 is as between nodes, 50 GB/s
