@@ -198,7 +198,8 @@ def _loaded(
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Kernel:
     # the last three are where keys lie, which wide heads do not ask for
-    types: list[type] = [*[TensorMap] * 4, *[c_void_p] * 4, *[c_int32] * 3, c_float, c_int32, c_void_p, c_int64, c_int64]
+    types: list[type] = [*[TensorMap] * 4, *[c_void_p] * 4, *[c_int32] * 3, c_float, c_int32]
+    types += [c_void_p, c_int64, c_int64]
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
                "WINDOWED": windowed}
