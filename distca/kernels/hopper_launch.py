@@ -182,7 +182,8 @@ def _launchers(
 
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Launcher:
-    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, c_void_p] + [c_int64] * 2
+    keys: list[type] = [c_void_p, c_int64, c_int64]
+    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys]
     defines = {"D": head_dim, "G": group, "ROWS": BLOCK_ROWS, "WINDOWED": windowed}
     return _launchers(device, FORWARD, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
 

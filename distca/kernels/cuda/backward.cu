@@ -175,7 +175,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(sums);
             arrive(barriers.ds_empty(ds_stage));
         };
-        // From probabilities in s to dV and to dS, with dQ of the block before; no product is under way before or after.
+        // From probabilities in s to dV and dS, with dQ of the block before; no product is under way before or after.
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& before) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             u32 p[ROWS / 4];
