@@ -197,9 +197,8 @@ def _loaded(
 
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Kernel:
-    # the last three are where keys lie, which wide heads do not ask for
-    types: list[type] = [*[TensorMap] * 4, *[c_void_p] * 4, *[c_int32] * 3, c_float, c_int32]
-    types += [c_void_p, c_int64, c_int64]
+    keys: list[type] = [c_void_p, c_int64, c_int64]  # where they lie; wide heads do not ask
+    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys]
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
                "WINDOWED": windowed}

@@ -8,13 +8,14 @@
 // block later, when the other's half has long been written, so that the two need not keep step.
 //
 // Adds to memory are slow to leave their registers: those may not be what the next product writes to, and adds may not
-// stand shortly before a fence, which waits for them. So dQ is computed beside the next block's dV, in the registers of
-// its dP, and added under the scores of the block after that.
+// stand shortly before a fence, which waits for them. So with dim 128 dQ is computed beside the next block's dV, in the
+// registers of its dP, and added under the scores of the block after that. With dim 64, where a block has more
+// exponentials, dQ's products run under those.
 //
 // Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
 constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
-constexpr bool SHARED = WITH_DQ && SUMS == ROWS / 2;  // dQ takes the registers of dP, with dim 128
+constexpr bool DQ_BESIDE_DV = WITH_DQ && D == 128, DQ_BESIDE_SCORES = WITH_DQ && D == 64;
 
 // Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
 // never true but not known to be false, they take the very registers that s has.
@@ -125,16 +126,16 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         if (left == 0) return;
         const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
         float s[ROWS / 2], dp[ROWS / 2], apart[SUMS], dk_sum[D / 2], dv_sum[D / 2];
-        float(&dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(SHARED ? dp : apart));
-        float(&last_dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(s);
+        float(&dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(DQ_BESIDE_DV ? dp : apart));
+        float(&last_dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(DQ_BESIDE_DV ? s : apart));
         u32 ds[ROWS / 4];
         int place;  // of this block in dQ's sums
-        const bool never = SHARED && left < 0;
+        const bool never = DQ_BESIDE_DV && left < 0;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++)
-            if (SHARED) dp[i] = 0;
+            if (DQ_BESIDE_DV) dp[i] = 0;
 
         // Scores of the block at the ring's position, as products under way.
         auto begin_scores = [&] {
@@ -175,8 +176,8 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(sums);
             arrive(barriers.ds_empty(ds_stage));
         };
-        // From probabilities in s to dV and to dS, with dQ of the block before; no product is under way before or after.
-        auto middle = [&](bool is_last, bool with_dq, const Ring<2>& before) {
+        // From probabilities in s to dV and to dS; no product is under way before or after.
+        auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             u32 p[ROWS / 4];
             wait(barriers.douts_full(ring.stage), ring.full);
@@ -193,7 +194,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             differentiate(s, dp, base + AT_DELTA + ring.stage * ROWS * 4 + columns);
             round_pairs(ds, s);
             hold(ds);
-            if (with_dq) begin_dq(dq, before, never);
+            if (with_dq) begin_dq(dq, due, never);
             if (WITH_DQ) {
                 wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
 #pragma unroll
@@ -208,7 +209,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(dv_sum);
             hold(p);
             arrive(barriers.douts_empty(ring.stage));
-            if (with_dq) finish_dq(dq, before.stage);
+            if (with_dq) finish_dq(dq, due.stage);
         };
 
         begin_scores();
@@ -216,36 +217,51 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         finish_scores();
         wait(barriers.values_full(), values_full);
         values_full ^= 1;
-        bool is_due = false;  // whether the dQ of a block before the last is still to be added
+        Ring<2> due = ds_ring;  // where the dS of the block before stands, whose dQ is to be computed or added
         int due_place = 0;
-        auto add_due = [&] {
-            if (WITH_DQ && is_due) add_dq(dq_sum, dq, due_place, half, thread);
-        };
-        middle(--left == 0, false, ds_ring);
-        while (left > 0) {
+        auto add_due = [&] { add_dq(dq_sum, dq, due_place, half, thread); };
+        auto next_block = [&](bool is_due) {
             const u32 stage = ring.stage;
-            const Ring<2> before = ds_ring;
-            const int place_before = place;
+            const Ring<2> last = ds_ring;
+            const int last_place = place;
             ring.advance();
             begin_scores();
-            begin_dk(stage, before.stage);
-            add_due();
-            products_wait<1>();
+            if (DQ_BESIDE_SCORES && is_due) begin_dq(dq, due, false);
+            begin_dk(stage, last.stage);
+            if (DQ_BESIDE_DV && is_due) add_due();
+            if (DQ_BESIDE_SCORES && is_due)
+                products_wait<2>();
+            else
+                products_wait<1>();
             finish_scores();
             products_wait<0>();
             finish_dk(stage);
-            ds_ring.advance();
-            middle(--left == 0, WITH_DQ, before);
-            due_place = place_before;
-            is_due = true;
-            if (!SHARED) {  // with dim 64 there is no room to keep it
+            if (DQ_BESIDE_SCORES && is_due) {
+                finish_dq(dq, due.stage);
                 add_due();
-                is_due = false;
             }
+            due = last;
+            due_place = last_place;
+            ds_ring.advance();
+            middle(--left == 0, DQ_BESIDE_DV, due);
+        };
+        middle(--left == 0, false, due);
+        const bool is_alone = left == 0;
+        bool is_due = false;
+        if (!DQ_BESIDE_DV && !is_alone) {  // by itself, since products may not be under way in one case alone
+            next_block(false);
+            is_due = true;
+        }
+        for (; left > 0; is_due = true) next_block(DQ_BESIDE_DV ? is_due : true);
+        if (DQ_BESIDE_SCORES && !is_alone) {
+            begin_dq(dq, due, false);
+            products_wait<0>();
+            finish_dq(dq, due.stage);
+            add_due();
         }
         begin_dk(ring.stage, ds_ring.stage);
         if (WITH_DQ) begin_dq(last_dq, ds_ring, false);
-        add_due();
+        if (DQ_BESIDE_DV && is_due) add_due();
         products_wait<0>();
         finish_dk(ring.stage);
         if (WITH_DQ) {

@@ -13,9 +13,10 @@ constexpr int AT_QUERIES = 0;
 constexpr int AT_KEYS = AT_QUERIES + SLOTS * QUERY_SLOT;
 constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
 constexpr int AT_TILES = AT_VALUES + STAGES * KEY_TILE;  // int4 of a slot: q_first, q_count, steps, head
-constexpr int AT_STEPS = AT_TILES + SLOTS * 16;          // int4 of a stage: diagonal, keys, first key, 2 * head + masked
+constexpr int AT_STEPS = AT_TILES + SLOTS * 16;          // int4 of a stage: diagonal, keys, first, 2 * head + masked
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 16;
-static_assert(AT_BARRIERS + (2 * SLOTS + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+static_assert(AT_BARRIERS + (2 * SLOTS + 4 * STAGES) * 8 + 1023 <= 227 * 1024,
+              "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
@@ -87,7 +88,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
                 if (lane == 0) {
-                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, first, 2 * head + masked);
+                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] =
+                        make_int4(diagonal, count, first, 2 * head + masked);
                     arrive_expecting(barriers.keys_full(stage), KEY_TILE);
                     for (int i = 0; i < PANELS; i++)
                         copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage),
@@ -221,6 +223,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
             softmax.exponentiate(s, scale_log2, zero, true);
         }
         hold(s);
+        // This branch, and the vote on sums, keep the exponentials in front of the wait for values.
         if (left > 0) wait(barriers.keys_full(key_ring.stage), key_ring.full);
     };
     auto finish_values = [&] {
@@ -314,6 +317,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<232>();
-        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, warpgroup - 1, kv_heads, scale * LOG2E, window);
+        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, warpgroup - 1, kv_heads, scale * LOG2E,
+                window);
     }
 }
