@@ -6,8 +6,8 @@ two; what the link carries is counted from the plan, so the measured ratio can b
 short and the link is very slow, so that the link and not the CPU is measured.
 
 Then the same step, layers of projections and attention, forward and backward, runs by a flat plan in one hop and by a
-plan by levels in two, of documents that fit a node: first over the veth pair as it is, then over a link slowed until a
-fifth of the flat plan's step is exposed. Exposed is what the slow link adds, over the slow step.
+plan by levels in two, of documents that fit a node: over a quick link and, in turn, over one slowed until a fifth of
+the flat plan's step is exposed. Exposed is what the slow link adds, over the slow step.
 
 Needs Linux, root and iproute2; everything it makes is removed at the end.
 """
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,23 +69,55 @@ def one_rank(options: argparse.Namespace) -> None:
     one, two = CoreAttention(transport=outer), CoreAttention(transport=over_nodes(outer, NODES))
     if options.steps:
         plans = step_plans(options.step_tokens)
-        runs = {"flat": _step(one, plans["flat"], options.rank), "levels": _step(two, plans["levels"], options.rank)}
+        found = _exposed({"flat": _step(one, plans["flat"], options.rank),
+                          "levels": _step(two, plans["levels"], options.rank)}, crossing_bytes(plans), options)
     else:
         plan = plan_of(options.tokens)
         runs = {"one hop": _call(one, plan, options.tokens), "two hops": _call(two, plan, options.tokens)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for attempt in range(options.repeats + 1):
-        for name, run_once in runs.items():
-            dist.barrier()
-            begin = perf_counter()
-            run_once()
-            dist.barrier()
-            if attempt:                                          # the first builds tables and connections
-                seconds[name].append(perf_counter() - begin)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for attempt in range(options.repeats + 1):
+            for name, run_once in runs.items():
+                taken = _seconds(run_once)
+                if attempt:                                      # the first builds tables and connections
+                    seconds[name].append(taken)
+        found = {name: median(taken) for name, taken in seconds.items()}
     if options.rank == 0:
-        typical = min if options.steps else median               # a step's CPU is shared with whatever else runs
-        Path(options.output).write_text(json.dumps({name: typical(found) for name, found in seconds.items()}))
+        Path(options.output).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _seconds(run_once: Callable[[], None]) -> float:
+    dist.barrier()
+    begin = perf_counter()
+    run_once()
+    dist.barrier()
+    return perf_counter() - begin
+
+
+def _exposed(
+    runs: dict[str, Callable[[], None]], crossing: dict[str, float], options: argparse.Namespace
+) -> dict[str, object]:
+    """Steps over the quick and the slow link in turn, so that whatever else the machine does disturbs both alike."""
+    for run_once in runs.values():
+        run_once()                                               # builds tables and connections
+    flat = torch.tensor(median([_seconds(runs["flat"]) for _ in range(3)]))
+    dist.broadcast(flat, 0)
+    rate = int(8 * crossing["flat"] / (0.25 * float(flat)))
+    seconds: dict[str, dict[str, list[float]]] = {name: {"quick": [], "slow": []} for name in runs}
+    for _ in range(options.repeats):
+        for link, limit in (("quick", "10gbit"), ("slow", f"{rate}bit")):
+            if options.rank in (0, 2):                           # the first of each node, which is root there
+                subprocess.run(["tc", *f"qdisc replace dev dca{NODES[options.rank]} root tbf rate {limit} burst 256kb "
+                                "latency 200ms".split()], check=True)
+            for name, run_once in runs.items():
+                seconds[name][link].append(_seconds(run_once))
+    exposed = {name: [1 - quick / slow for quick, slow in zip(found["quick"], found["slow"], strict=True)]
+               for name, found in seconds.items()}
+    return {"tokens_per_rank": options.step_tokens, "layers": LAYERS, "rate_bits_per_second": rate,
+            "seconds": {name: {link: median(taken) for link, taken in found.items()}
+                        for name, found in seconds.items()},
+            "bytes_of_a_step_about": crossing,
+            "exposed_share": {name: median(found) for name, found in exposed.items()}, "exposed_shares": exposed}
 
 
 def _call(attend: CoreAttention, plan: Plan, tokens: int) -> Callable[[], None]:
@@ -133,8 +166,8 @@ def commands(rate: str | None) -> list[str]:
             *(f"tc {one}" for one in limits)]
 
 
-def timed(options: argparse.Namespace, rate: str | None, *more: str) -> dict[str, float]:
-    """Seconds of what four ranks run over a link of that rate."""
+def timed(options: argparse.Namespace, rate: str | None, *more: str) -> dict[str, Any]:
+    """What four ranks find over a link of that rate."""
     try:
         for command in commands(rate):
             subprocess.run(command.split(), check=True)
@@ -152,26 +185,21 @@ def timed(options: argparse.Namespace, rate: str | None, *more: str) -> dict[str
                     rank.kill()
             if any(codes):
                 raise RuntimeError(f"ranks ended with {codes}")
-            found: dict[str, float] = json.loads(answer.read_text())
+            found: dict[str, Any] = json.loads(answer.read_text())
             return found
     finally:
         for node in (0, 1):
             subprocess.run(["ip", "netns", "del", f"distca{node}"], check=False)
 
 
-def exposed(options: argparse.Namespace) -> dict[str, object]:
-    """A step by each plan over a quick link and over one on which the flat plan's busier way takes a quarter of it."""
-    quick = timed(options, None, "--steps")
-    crossing = {}
-    for name, plan in step_plans(options.step_tokens).items():
-        forward = 2 * plan.traffic().matrix_bytes(MODEL)         # float32
+def crossing_bytes(plans: dict[str, Plan]) -> dict[str, float]:
+    """What the busier way of the link carries in forward, and both in turn in backward, of all layers, in float32."""
+    found = {}
+    for name, plan in plans.items():
+        forward = 2 * plan.traffic().matrix_bytes(MODEL)
         there, back = forward[:2, 2:].sum(), forward[2:, :2].sum()
-        crossing[name] = LAYERS * float(max(there, back) + 2 * (there + back))  # backward: inputs there, gradients back
-    rate = f"{8 * crossing['flat'] / (0.25 * quick['flat']):.0f}bit"
-    slow = timed(options, rate, "--steps")
-    return {"tokens_per_rank": options.step_tokens, "layers": LAYERS, "rate": rate, "seconds_quick": quick,
-            "seconds_slow": slow, "bytes_of_a_step_about": crossing,
-            "exposed_share": {name: max(1 - quick[name] / slow[name], 0.0) for name in slow}}
+        found[name] = LAYERS * float(max(there, back) + 2 * (there + back))
+    return found
 
 
 def run(options: argparse.Namespace) -> None:
@@ -179,7 +207,7 @@ def run(options: argparse.Namespace) -> None:
     content = {
         "host": host_facts(), "rate": options.rate, "tokens_per_rank": options.tokens, "repeats": options.repeats,
         "seconds": seconds, "forward_bytes_from_node_0": found, "speedup": seconds["one hop"] / seconds["two hops"],
-        "bytes_ratio": found["one hop"] / found["two hops"], "step": exposed(options)}
+        "bytes_ratio": found["one hop"] / found["two hops"], "step": timed(options, None, "--steps")}
     print(json.dumps(content, indent=1))
     Path(options.output).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
