@@ -91,11 +91,8 @@ def sharded(size: int, checkpointing: Any) -> Any:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.utils import set_spmd_backend
 
-    backend = "spmd_types" if NEW_TORCH else "partial_dtensor"   # torchtitan's default, and what torch 2.13 runs
-    set_spmd_backend(backend)
-    spec, parallelism = spec_of("qwen3"), ParallelismConfig(spmd_backend=backend)
+    spec, parallelism = spec_of("qwen3"), ParallelismConfig(spmd_backend="partial_dtensor")
     model = spec.parallelize_fn(
         balanced_model(spec.model, tolerance=0.02), parallel_dims=ParallelDims.from_config(parallelism, size),
         training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
