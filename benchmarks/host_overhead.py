@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="timed steps of each kind")
     parser.add_argument("--json", type=Path, default=RESULTS / "host_overhead.json")
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]                                    # other work, which the clock's seconds contain
     outcomes = run_processes(arguments.ranks, rank_main, arguments.layers, arguments.steps, timeout_seconds=600,
                              deadline_seconds=1800)
     for rank, outcome in enumerate(outcomes):
@@ -74,7 +75,7 @@ def main() -> None:
         table.add_row(row.documents, f"{1e3 * row.seconds:.2f}", f"{1e3 * row.cpu_seconds:.2f}")
     Console().print(table)
     host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": transformers.__version__}
+            "torch": torch.__version__, "transformers": transformers.__version__, "load_average": round(load, 2)}
     content = {"host": host, "options": {name: getattr(arguments, name) for name in ("ranks", "layers", "steps")},
                "rows": [asdict(row) for row in results]}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
