@@ -66,7 +66,7 @@ class Result:
 
 
 def asked(options: argparse.Namespace) -> Iterator[tuple[Case, Setting]]:
-    """Settings of the figures, each with its fewest stages and a micro-batch for every sequence where it has several."""
+    """Settings of the figures, each with its fewest stages; with stages a micro-batch for every sequence."""
     for figure in options.figures:
         for case in cases(figure, quick=False):
             if (case.model not in options.models or case.nodes not in options.nodes
@@ -168,8 +168,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
             console.print(f"{case.figure} {case.model} {case.nodes} nodes, TP {where.tp}: {error}")
             continue
         results[_key(row)] = row
-        console.print(f"{row.figure} {row.model} {row.nodes} × {row.context // KIB}K {row.data} TP {row.tp} PP {row.pp}: "
-                      f"{row.share:.3f} of the bound, {row.seconds_to_simulate:.0f} s")
+        console.print(f"{row.figure} {row.model} {row.nodes} × {row.context // KIB}K {row.data} TP {row.tp} PP {row.pp}"
+                      f": {row.share:.3f} of the bound, {row.seconds_to_simulate:.0f} s")
         rows = sorted(results.values(), key=_key)
         content = {"host": host_facts(), "settings": {"cluster": CLUSTER, "table": TABLE, "tolerance": TOLERANCE},
                    "summary": summarize(rows), "rows": [asdict(one) for one in rows]}

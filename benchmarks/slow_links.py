@@ -3,8 +3,13 @@
 Each namespace is a node: its two ranks reach each other over its loopback interface, and the other node over a veth
 pair whose rate tc limits both ways. One attention call, forward and backward, runs by the same plan in one hop and in
 two; what the link carries is counted from the plan, so the measured ratio can be held against the bytes'. Rows are
-short and the link is very slow, so that the link and not the CPU is measured. Needs Linux, root and iproute2;
-everything it makes is removed at the end.
+short and the link is very slow, so that the link and not the CPU is measured.
+
+Then the same step, layers of projections and attention, forward and backward, runs by a flat plan in one hop and by a
+plan by levels in two, of documents that fit a node: first over the veth pair as it is, then over a link slowed until a
+fifth of the flat plan's step is exposed. Exposed is what the slow link adds, over the slow step.
+
+Needs Linux, root and iproute2; everything it makes is removed at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -37,33 +43,75 @@ OUTPUT = Path(__file__).parent / "results" / "slow_links.json"
 ADDRESS = "10.199.{}.1"
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+TOPOLOGY = Topology.of_hosts([str(node) for node in NODES])
+LAYERS = 4
+
+
+def plan_of(tokens: int) -> Plan:
     """One document over all ranks: every rank of the later node needs the earlier node's keys."""
-    topology = Topology.of_hosts([str(node) for node in NODES])
-    return balance(pack([RANKS * options.tokens], ranks=RANKS), MODEL, topology=topology)
+    return balance(pack([RANKS * tokens], ranks=RANKS), MODEL, topology=TOPOLOGY)
+
+
+def step_plans(tokens: int) -> dict[str, Plan]:
+    """Two documents over two ranks each: of both nodes where nobody told, of one where the levels are known."""
+    lengths = [tokens + tokens // 2, *[tokens // 4] * 2] * 2
+    return {
+        "flat": balance(pack(lengths, ranks=RANKS, placement="balanced"), MODEL),
+        "levels": balance(pack(lengths, ranks=RANKS, placement="balanced", topology=TOPOLOGY), MODEL,
+                          topology=TOPOLOGY)}
 
 
 def one_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESS.format(0)}:29511", rank=options.rank, world_size=RANKS)
-    plan, outer = plan_of(options), C10dTransport()
-    seconds: dict[str, list[float]] = {"one hop": [], "two hops": []}
-    carriers = {"one hop": CoreAttention(transport=outer),
-                "two hops": CoreAttention(transport=over_nodes(outer, NODES))}
-    shape = options.tokens, MODEL.num_heads, MODEL.head_dim
-    q, dout = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    k, v = (torch.randn(options.tokens, MODEL.num_kv_heads, MODEL.head_dim, requires_grad=True) for _ in range(2))
+    outer = C10dTransport()
+    one, two = CoreAttention(transport=outer), CoreAttention(transport=over_nodes(outer, NODES))
+    if options.steps:
+        plans = step_plans(options.step_tokens)
+        runs = {"flat": _step(one, plans["flat"], options.rank), "levels": _step(two, plans["levels"], options.rank)}
+    else:
+        plan = plan_of(options.tokens)
+        runs = {"one hop": _call(one, plan, options.tokens), "two hops": _call(two, plan, options.tokens)}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for attempt in range(options.repeats + 1):
-        for name, attend in carriers.items():
+        for name, run_once in runs.items():
             dist.barrier()
             begin = perf_counter()
-            attend(q, k, v, plan).backward(dout)
+            run_once()
             dist.barrier()
             if attempt:                                          # the first builds tables and connections
                 seconds[name].append(perf_counter() - begin)
     if options.rank == 0:
-        Path(options.output).write_text(json.dumps({name: median(found) for name, found in seconds.items()}))
+        typical = min if options.steps else median               # a step's CPU is shared with whatever else runs
+        Path(options.output).write_text(json.dumps({name: typical(found) for name, found in seconds.items()}))
     dist.destroy_process_group()
+
+
+def _call(attend: CoreAttention, plan: Plan, tokens: int) -> Callable[[], None]:
+    """One attention call, forward and backward."""
+    shape = tokens, MODEL.num_heads, MODEL.head_dim
+    q, dout = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    k, v = (torch.randn(tokens, MODEL.num_kv_heads, MODEL.head_dim, requires_grad=True) for _ in range(2))
+    return lambda: attend(q, k, v, plan).backward(dout)
+
+
+def _step(attend: CoreAttention, plan: Plan, rank: int) -> Callable[[], None]:
+    """Layers of projections, attention and a feed-forward, forward and backward."""
+    tokens, hidden = int(plan.layout.tokens_per_rank()[rank]), MODEL.hidden
+    sizes = (hidden, MODEL.num_heads * MODEL.head_dim), *(((hidden, MODEL.num_kv_heads * MODEL.head_dim),) * 2), (
+        hidden, MODEL.ffn), (MODEL.ffn, hidden)
+    layers = [[torch.randn(size, requires_grad=True) for size in sizes] for _ in range(LAYERS)]
+    inputs = torch.randn(tokens, hidden)
+
+    def run() -> None:
+        x = inputs
+        for wq, wk, wv, up, down in layers:
+            q, k, v = ((x @ weight).view(tokens, -1, MODEL.head_dim) for weight in (wq, wk, wv))
+            x = torch.nn.functional.layer_norm(attend(q, k, v, plan).flatten(1) + x, (hidden,))
+            x = torch.nn.functional.layer_norm((x @ up).relu() @ down + x, (hidden,))
+        x.sum().backward()
+
+    return run
 
 
 def between_nodes(plan: Plan) -> dict[str, int]:
@@ -74,27 +122,28 @@ def between_nodes(plan: Plan) -> dict[str, int]:
     return {"one hop": int(matrix[:2, 2:].sum()), "two hops": int(2 * by_node.sent_bytes(MODEL)[0])}
 
 
-def commands(rate: str) -> list[str]:
+def commands(rate: str | None) -> list[str]:
     made = ["link add dca0 netns distca0 type veth peer name dca1 netns distca1"]
     for node in (0, 1):
         made += [f"-n distca{node} addr add {ADDRESS.format(node)}/16 dev dca{node}",
                  f"-n distca{node} link set dca{node} up", f"-n distca{node} link set lo up"]
-    limits = [f"-n distca{node} qdisc add dev dca{node} root tbf rate {rate} burst 256kb latency 200ms"
-              for node in (0, 1)]
+    limits = [] if rate is None else [
+        f"-n distca{node} qdisc add dev dca{node} root tbf rate {rate} burst 256kb latency 200ms" for node in (0, 1)]
     return [*(f"ip netns add distca{node}" for node in (0, 1)), *(f"ip {one}" for one in made),
             *(f"tc {one}" for one in limits)]
 
 
-def run(options: argparse.Namespace) -> None:
-    plan = plan_of(options)
+def timed(options: argparse.Namespace, rate: str | None, *more: str) -> dict[str, float]:
+    """Seconds of what four ranks run over a link of that rate."""
     try:
-        for command in commands(options.rate):
+        for command in commands(rate):
             subprocess.run(command.split(), check=True)
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder) / "seconds.json"
             ranks = [subprocess.Popen(
                 ["ip", "netns", "exec", f"distca{node}", sys.executable, __file__, "--rank", str(rank), "--tokens",
-                 str(options.tokens), "--repeats", str(options.repeats), "--output", str(answer)],
+                 str(options.tokens), "--step-tokens", str(options.step_tokens), "--repeats", str(options.repeats),
+                 "--output", str(answer), *more],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": f"dca{node}"}) for rank, node in enumerate(NODES)]
             try:
                 codes = [rank.wait(timeout=300) for rank in ranks]
@@ -103,15 +152,34 @@ def run(options: argparse.Namespace) -> None:
                     rank.kill()
             if any(codes):
                 raise RuntimeError(f"ranks ended with {codes}")
-            seconds = json.loads(answer.read_text())
+            found: dict[str, float] = json.loads(answer.read_text())
+            return found
     finally:
         for node in (0, 1):
             subprocess.run(["ip", "netns", "del", f"distca{node}"], check=False)
-    found = between_nodes(plan)
+
+
+def exposed(options: argparse.Namespace) -> dict[str, object]:
+    """A step by each plan over a quick link and over one on which the flat plan's busier way takes a quarter of it."""
+    quick = timed(options, None, "--steps")
+    crossing = {}
+    for name, plan in step_plans(options.step_tokens).items():
+        forward = 2 * plan.traffic().matrix_bytes(MODEL)         # float32
+        there, back = forward[:2, 2:].sum(), forward[2:, :2].sum()
+        crossing[name] = LAYERS * float(max(there, back) + 2 * (there + back))  # backward: inputs there, gradients back
+    rate = f"{8 * crossing['flat'] / (0.25 * quick['flat']):.0f}bit"
+    slow = timed(options, rate, "--steps")
+    return {"tokens_per_rank": options.step_tokens, "layers": LAYERS, "rate": rate, "seconds_quick": quick,
+            "seconds_slow": slow, "bytes_of_a_step_about": crossing,
+            "exposed_share": {name: max(1 - quick[name] / slow[name], 0.0) for name in slow}}
+
+
+def run(options: argparse.Namespace) -> None:
+    seconds, found = timed(options, options.rate), between_nodes(plan_of(options.tokens))
     content = {
         "host": host_facts(), "rate": options.rate, "tokens_per_rank": options.tokens, "repeats": options.repeats,
         "seconds": seconds, "forward_bytes_from_node_0": found, "speedup": seconds["one hop"] / seconds["two hops"],
-        "bytes_ratio": found["one hop"] / found["two hops"]}
+        "bytes_ratio": found["one hop"] / found["two hops"], "step": exposed(options)}
     print(json.dumps(content, indent=1))
     Path(options.output).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -120,6 +188,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Time one and two hops between namespaces over a link slowed by tc.")
     parser.add_argument("--rate", default="20mbit")
     parser.add_argument("--tokens", type=int, default=512, help="of each rank")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="of each rank, in the step")
+    parser.add_argument("--steps", action="store_true", help="what this rank runs; see --rank")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", default=str(OUTPUT))
     parser.add_argument("--rank", type=int, help="that this process is; the benchmark starts its ranks by itself")

@@ -109,7 +109,7 @@ def run_forward(
     launch, device_index = call
     launch(
         tables.num_sms, torch._C._cuda_getCurrentRawStream(device_index), out.data_ptr(), lse.data_ptr(),
-        *tables.forward_numbers, k.shape[1], scale, window or 0,
+        *tables.forward_numbers, k.shape[1], scale, window or 0, k.data_ptr(), k.stride(0), k.stride(1),
     )
 
 
@@ -197,7 +197,9 @@ def _loaded(
 
 @functools.cache
 def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Kernel:
-    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32]
+    # the last three are where keys lie, which wide heads do not ask for
+    types: list[type] = [*[TensorMap] * 4, *[c_void_p] * 4, *[c_int32] * 3, c_float, c_int32]
+    types += [c_void_p, c_int64, c_int64]
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
                "WINDOWED": windowed}

@@ -16,6 +16,8 @@ from distca.planning.tasks import TaskTable
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
+_WORTH_A_HOP = 0.95  # of the bytes between nodes in one hop
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRanges:
@@ -123,6 +125,16 @@ def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) ->
     keys, queries = (replace(ranges, home=node[ranges.home]) for ranges in (
         key_ranges(layout, per_node), query_ranges(layout, per_node)))
     return _away(keys, queries, int(node.max()) + 1)
+
+
+def two_hops_pay(layout: Layout, tasks: TaskTable, node: np.ndarray, model: ModelShape, tp: int = 1) -> bool:
+    """Whether ranks of a node need so much alike that bringing it there once is worth a second hop inside.
+
+    So it is where nothing crosses: nodes then have nothing to do with each other.
+    """
+    once = traffic_between_nodes(layout, tasks, node)
+    each = traffic(layout, tasks, len(node)).between(node)
+    return bool(once.sent_bytes(model, tp).sum() <= _WORTH_A_HOP * each.sent_bytes(model, tp).sum())
 
 
 class Gateways:

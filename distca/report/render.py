@@ -69,8 +69,9 @@ def comparison(batch: PlannedBatch) -> Table:
                              ("busiest node's", lambda side: side.bytes_between_nodes_max),
                              ("of them between pods", lambda side: side.bytes_between_pods),
                              ("busiest pod's", lambda side: side.bytes_between_pods_max)):
-            if "pod" not in label or after.bytes_between_pods is not None:
-                table.add_row(label, *("" if count(side) is None else byte_text(count(side)) for side in (before, after)))
+            if count(after) is not None:
+                table.add_row(label, *("" if (number := count(side)) is None else byte_text(number)
+                                       for side in (before, after)))
     table.add_row("tasks, of which moved", *(f"{side.num_tasks:,}, {side.num_moved:,}" for side in (before, after)))
     table.add_row("smallest shard", "", f"{after.smallest_shard:,} tokens")
     if after.seconds is not None and batch.backward.seconds is not None:

@@ -28,6 +28,7 @@ from distca.dispatch.hops import build_hops
 from distca.kernels import Kernel, TaskRows
 from distca.kernels.interface import BackwardInputs, accumulation_dtype
 from distca.planning.plan import Plan
+from distca.planning.traffic import two_hops_pay
 from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors, WireLayout
 from distca.runtime.hops import Hops, Leg, UnderWay, relayed
 from distca.runtime.recorder import Recorder
@@ -113,8 +114,9 @@ class Prepared:
         self.travels = travels(plan)                             # False: no rank of this plan sends anything
         self.queries_travel = bool((plan.tasks.home != plan.tasks.server).any())  # False: only keys, if anything
         self.passes = False                                      # some rank sends to another of its node, in a hop
-        self._tables = [build(plan, rank)] if node is None or not self.travels else []
-        if not self._tables:
+        in_hops = node is not None and self.travels and two_hops_pay(plan.layout, plan.tasks, node, plan.model, plan.tp)
+        self._tables = [] if in_hops else [build(plan, rank)]
+        if in_hops:
             assert node is not None
             hops = build_hops(plan, rank, node)
             self._tables, self.travels, self.passes = [hops.outer, hops.inner], hops.crosses, hops.passes

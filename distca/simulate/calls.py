@@ -20,7 +20,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TILE
-from distca.planning.traffic import Traffic, traffic_in_hops
+from distca.planning.traffic import Traffic, traffic_in_hops, two_hops_pay
 from distca.simulate.clock import Clock, Exchange, Ring
 from distca.simulate.costs import Costs
 from distca.spec import ModelShape
@@ -81,11 +81,13 @@ class PlanCosts:
         return self._chunk_seconds[key]
 
     def hops(self, plan: Plan, backward: bool) -> tuple[Messages, ...]:
-        """Messages of one hop, or of two where the plan's ranks share nodes: between nodes, then inside them."""
+        """Messages of one hop, or of two where ranks of a node need much alike: between nodes, then inside them."""
         key = id(plan), backward
         if key not in self._hops:
             nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
-            hops = (plan.traffic(),) if nodes is None else traffic_in_hops(plan.layout, plan.tasks, nodes)
+            hops: tuple[Traffic, ...] = (plan.traffic(),)
+            if nodes is not None and two_hops_pay(plan.layout, plan.tasks, nodes, plan.model, plan.tp):
+                hops = traffic_in_hops(plan.layout, plan.tasks, nodes)
             self._hops[key] = tuple(Messages.of(moved, plan, backward) for moved in hops)
         return self._hops[key]
 

@@ -38,7 +38,7 @@ class _Edges:
 
     def over(self, latency: float, bandwidths: tuple[float, float]) -> _Edges:
         """With the seconds that each end's link needs."""
-        sent, received = sum(self.num_bytes[:, where] / rate for where, rate in enumerate(bandwidths))
+        sent, received = (self.num_bytes / np.array(bandwidths)[:, None]).sum(axis=1)
         busy = np.maximum(sent, received)
         return replace(self, out=latency + sent[self.senders], taken=latency + received[self.receivers],
                        busy=np.where(self.num_bytes.any(axis=(0, 1)), latency + busy, 0.0))

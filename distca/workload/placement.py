@@ -250,7 +250,7 @@ def _fill(
             if not ranks and aside:
                 _back(aside, ranks, spare, free)
                 continue
-            rank = heappop(ranks if ranks else narrow)[1]
+            rank = heappop(ranks)[1] if ranks else heappop(narrow)[1]
             end = min(start + min(most, free[rank]), stop)
             add_document(document)
             add_start(start)

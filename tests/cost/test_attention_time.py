@@ -98,7 +98,7 @@ def test_the_least_is_below_every_shard_also_between_points_and_beyond(seed: int
        st.booleans(), st.booleans())
 def test_no_shard_of_a_document_beats_what_its_length_allows(seed: int, tiles: int, more: int, rest: int,
                                                              work_list: bool, backward: bool, aligned: bool) -> None:
-    """A document of `length` tokens has no shard with more keys, as a trapezoid or as a rectangle before its queries."""
+    """A document of `length` tokens has no shard with more keys: a trapezoid, or a rectangle before its queries."""
     time, q = rough_time(seed, work_list), tiles * 7
     kv = q + more if aligned else max(more, 1)
     length = (kv if aligned else kv + q) + rest

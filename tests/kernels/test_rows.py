@@ -145,7 +145,7 @@ def test_bad_tensors_are_named() -> None:
         ((q[0], k, k), "q has shape"),
         ((q, k, k[:3]), "v \\(3, 2, 8\\)"),
         ((q[:, :3], k, k), "3 heads and k, v have 2"),
-        ((q[..., :4], k, k), "one dim"),
+        ((q[..., :4], k, k), r"q has shape \(4, 4, 4\), k \(4, 2, 8\)"),
         ((q, k.double(), k), "torch.float64"),
         ((q, k.to("meta"), k), "meta"),
         ((q[:3], k, k), "q_end=4 but q holds 3"),

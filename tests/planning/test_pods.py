@@ -21,7 +21,7 @@ from distca.simulate.clock import Clock, Exchange
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.strategies import PoolChoice, StepDocuments, STRATEGIES
+from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
 from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
@@ -65,7 +65,7 @@ def test_what_crosses_pods_is_counted_once_per_node(
 
 
 def test_equal_pods_keep_their_work() -> None:
-    """Every pod has one node of a long document and one of short ones: what must leave a node need not leave its pod."""
+    """Every pod has a node of one long document and a node of short ones: what leaves a node need not leave its pod."""
     pod = [65_536, *[512] * 128]
     layout = pack(pod * 4, ranks=32)
     plans = [balance(layout, LLAMA, topology=topology)
@@ -110,7 +110,8 @@ def test_simulated_steps_take_longer_the_slower_pods_are_linked(tmp_path: Path) 
         path.write_text(f'base = "dgx-h200"\nnodes_per_pod = 1\ninter_pod_bandwidth = {bandwidth}\n', encoding="utf-8")
         where = setting(LLAMA, read_cluster(path), gpus=16, context=131_072, tp=2, sequences=2)
         costs = Costs.of(LLAMA, where.cluster, where.tp, shipped_table("h200"))
-        plan = STRATEGIES["distca"].step_plan(PoolChoice("balanced", tolerance=0.05), where, costs, StepDocuments(lengths))
+        choice = PoolChoice("balanced", tolerance=0.05)
+        plan = STRATEGIES["distca"].step_plan(choice, where, costs, StepDocuments(lengths))
         assert plan is not None
         seconds.append(execute(plan, costs).seconds)
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]  # 0 is as between nodes, 50 GB/s

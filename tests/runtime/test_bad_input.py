@@ -67,7 +67,7 @@ def test_keys_of_other_tokens() -> None:
 
 @pytest.mark.parametrize("kv_heads", [3, 0, 8])
 def test_heads_that_kv_heads_do_not_divide(kv_heads: int) -> None:
-    with pytest.raises(ValueError, match=f"q has 4 heads and k, v have {kv_heads}; give heads that kv_heads divides"):
+    with pytest.raises(ValueError, match=f"q has 4 heads and k, v have {kv_heads}; give a number of heads"):
         attend()(*qkv_of(qkv(k=(10, kv_heads, 8), v=(10, kv_heads, 8))), PLAN)
 
 

@@ -6,7 +6,10 @@ And they carry across nodes what the plan says: each key and query once per node
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.dispatch.hops import build_hops
+from distca.kernels.dense import DenseKernel
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
-from distca.planning.traffic import traffic_between_nodes
+from distca.planning.traffic import traffic_between_nodes, two_hops_pay
 from distca.runtime.attention import CoreAttention
+from distca.runtime.call import Prepared, Shapes
 from distca.runtime.transport import C10dTransport, HierarchicalTransport, LoopbackTransport, LoopbackWorld, over_nodes
 from distca.spec import ModelShape
 from distca.testing import (
@@ -90,6 +95,55 @@ def test_a_token_crosses_to_a_node_once(node: list[int], kind: str) -> None:
         inside = [getattr(one.inner, side) for one in tables]
         assert sum(one.send.num_tokens for one in inside) == sum(one.receive.num_tokens for one in inside)
     assert all(one.crosses == (len(counted.q_tokens) + len(counted.kv_tokens) > 0) for one in tables)
+
+
+def test_a_plan_whose_ranks_need_nothing_alike_goes_in_one_hop() -> None:
+    """Each rank's documents are served by one rank of the other node: a gateway would only be a detour."""
+    node = np.array([0, 0, 1, 1])
+    layout = pack([60] * 4, ranks=4)
+    at_home = scattered_plan(3, layout, 4, MODEL).tasks
+    apart = replace(scattered_plan(3, layout, 4, MODEL), tasks=replace(at_home, server=(at_home.home + 2) % 4))
+    alike = balance(pack([240], ranks=4), MODEL, topology=Topology.of_hosts([str(one) for one in node]))
+    inside = replace(apart, tasks=replace(at_home, server=at_home.home ^ 1))
+    shapes = Shapes(4, 2, 8, torch.float64, torch.device("cpu"))
+    for plan, hops in ((apart, 1), (alike, 2), (inside, 2)):
+        assert two_hops_pay(plan.layout, plan.tasks, node, MODEL) == (hops == 2)
+        prepared = Prepared(plan, 0, 0, DenseKernel(), shapes, None, node)
+        assert (prepared.inputs.inner is None) == (hops == 1)
+        check(plan, node.tolist(), 5, kernel="dense")
+    assert not Prepared(inside, 0, 0, DenseKernel(), shapes, None, node).travels
+
+
+def waits_for_the_last_hop_only(transport: C10dTransport, plan: Plan, node: list[int]) -> list[str]:
+    """Which threads started what: the second hop of each way has one of its own."""
+    hierarchical = over_nodes(transport, node)
+    assert isinstance(hierarchical, HierarchicalTransport)
+    started: list[str] = []
+    for way, name in ((hierarchical.going, "going"), (hierarchical.coming, "coming")):
+        for leg in ("outer", "inner"):
+            carrier = getattr(way, leg)
+            carrier.exchange = partial(_noting, started, f"{name} {leg}", carrier.exchange)
+    attend = CoreAttention(transport=hierarchical)
+    tensors = random_qkv(0, plan.layout.num_tokens)
+    index = row_index(plan.layout, transport.rank)
+    q, k, v = (x[index].requires_grad_() for x in tensors[:3])
+    attend(q, k, v, plan).backward(tensors[3][index])
+    return sorted(started)
+
+
+def _noting(started: list[str], leg: str, exchange: Callable[..., Any], *arguments: Any) -> Any:
+    started.append(f"{leg}: {'relay' if threading.current_thread().name.startswith('distca-relay') else 'caller'}")
+    return exchange(*arguments)
+
+
+@pytest.mark.multiprocess
+def test_the_second_hop_does_not_stop_the_caller() -> None:
+    node = [0, 0, 1, 1]
+    plan = balance(pack([800], ranks=4), MODEL, topology=Topology.of_hosts([str(one) for one in node]))
+    each_way = ["coming inner: caller", "coming outer: relay", "going inner: relay", "going outer: caller"]
+    for outcome in run_processes(4, waits_for_the_last_hop_only, plan, node):
+        assert outcome.error is None
+        assert outcome.value == sorted(2 * each_way)             # forward and backward
 
 
 def test_nodes_that_do_not_fit_the_ranks_are_refused() -> None:

@@ -7,18 +7,24 @@
 // goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
 // block later, when the other's half has long been written, so that the two need not keep step.
 //
+// Adds to memory are slow to leave their registers: those may not be what the next product writes to, and adds may not
+// stand shortly before a fence, which waits for them. So dQ is computed beside the next block's dV, in the registers of
+// its dP, and added under the scores of the block after that.
+//
 // Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
 constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
+constexpr bool SHARED = WITH_DQ && SUMS == ROWS / 2;  // dQ takes the registers of dP, with dim 128
 
-// Transposed scores of 64 keys and a block of queries, or of their values and output gradients.
-INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries) {
+// Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
+// never true but not known to be false, they take the very registers that s has.
+INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries, bool add = false) {
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
             product<0, 0>(s, inner_descriptor(keys + panel * KEY_PANEL) + i * INNER_STEP,
-                          inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP, panel + i > 0);
+                          inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP, panel + i > 0 || add);
     products_commit();
 }
 
@@ -39,11 +45,11 @@ INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
 }
 
 // Half of dQ, from all keys of the tile: of its rows where there are 128, else of its columns.
-INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half) {
+INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half, bool add) {
     const u64 a = outer_descriptor(ROWS == 128 ? ds + half * KEY_PANEL : ds, KEY_PANEL);
     const u64 b = outer_descriptor(ROWS == 128 ? keys : keys + half * KEY_PANEL, KEY_PANEL);
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0);
+    for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0 || add);
 }
 
 INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
@@ -115,14 +121,20 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
     u32 values_full = 0;
     while (true) {
         wait(barriers.keys_full(slots.stage), slots.full);
-        const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
-        if (tile.z == 0) return;
+        int left = load_said(base + AT_TILES + 16 * slots.stage).z;
+        if (left == 0) return;
         const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
-        float s[ROWS / 2], dq[SUMS], dk_sum[D / 2], dv_sum[D / 2];
+        float s[ROWS / 2], dp[ROWS / 2], apart[SUMS], dk_sum[D / 2], dv_sum[D / 2];
+        float(&dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(SHARED ? dp : apart));
+        float(&last_dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(s);
         u32 ds[ROWS / 4];
-        int place, last_place;  // of this block, and of the one whose dQ is still to come
+        int place;  // of this block in dQ's sums
+        const bool never = SHARED && left < 0;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++)
+            if (SHARED) dp[i] = 0;
 
         // Scores of the block at the ring's position, as products under way.
         auto begin_scores = [&] {
@@ -136,39 +148,6 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             place = said.y;
             exponentiate(s, base + AT_LSE + ring.stage * ROWS * 4 + columns, scale_log2);
             if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
-        };
-        // From probabilities in s to dV and to dS; no product is under way before or after.
-        auto middle = [&](bool is_last) {
-            const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
-            float dp[ROWS / 2];
-            u32 p[ROWS / 4];
-            wait(barriers.douts_full(ring.stage), ring.full);
-            round_pairs(p, s);
-            hold(p);
-            hold(dv_sum);
-            products_begin();
-            issue_transposed(dp, my_values, douts);
-            issue_dv(dv_sum, p, douts);
-            products_commit();
-            products_wait<1>();
-            hold(dp);
-            if (is_last) arrive(barriers.values_empty());
-            differentiate(s, dp, base + AT_DELTA + ring.stage * ROWS * 4 + columns);
-            round_pairs(ds, s);
-            if (WITH_DQ) {
-                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
-#pragma unroll
-                for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                    store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
-                                   ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
-                fence_async_proxy();
-                sync_named(4 + half, 128);
-                arrive(barriers.ds_full(ds_ring.stage));
-            }
-            products_wait<0>();
-            hold(dv_sum);
-            hold(p);
-            arrive(barriers.douts_empty(ring.stage));
         };
         auto begin_dk = [&](u32 stage, u32 ds_stage) {
             const u32 queries = base + AT_QUERIES + stage * 2 * ROW_TILE;
@@ -186,18 +165,50 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             if (!WITH_DQ) hold(ds);
             arrive(barriers.queries_empty(stage));
         };
-        auto begin_dq = [&](const Ring<2>& at) {
-            if (!WITH_DQ) return;
+        auto begin_dq = [&](float(&sums)[SUMS], const Ring<2>& at, bool add) {
             wait(barriers.ds_full(at.stage), at.full);
             products_begin();
-            issue_dq(dq, base + AT_DS + at.stage * DS_TILE, keys, half);
+            issue_dq(sums, base + AT_DS + at.stage * DS_TILE, keys, half, add);
             products_commit();
         };
-        auto finish_dq = [&](u32 ds_stage) {
-            if (!WITH_DQ) return;
-            hold(dq);
+        auto finish_dq = [&](float(&sums)[SUMS], u32 ds_stage) {
+            hold(sums);
             arrive(barriers.ds_empty(ds_stage));
-            add_dq(dq_sum, dq, last_place, half, thread);
+        };
+        // From probabilities in s to dV and to dS, with dQ of the block before; no product is under way before or after.
+        auto middle = [&](bool is_last, bool with_dq, const Ring<2>& before) {
+            const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
+            u32 p[ROWS / 4];
+            wait(barriers.douts_full(ring.stage), ring.full);
+            round_pairs(p, s);
+            hold(p);
+            hold(dv_sum);
+            products_begin();
+            issue_transposed(dp, my_values, douts, never);
+            issue_dv(dv_sum, p, douts);
+            products_commit();
+            products_wait<1>();
+            hold(dp);
+            if (is_last) arrive(barriers.values_empty());
+            differentiate(s, dp, base + AT_DELTA + ring.stage * ROWS * 4 + columns);
+            round_pairs(ds, s);
+            hold(ds);
+            if (with_dq) begin_dq(dq, before, never);
+            if (WITH_DQ) {
+                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
+#pragma unroll
+                for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
+                    store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
+                                   ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+                fence_async_proxy();
+                sync_named(4 + half, 128);
+                arrive(barriers.ds_full(ds_ring.stage));
+            }
+            products_wait<0>();
+            hold(dv_sum);
+            hold(p);
+            arrive(barriers.douts_empty(ring.stage));
+            if (with_dq) finish_dq(dq, before.stage);
         };
 
         begin_scores();
@@ -205,48 +216,43 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         finish_scores();
         wait(barriers.values_full(), values_full);
         values_full ^= 1;
-        int left = tile.z - 1;
-        middle(left == 0);
-        if (left > 0) {
+        bool is_due = false;  // whether the dQ of a block before the last is still to be added
+        int due_place = 0;
+        auto add_due = [&] {
+            if (WITH_DQ && is_due) add_dq(dq_sum, dq, due_place, half, thread);
+        };
+        middle(--left == 0, false, ds_ring);
+        while (left > 0) {
             const u32 stage = ring.stage;
+            const Ring<2> before = ds_ring;
+            const int place_before = place;
             ring.advance();
-            last_place = place;
             begin_scores();
-            begin_dk(stage, ds_ring.stage);
+            begin_dk(stage, before.stage);
+            add_due();
             products_wait<1>();
             finish_scores();
             products_wait<0>();
             finish_dk(stage);
-            while (true) {
-                const Ring<2> before = ds_ring;
-                ds_ring.advance();
-                middle(--left == 0);
-                if (left == 0) {
-                    begin_dq(before);
-                    products_wait<0>();
-                    finish_dq(before.stage);
-                    break;
-                }
-                const u32 stage = ring.stage;
-                const int this_place = place;
-                ring.advance();
-                begin_scores();
-                begin_dq(before);
-                begin_dk(stage, ds_ring.stage);
-                products_wait<WITH_DQ ? 2 : 1>();
-                finish_scores();
-                products_wait<0>();
-                finish_dk(stage);
-                finish_dq(before.stage);
-                last_place = this_place;
+            ds_ring.advance();
+            middle(--left == 0, WITH_DQ, before);
+            due_place = place_before;
+            is_due = true;
+            if (!SHARED) {  // with dim 64 there is no room to keep it
+                add_due();
+                is_due = false;
             }
         }
-        last_place = place;
-        begin_dq(ds_ring);
         begin_dk(ring.stage, ds_ring.stage);
+        if (WITH_DQ) begin_dq(last_dq, ds_ring, false);
+        add_due();
         products_wait<0>();
         finish_dk(ring.stage);
-        finish_dq(ds_ring.stage);
+        if (WITH_DQ) {
+            finish_dq(last_dq, ds_ring.stage);
+            add_dq(dq_sum, last_dq, place, half, thread);
+        }
+        const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
         arrive(barriers.keys_empty(slots.stage));
         ring.advance();
         ds_ring.advance();
@@ -296,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     fence_async_proxy();
     __syncthreads();
-    const int warpgroup = threadIdx.x >> 7;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
         give_registers<WITH_DQ ? 24 : 40>();
         if (threadIdx.x < 32) {

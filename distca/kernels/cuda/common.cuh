@@ -183,6 +183,12 @@ INLINE void hold(u32 (&x)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// Keeps what is computed from x behind this place; the compiler would do it in every round of a loop.
+INLINE u32 not_before(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 #define TEXT16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TEXT32 TEXT16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define TEXT64                                                         \
@@ -219,6 +225,15 @@ PRODUCT_SHARED(64, "m64n128k16", TEXT64, HELD64(d), "%64", "%65", "%66", "%67", 
 
 PRODUCT_REGISTERS(32, "m64n64k16", TEXT32, HELD32(d, 0), "{%32,%33,%34,%35}", "%36", "%37", "%38")
 PRODUCT_REGISTERS(64, "m64n128k16", TEXT64, HELD64(d), "{%64,%65,%66,%67}", "%68", "%69", "%70")
+
+// A product of one warp by itself: D[16, 8] += A[16, 16] B[16, 8], rows and columns as in a warpgroup's.
+INLINE void product_of_warp(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 // Accumulators of a warpgroup: number 4j + e of a lane is row 16 * warp + lane / 4 + 8 * (e / 2),
 // column 8j + 2 * (lane % 4) + e % 2. Rounded in pairs they are the left operand of a product over those columns.

@@ -1,33 +1,34 @@
 // Forward: tiles of two blocks of queries, each against its keys from the last to the first.
 //
 // A persistent block of three warpgroups per multiprocessor. One warp draws tiles, long ones first, and copies queries,
-// keys and values ahead; two warpgroups compute, one block of queries each. They take turns on the tensor cores (one's
-// products run under the other's exponentials), and each issues the next scores before the last values. Queries are
-// held in registers, which spares a fifth of the reads of shared memory and the power for them. The copying warp also
-// says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+// keys and values ahead; two warpgroups compute, one block of queries each, and need not keep step. A warpgroup issues
+// the next scores before the last values, and takes exponentials while those products run. Queries are held in
+// registers, which spares a fifth of the reads of shared memory and the power for them. The copying warp also says for
+// every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
 
-constexpr int STAGES = 2;
+constexpr int STAGES = D == 64 ? 4 : 2;  // of keys, and of values
+constexpr int SLOTS = 3;                 // of tiles: one is written, one computed, one copied
 constexpr int QUERY_SLOT = 2 * ROW_TILE;
 constexpr int AT_QUERIES = 0;
-constexpr int AT_KEYS = AT_QUERIES + 2 * QUERY_SLOT;
+constexpr int AT_KEYS = AT_QUERIES + SLOTS * QUERY_SLOT;
 constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
 constexpr int AT_TILES = AT_VALUES + STAGES * KEY_TILE;  // int4 of a slot: q_first, q_count, steps, head
-constexpr int AT_STEPS = AT_TILES + 2 * 16;              // int4 of a stage: diagonal, keys, masked
+constexpr int AT_STEPS = AT_TILES + SLOTS * 16;          // int4 of a stage: diagonal, keys, first key, 2 * head + masked
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 16;
-static_assert(AT_BARRIERS + 12 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+static_assert(AT_BARRIERS + (2 * SLOTS + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
     INLINE u32 queries_full(u32 slot) const { return base + 8 * slot; }
-    INLINE u32 queries_empty(u32 slot) const { return base + 16 + 8 * slot; }
-    INLINE u32 keys_full(u32 stage) const { return base + 32 + 8 * stage; }
-    INLINE u32 keys_empty(u32 stage) const { return base + 48 + 8 * stage; }
-    INLINE u32 values_full(u32 stage) const { return base + 64 + 8 * stage; }
-    INLINE u32 values_empty(u32 stage) const { return base + 80 + 8 * stage; }
+    INLINE u32 queries_empty(u32 slot) const { return base + 8 * (SLOTS + slot); }
+    INLINE u32 keys_full(u32 stage) const { return base + 8 * (2 * SLOTS + stage); }
+    INLINE u32 keys_empty(u32 stage) const { return base + 8 * (2 * SLOTS + STAGES + stage); }
+    INLINE u32 values_full(u32 stage) const { return base + 8 * (2 * SLOTS + 2 * STAGES + stage); }
+    INLINE u32 values_empty(u32 stage) const { return base + 8 * (2 * SLOTS + 3 * STAGES + stage); }
 };
 
 INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values, const TensorMap* value_rows,
-                        Ring<2>& ring, int first, int count, int head, u32 lane) {
+                        Ring<STAGES>& ring, int first, int count, int head, u32 lane) {
     wait(barriers.values_empty(ring.stage), ring.empty());
     copy_keys(base + AT_VALUES + ring.stage * KEY_TILE, values, value_rows, barriers.values_full(ring.stage), first,
               count, head, lane);
@@ -41,7 +42,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* tiles = reinterpret_cast<const int4*>(table + tiles_at);
     const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
     const u32 items = work.count * kv_heads;
-    Ring<2> slots, key_ring, value_ring;
+    Ring<SLOTS> slots;
+    Ring<STAGES> key_ring, value_ring;
     u32 next = 0;
     if (lane == 0) next = draw(counter, items);
     while (true) {
@@ -85,7 +87,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
                 if (lane == 0) {
-                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, 0);
+                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, first, 2 * head + masked);
                     arrive_expecting(barriers.keys_full(stage), KEY_TILE);
                     for (int i = 0; i < PANELS; i++)
                         copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage),
@@ -110,6 +112,29 @@ INLINE void issue_scores(float (&s)[64], const u32 (&q)[D / 16][4], u32 keys) {
     products_commit();
 }
 
+struct Keys {  // as they lie in memory, in numbers
+    const bf16* first;
+    long token_stride, head_stride;
+};
+
+// The same by the warp alone, for its 16 rows, from memory: what a warp does again the others need not know of. It is
+// rare and may be slow; a product waits for the one before, by way of zero bits, so that keys take few registers.
+INLINE void repeat_scores(float (&s)[64], const u32 (&q)[D / 16][4], const Keys& keys, int4 step, u32 zero, u32 lane) {
+    const bf16* head = keys.first + (step.w >> 1) * keys.head_stride + 2 * (lane & 3);
+#pragma unroll
+    for (int j = 0; j < KEYS / 8; j++) {
+        const int key = step.z + min(8 * j + static_cast<int>(lane >> 2), step.y - 1);
+        const u32* row = reinterpret_cast<const u32*>(head + key * keys.token_stride);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[4 * j + e] = 0;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            product_of_warp(s + 4 * j, q[i], row[8 * i], row[8 * i + 4]);
+            if (i % 2 == 1) row += __float_as_uint(s[4 * j]) & zero;
+        }
+    }
+}
+
 INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     u64 b = outer_descriptor(values, KEY_PANEL);
 #pragma unroll
@@ -118,63 +143,8 @@ INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     products_commit();
 }
 
-// Two rows of a lane: running maximum and this lane's part of the sum, and what the earlier sum is to be scaled by.
-struct Softmax {
-    float max0 = -INFINITE, max1 = -INFINITE, sum0 = 0, sum1 = 0, keep0 = 0, keep1 = 0;
-
-    INLINE void mask(float (&s)[64], int4 step, int token0, int token1, int window, u32 lane) {
-        const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
-        const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
-#pragma unroll
-        for (int i = 0; i < 64; i++) {
-            const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-            bool hidden = column > ((i & 2) ? last1 : last0);
-            if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
-            if (hidden) s[i] = -INFINITE;
-        }
-    }
-
-    INLINE void exponentiate(float (&s)[64], float scale_log2) {
-        float high0 = max0, high1 = max1;
-#pragma unroll
-        for (int i = 0; i < 64; i += 4) {
-            high0 = fmaxf(high0, fmaxf(s[i], s[i + 1]));
-            high1 = fmaxf(high1, fmaxf(s[i + 2], s[i + 3]));
-        }
-#pragma unroll
-        for (int hop = 1; hop <= 2; hop++) {
-            high0 = fmaxf(high0, __shfl_xor_sync(~0u, high0, hop));
-            high1 = fmaxf(high1, __shfl_xor_sync(~0u, high1, hop));
-        }
-        const float from0 = high0 == -INFINITE ? 0.f : high0, from1 = high1 == -INFINITE ? 0.f : high1;
-        keep0 = exp2_fast((max0 - from0) * scale_log2);
-        keep1 = exp2_fast((max1 - from1) * scale_log2);
-        max0 = high0;
-        max1 = high1;
-        sum0 *= keep0;
-        sum1 *= keep1;
-        const float less0 = from0 * scale_log2, less1 = from1 * scale_log2;
-#pragma unroll
-        for (int i = 0; i < 64; i += 4) {
-            s[i] = exp2_fast(s[i] * scale_log2 - less0);
-            s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less0);
-            s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less1);
-            s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less1);
-            sum0 += s[i] + s[i + 1];
-            sum1 += s[i + 2] + s[i + 3];
-        }
-    }
-
-    INLINE void rescale(float (&o)[D / 2]) const {
-        if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f)) {
-#pragma unroll
-            for (int i = 0; i < D / 2; i++) o[i] *= (i & 2) ? keep1 : keep0;
-        }
-    }
-};
-
-INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[D / 2], const Softmax& softmax, int4 tile,
-                       int half, int kv_heads, float scale_log2, u32 warp, u32 lane) {
+// What a tile's sums are to be divided by; the log-sum-exp is written here.
+INLINE float2 finish_sums(float* lse, const Softmax& softmax, int4 tile, int half, int kv_heads, u32 warp, u32 lane) {
     float sum0 = softmax.sum0, sum1 = softmax.sum1;
 #pragma unroll
     for (int hop = 1; hop <= 2; hop++) {
@@ -182,104 +152,140 @@ INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[D / 
         sum1 += __shfl_xor_sync(~0u, sum1, hop);
     }
     const Block block = {tile, half, kv_heads};
-    stage_rows(staging, ROW_PANEL, o, sum0 > 0 ? 1 / sum0 : 0.f, sum1 > 0 ? 1 / sum1 : 0.f, warp, lane);
-    write_block(out, staging, block, warp, lane);
-    if ((lane & 3) == 0) {
-        const int row = 16 * warp + lane / 4;
-        if (row < block.rows) lse[block.place(row)] = (softmax.max0 * scale_log2 + log2f(sum0)) / LOG2E;
-        if (row + 8 < block.rows) lse[block.place(row + 8)] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
-    }
+    const int row = 16 * warp + lane / 4;
+    if ((lane & 3) == 0 && row < block.rows) lse[block.place(row)] = (softmax.from0 + log2f(sum0)) * (1 / LOG2E);
+    if ((lane & 3) == 0 && row + 8 < block.rows)
+        lse[block.place(row + 8)] = (softmax.from1 + log2f(sum1)) * (1 / LOG2E);
+    return make_float2(sum0 > 0 ? __fdividef(1.f, sum0) : 0.f, sum1 > 0 ? __fdividef(1.f, sum1) : 0.f);
 }
 
-INLINE void compute(unsigned char* shared, u32 base, const Barriers& barriers, bf16* out, float* lse, int half,
-                    int kv_heads, float scale_log2, int window) {
+// The steps of all tiles are one stream: the first scores of a tile are issued with the last values of the one before,
+// whose results are written while the other warpgroup's products run.
+INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, int half, int kv_heads,
+                    float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-    const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
-    const int my_turn = 1 + half, other_turn = 2 - half;
-    const int4* steps = reinterpret_cast<const int4*>(shared + AT_STEPS);
-    Ring<2> slots, key_ring, value_ring;
-    if (half == 1) arrive_named(other_turn, 256);
-    while (true) {
-        const u32 slot = slots.stage, queries = base + AT_QUERIES + slot * QUERY_SLOT + half * ROW_TILE;
-        wait(barriers.queries_full(slot), slots.full);
-        const int4 tile = reinterpret_cast<const int4*>(shared + AT_TILES)[slot];
-        if (tile.z == 0) return;
-        slots.advance();
-        u32 q[D / 16][4];  // this warp's 16 rows
+    const u32 my_queries = base + AT_QUERIES + half * ROW_TILE;
+    Ring<SLOTS> slots;
+    Ring<STAGES> key_ring, value_ring;
+    u32 q[D / 16][4], p[32];
+    float s[64], o[D / 2];
+    Softmax softmax;
+    u32 slot;  // of the tile whose sums are in o
+    int left;  // steps of the tile whose probabilities are in p, without those
+
+    auto begin_tile = [&] {  // this warp's 16 rows of queries; whether there is a tile
+        wait(barriers.queries_full(slots.stage), slots.full);
+        const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
+        left = tile.z;
+        if (left == 0) return false;
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
-            load_matrices(q[i],
-                          queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
-        float s[64], o[D / 2];
-        u32 p[32];
+            load_matrices(q[i], my_queries + slots.stage * QUERY_SLOT + i / 4 * ROW_PANEL +
+                                    swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
+        const int row = 16 * warp + lane / 4, rows = Block(tile, half, kv_heads).rows;
+        if (rows < ROWS) {  // whatever stands behind the last, NaN too, must not be taken for scores out of range
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) o[i] = 0;
-        Softmax softmax;
-        {
-            const u32 stage = key_ring.stage;
-            wait(barriers.keys_full(stage), key_ring.full);
-            const int4 step = steps[stage];
-            hold(s);
-            products_begin();
-            issue_scores(s, q, base + AT_KEYS + stage * KEY_TILE);
-            products_wait<0>();
-            hold(s);
-            arrive(barriers.keys_empty(stage));
-            key_ring.advance();
-            if (step.z) softmax.mask(s, step, token0, token1, window, lane);
-            softmax.exponentiate(s, scale_log2);
-            round_pairs(p, s);
+            for (int i = 0; i < D / 16; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) q[i][e] = row + 8 * (e & 1) < rows ? q[i][e] : 0;
         }
-        for (int left = tile.z - 1; left > 0; left--) {
-            const u32 stage = key_ring.stage, value_stage = value_ring.stage;
-            wait(barriers.keys_full(stage), key_ring.full);
-            const int4 step = steps[stage];
-            sync_named(my_turn, 256);
-            hold(s);
-            hold(o);
-            hold(p);
-            products_begin();
-            issue_scores(s, q, base + AT_KEYS + stage * KEY_TILE);
-            wait(barriers.values_full(value_stage), value_ring.full);
-            products_begin();
-            issue_values(o, p, base + AT_VALUES + value_stage * KEY_TILE);
-            arrive_named(other_turn, 256);
-            products_wait<1>();
-            hold(s);
-            arrive(barriers.keys_empty(stage));
-            key_ring.advance();
-            if (step.z) softmax.mask(s, step, token0, token1, window, lane);
-            softmax.exponentiate(s, scale_log2);
-            products_wait<0>();
-            hold(o);
-            hold(p);
-            arrive(barriers.values_empty(value_stage));
-            value_ring.advance();
-            softmax.rescale(o);
-            round_pairs(p, s);
-        }
-        const u32 stage = value_ring.stage;
-        wait(barriers.values_full(stage), value_ring.full);
+        slots.advance();
+        wait(barriers.keys_full(key_ring.stage), key_ring.full);
+        return true;
+    };
+    auto begin_scores = [&] {
+        hold(s);
+        products_begin();
+        issue_scores(s, q, base + AT_KEYS + key_ring.stage * KEY_TILE);
+    };
+    auto begin_values = [&] {
+        wait(barriers.values_full(value_ring.stage), value_ring.full);
         hold(o);
         hold(p);
         products_begin();
-        issue_values(o, p, base + AT_VALUES + stage * KEY_TILE);
+        issue_values(o, p, base + AT_VALUES + value_ring.stage * KEY_TILE);
+    };
+    auto finish_scores = [&](int4 step, bool is_first = false) {  // no product writes s any more
+        hold(s);
+        softmax.keep0 = softmax.keep1 = 1;
+        arrive(barriers.keys_empty(key_ring.stage));
+        key_ring.advance();
+        const bool masked = step.w & 1;
+        const u32 zero = left >> 31;  // which the compiler does not know
+        if (masked) softmax.mask(s, step, half, window, warp, lane);
+        if (softmax.lacks_references()) softmax.find_references(s, scale_log2);
+        if (!softmax.exponentiate(s, scale_log2, zero, is_first)) {
+            repeat_scores(s, q, keys, step, zero, not_before(lane));
+            if (masked) softmax.mask(s, step, half, window, warp, not_before(lane));
+            softmax.find_references(s, scale_log2);
+            softmax.exponentiate(s, scale_log2, zero, true);
+        }
+        hold(s);
+        if (left > 0) wait(barriers.keys_full(key_ring.stage), key_ring.full);
+    };
+    auto finish_values = [&] {
         products_wait<0>();
         hold(o);
         hold(p);
-        arrive(barriers.values_empty(stage));
+        arrive(barriers.values_empty(value_ring.stage));
         value_ring.advance();
-        write_tile(out, lse, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
+    };
+    auto finish_tile = [&] {
+        return finish_sums(lse, softmax, load_said(base + AT_TILES + 16 * slot), half, kv_heads, not_before(warp),
+                           not_before(lane));
+    };
+    auto write = [&](float2 factors) {
+        const u32 w = not_before(warp), l = not_before(lane), staging = my_queries + not_before(slot) * QUERY_SLOT;
+        stage_rows(staging, ROW_PANEL, o, factors.x, factors.y, w, l);
+        write_block(out, staging, Block(load_said(base + AT_TILES + 16 * slot), half, kv_heads), w, l);
         fence_async_proxy();
         arrive(barriers.queries_empty(slot));
+    };
+
+    slot = slots.stage;
+    if (!begin_tile()) return;
+    left--;
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] = 0;
+    begin_scores();
+    products_wait<0>();
+    finish_scores(load_said(base + AT_STEPS + 16 * key_ring.stage), true);
+    round_pairs(p, s);
+    while (true) {
+        const bool begins = left == 0;  // the next tile
+        const u32 next_slot = slots.stage;
+        if (begins && !begin_tile()) break;
+        left--;
+        const int4 step = load_said(base + AT_STEPS + 16 * key_ring.stage);
+        begin_scores();
+        begin_values();
+        float2 factors;  // of the tile that ends
+        if (begins) {
+            factors = finish_tile();
+            softmax = Softmax();
+        }
+        products_wait<1>();
+        finish_scores(step);
+        finish_values();
+        if (!begins) softmax.rescale(o);
+        round_pairs(p, s);
+        if (begins) {
+            write(factors);
+            slot = next_slot;
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) o[i] = 0;
+        }
     }
+    begin_values();
+    finish_values();
+    write(finish_tile());
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window) {
+                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -287,11 +293,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
         reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < 2; i++) {
+        for (u32 i = 0; i < SLOTS; i++) {
             barrier_init(barriers.queries_full(i), 1);
+            barrier_init(barriers.queries_empty(i), READERS);
+        }
+        for (u32 i = 0; i < STAGES; i++) {
             barrier_init(barriers.keys_full(i), 1);
             barrier_init(barriers.values_full(i), 1);
-            barrier_init(barriers.queries_empty(i), READERS);
             barrier_init(barriers.keys_empty(i), READERS);
             barrier_init(barriers.values_empty(i), READERS);
         }
@@ -306,6 +314,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<232>();
-        compute(shared, base, barriers, out, lse, warpgroup - 1, kv_heads, scale * LOG2E, window);
+        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, warpgroup - 1, kv_heads, scale * LOG2E, window);
     }
 }

@@ -1,0 +1,90 @@
+// The running softmax of forward, without a running maximum: looking for it took a quarter of a step.
+//
+// Exponentials are taken from a row's reference, the largest score of its first step of keys. Any number that is near
+// enough to the largest score of all gives the same result, since the rounding of probabilities and sums is relative,
+// and later steps need not look for theirs. A sum beyond MOST says that it was not near enough; the warp then does the
+// step again with its own largest score.
+
+constexpr float MOST = 1e18f;   // of a sum: far from where numbers end, and no score of a model comes near
+constexpr float NONE = -1e30f;  // below all references
+
+INLINE float depending(float x, float on, u32 zero) {
+    return __uint_as_float(__float_as_uint(x) | (__float_as_uint(on) & zero));
+}
+
+// Of two rows of a lane.
+struct Softmax {
+    float from0 = NONE, from1 = NONE;  // references, scaled to base 2
+    float sum0 = 0, sum1 = 0;          // this lane's parts
+    float keep0 = 1, keep1 = 1;        // what earlier sums are to be scaled by where references have moved
+
+    INLINE void mask(float (&s)[64], int4 step, int half, int window, u32 warp, u32 lane) {
+        const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
+        const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
+        const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
+#pragma unroll
+        for (int i = 0; i < 64; i++) {
+            const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+            bool hidden = column > ((i & 2) ? last1 : last0);
+            if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
+            if (hidden) s[i] = -INFINITE;
+        }
+    }
+
+    INLINE bool lacks_references() const { return __any_sync(~0u, from0 == NONE || from1 == NONE); }
+
+    INLINE void find_references(const float (&s)[64], float scale_log2) {
+        float high0 = -INFINITE, high1 = -INFINITE;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            high0 = fmaxf(high0, fmaxf(s[i], s[i + 1]));
+            high1 = fmaxf(high1, fmaxf(s[i + 2], s[i + 3]));
+        }
+#pragma unroll
+        for (int hop = 1; hop <= 2; hop++) {
+            high0 = fmaxf(high0, __shfl_xor_sync(~0u, high0, hop));
+            high1 = fmaxf(high1, __shfl_xor_sync(~0u, high1, hop));
+        }
+        const float new0 = fmaxf(from0, high0 * scale_log2), new1 = fmaxf(from1, high1 * scale_log2);
+        const float by0 = exp2_fast(from0 - new0), by1 = exp2_fast(from1 - new1);
+        sum0 *= by0;
+        sum1 *= by1;
+        keep0 *= by0;
+        keep1 *= by1;
+        from0 = new0;
+        from1 = new1;
+    }
+
+    // Exponentials in place, and their sums; false, and no sums, where they are out of range and may be done again.
+    INLINE bool exponentiate(float (&s)[64], float scale_log2, u32 zero, bool is_last_try) {
+        // Left alone, the compiler takes all products first, and in the end the special function unit, which is slow,
+        // waits for itself. So products depend, by zero bits, on exponentials of some numbers before.
+        constexpr int GROUP = D == 64 ? 4 : 8, LAG = D == 64 ? 8 : 12;
+        float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2, then0[16], then1[16];
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            if (i >= LAG && i % GROUP == 0) {
+                factor0 = depending(scale_log2, then0[(i - LAG) / 4], zero);
+                factor1 = depending(scale_log2, then1[(i - LAG) / 4], zero);
+            }
+            s[i] = exp2_fast(s[i] * factor0 - from0);
+            s[i + 1] = exp2_fast(s[i + 1] * factor0 - from0);
+            s[i + 2] = exp2_fast(s[i + 2] * factor1 - from1);
+            s[i + 3] = exp2_fast(s[i + 3] * factor1 - from1);
+            then0[i / 4] = add0 += s[i] + s[i + 1];
+            then1[i / 4] = add1 += s[i + 2] + s[i + 3];
+        }
+        if (!is_last_try && __any_sync(~0u, add0 > MOST || add1 > MOST)) return false;
+        sum0 = add0;
+        sum1 = add1;
+        return true;
+    }
+
+    INLINE void rescale(float (&o)[D / 2]) const {
+        if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f)) {
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) o[i] *= (i & 2) ? keep1 : keep0;
+        }
+    }
+};
+

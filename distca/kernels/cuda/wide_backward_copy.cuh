@@ -1,0 +1,134 @@
+// The copying warp of wide heads' backward: where everything stands in shared memory, and what is brought there.
+
+constexpr int STAGES = D == 256 ? 2 : 3;
+constexpr int DOUT_TILE = ROW_PANEL * (DV / 64);
+constexpr int SCORES = ROWS / 2;                           // of a thread
+constexpr int HELD_KEYS = D == 256 ? 6 : D / 16;           // steps of 16 columns; two more would spill
+constexpr int HELD_VALUES = DV == 256 ? 6 : DV / 16;
+constexpr int P_TILE = 4 * 128 * 16;
+constexpr int AT_KEYS = 0;
+constexpr int AT_VALUES = AT_KEYS + KEY_TILE;
+constexpr int AT_QUERIES = AT_VALUES + VALUE_TILE;
+constexpr int AT_DOUTS = AT_QUERIES + STAGES * ROW_TILE;
+constexpr int AT_P = AT_DOUTS + STAGES * DOUT_TILE;        // two uint4 [4][threads]
+constexpr int AT_STAGING = AT_P + 2 * P_TILE;              // 64 columns of dV, and of dK
+constexpr int AT_LSE = AT_STAGING + 2 * KEY_PANEL;         // stages of float[ROWS], times log2(e)
+constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;       // rowsum(dO * O), likewise
+constexpr int AT_TILE = AT_DELTA + STAGES * ROWS * 4;      // int4: k_first, k_count, blocks, head
+constexpr int AT_BLOCKS = AT_TILE + 16;                    // two int4 of a stage
+constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
+constexpr int BLOCK_FLOATS = ROWS * D;                     // of dQ's sum, where it is added up
+static_assert(ROWS == 64 && KEYS == 64, "one product has the scores of a block");
+static_assert(AT_BARRIERS + (8 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+
+struct Barriers {
+    u32 base;
+    INLINE u32 keys_full() const { return base; }
+    INLINE u32 keys_empty() const { return base + 8; }
+    INLINE u32 values_full() const { return base + 16; }
+    INLINE u32 values_empty() const { return base + 24; }
+    INLINE u32 p_full(u32 place) const { return base + 32 + 8 * place; }
+    INLINE u32 p_empty(u32 place) const { return base + 48 + 8 * place; }
+    INLINE u32 queries_full(u32 stage) const { return base + 64 + 8 * stage; }
+    INLINE u32 queries_empty(u32 stage) const { return base + 64 + 8 * (STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 64 + 8 * (2 * STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 64 + 8 * (3 * STAGES + stage); }
+};
+
+struct Maps {
+    const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
+};
+
+// One number per row of a block, which lie apart by token; the barrier counts the lanes that brought theirs.
+INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads,
+                         u32 lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 32; i++) {
+        const int row = i * 32 + lane;
+        const bool inside = row < q_count * G;
+        const float* source =
+            from + (inside ? static_cast<long>(q_first + row / G) * kv_heads * G + head * G + row % G : 0);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + row * 4), "l"(source),
+                     "r"(inside ? 4 : 0)
+                     : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
+                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
+                       int window, u32 lane) {
+    const Work work = {table[0], table[1]};
+    const int4* entries = reinterpret_cast<const int4*>(table + items_at);
+    const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
+    int4* said = reinterpret_cast<int4*>(shared + AT_TILE);
+    const u32 items = work.count * kv_heads;
+    Ring<STAGES> ring;
+    u32 next = 0, tile_empty = 1;
+    if (lane == 0) next = draw(counter, items);
+    while (true) {
+        const u32 item = __shfl_sync(~0u, next, 0);
+        if (item >= items) {
+            wait(barriers.keys_empty(), tile_empty);
+            if (lane == 0) {
+                *said = make_int4(0, 0, 0, 0);
+                arrive(barriers.keys_full());
+            }
+            return;
+        }
+        int entry, head;
+        locate(work, item, kv_heads, entry, head);
+        const int4 tile = entries[entry];
+        const int k_first = tile.x, k_end = tile.x + tile.y;
+        int left = tile.z;
+        for (int number = tile.w; left > 0; number++) {
+            const int4 a = rows[2 * number], b = rows[2 * number + 1];
+            const int q_begin = a.x, q_end = a.y, shift = b.x;
+            const int low = max(k_first, a.z),
+                      high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
+            if (low >= high) continue;
+            const int first_block = max(0, low - shift - q_begin) / TOKENS;
+            int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
+            if (WINDOWED) {
+                const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
+                stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
+            }
+            for (int block = stop - 1; block >= first_block; block--, left--) {
+                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
+                const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
+                const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
+                bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
+                if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
+                const u32 stage = ring.stage;
+                wait(barriers.queries_empty(stage), ring.empty());
+                if (lane == 0) {
+                    int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
+                    block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
+                    block_said[1] = make_int4(masked, 0, 0, 0);
+                }
+                copy_queries(base + AT_QUERIES + stage * ROW_TILE, maps.queries, maps.query_rows,
+                             barriers.queries_full(stage), q_first, q_count, head, lane);
+                copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count,
+                             head, kv_heads, lane);
+                if (left == tile.z) {  // what keys and values might wait for comes after queries
+                    wait(barriers.keys_empty(), tile_empty);
+                    if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
+                    copy_keys(base + AT_KEYS, maps.keys, maps.key_rows, barriers.keys_full(), k_first, tile.y, head,
+                              lane);
+                }
+                wait(barriers.douts_empty(stage), ring.empty());
+                copy_queries<DV>(base + AT_DOUTS + stage * DOUT_TILE, maps.douts, maps.dout_rows,
+                                 barriers.douts_full(stage), q_first, q_count, head, lane);
+                copy_numbers(base + AT_DELTA + stage * ROWS * 4, delta, barriers.douts_full(stage), q_first, q_count,
+                             head, kv_heads, lane);
+                if (left == tile.z) {
+                    wait(barriers.values_empty(), tile_empty);
+                    copy_keys<DV>(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first,
+                                  tile.y, head, lane);
+                }
+                ring.advance();
+            }
+        }
+        tile_empty ^= 1;
+    }
+}
