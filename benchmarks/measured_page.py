@@ -222,7 +222,16 @@ def spanning(results: Path) -> str:
             f"parallelism, here with distca's kernel and exchange ({_source('spanning')}, `benchmarks/spanning.py "
             f"--layers {options['layers']}`):\n\n"
             + _table(("attention", "seconds a step", "tokens/s", "CPU seconds of the busiest rank", "work max/mean"),
-                     table))
+                     table) + "\n\n" + host_overhead(results))
+
+
+def host_overhead(results: Path) -> str:
+    content = _read(results, "host_overhead")
+    spent = {row["documents"]: f"{1e3 * row['cpu_seconds']:.2f} ms" for row in content["rows"]}
+    return (f"On {_cores(content)}, a layer of that model on a few tokens, forward and backward, takes "
+            f"{spent['at home']} of CPU time more than with `sdpa` where documents stay at home and "
+            f"{spent['over ranks']} where one lies over both ranks, kernel calls and exchanges included "
+            f"({_source('host_overhead')}, `benchmarks/host_overhead.py`).")
 
 
 def transformers_on_a_gpu(results: Path) -> str:
