@@ -4,11 +4,6 @@ One rank's row is a long document, the other's as many tokens of short ones. The
 the same weights with transformers' attention as it would run without us and with distca; the modes alternate step by
 step, so that drift of the machine hits both. Without distca attention runs per document, as FlashAttention would run
 it: `sdpa` with its dense mask over the whole row is shown beside.
-
-Host overhead is what a layer adds to `sdpa` where there is next to nothing to compute, a step of a few tokens per rank:
-with documents that stay at home, and with one document over all ranks, whose layers exchange. By the clock it contains
-waiting for other ranks; CPU seconds are those of the thread that runs the model. Other work on the machine only ever
-adds, so the least of all steps counts.
 """
 
 from __future__ import annotations
@@ -98,10 +93,8 @@ class Loop:
         return seconds, total.item()
 
 
-def rank_main(
-    transport: Any, options: dict[str, Any]
-) -> tuple[dict[str, list[tuple[float, float]]], Any, dict[str, dict[str, float]]]:
-    """Every rank: all modes in turn; the first rank's records, the plan's max/mean before and after, and overhead."""
+def rank_main(transport: Any, options: dict[str, Any]) -> tuple[dict[str, list[tuple[float, float]]], Any]:
+    """Every rank: all modes in turn; the first rank's records, and the plan's max/mean before and after."""
     rows = rows_of(transport.size, options["tokens"], options["short"])
     loops = {mode: Loop(mode, options["layers"], rows[transport.rank]) for mode in MODES}
     records: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
@@ -111,40 +104,23 @@ def rank_main(
             if number:                                           # the first is warm-up
                 records[mode].append(record)
     summary = latest_plan(loops["distca"].inner).summary()
-    overhead = host_overhead(options["layers"], options["overhead_steps"])
-    return records, (summary.work_max_over_mean_at_home, summary.work_max_over_mean), overhead
+    return records, (summary.work_max_over_mean_at_home, summary.work_max_over_mean)
 
 
-def host_overhead(layers: int, steps: int) -> dict[str, dict[str, float]]:
-    """Seconds a layer adds to forward and backward with distca where attention is next to nothing."""
-    loops = {"sdpa": Loop("sdpa", layers, [8, 8]), "at home": Loop("distca", layers, [8, 8]),
-             "over ranks": Loop("distca", layers, [16], begin=16 * dist.get_rank())}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    for number in range(steps + 3):
-        for name, loop in loops.items():
-            busy = time.thread_time()
-            spent, _ = loop.step()
-            if number >= 3:                                      # the first are warm-up
-                seconds[name].append((spent, time.thread_time() - busy))
-    least = {name: [min(column) for column in zip(*records, strict=True)] for name, records in seconds.items()}
-    return {name: {"seconds": (least[name][0] - least["sdpa"][0]) / layers,
-                   "cpu_seconds": (least[name][1] - least["sdpa"][1]) / layers} for name in ("at home", "over ranks")}
-
-
-def measure(arguments: argparse.Namespace) -> tuple[list[Result], dict[str, dict[str, float]]]:
-    options = {name: getattr(arguments, name) for name in ("tokens", "short", "steps", "layers", "overhead_steps")}
+def measure(arguments: argparse.Namespace) -> list[Result]:
+    options = {name: getattr(arguments, name) for name in ("tokens", "short", "steps", "layers")}
     outcomes = run_processes(arguments.ranks, rank_main, options, timeout_seconds=600, deadline_seconds=1800)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None or outcome.value is None:
             raise SystemExit(f"rank {rank} failed: {outcome.error or 'it ended without a word'}")
-    records, (before, after), overhead = outcomes[0].value
+    records, (before, after) = outcomes[0].value
     tokens = arguments.ranks * arguments.tokens
     results = []
     for mode in MODES:
         seconds = median(record[0] for record in records[mode])
         results.append(Result(mode, seconds, tokens / seconds, after if mode == "distca" else before,
                               [record[1] for record in records[mode]]))
-    return results, overhead
+    return results
 
 
 def main() -> None:
@@ -154,10 +130,9 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each mode")
-    parser.add_argument("--overhead-steps", type=int, default=30)
     parser.add_argument("--json", type=Path, default=RESULTS / "integrations.json")
     arguments = parser.parse_args()
-    results, overhead = measure(arguments)
+    results = measure(arguments)
     sdpa, home, balanced = results
     speedup = balanced.tokens_per_second / home.tokens_per_second
     speedup_over_sdpa = balanced.tokens_per_second / sdpa.tokens_per_second
@@ -171,15 +146,11 @@ def main() -> None:
     console.print(table)
     console.print(f"{speedup_over_sdpa:.2f}x tokens/s over sdpa, {speedup:.2f}x over attention per document at home; "
                   f"losses differ by at most {difference:.1e}")
-    for name, spent in overhead.items():
-        console.print(f"host overhead a layer, documents {name}: {1e3 * spent['seconds']:.2f} ms, "
-                      f"{1e3 * spent['cpu_seconds']:.2f} ms of CPU time")
     host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
             "torch": torch.__version__, "transformers": transformers.__version__}
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "short", "layers", "steps")}
     content = {"host": host, "options": options, "rows": [asdict(row) for row in results], "speedup": speedup,
-               "speedup_over_sdpa": speedup_over_sdpa, "host_overhead_per_layer": overhead,
-               "largest_loss_difference": difference}
+               "speedup_over_sdpa": speedup_over_sdpa, "largest_loss_difference": difference}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 

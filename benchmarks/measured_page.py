@@ -217,12 +217,21 @@ def spanning(results: Path) -> str:
               f"{row['cpu_seconds']:.2f}", f"{row['work_max_over_mean']:.2f}"] for row in content["rows"]]
     ratios = "; ".join(f"{ratio:.2f}× over {mode} ({content['speedup_over_in_cpu_seconds'][mode]:.2f}× by CPU seconds)"
                        for mode, ratio in content["speedup_over"].items())
-    return (f"The same model on one document of {_tokens(options['tokens'])} over two CPU ranks: distca gains "
-            f"{ratios}. "
-            "Head and tail is the placement of torch's and Megatron's context parallelism, here with distca's kernel "
-            f"and exchange ({_source('spanning')}, `benchmarks/spanning.py`):\n\n"
+    return (f"The same model on one document of {_tokens(options['tokens'])} over two CPU ranks, on {_cores(content)}: "
+            f"distca's tokens/s are {ratios}. Head and tail is the placement of torch's and Megatron's context "
+            f"parallelism, here with distca's kernel and exchange ({_source('spanning')}, `benchmarks/spanning.py "
+            f"--layers {options['layers']}`):\n\n"
             + _table(("attention", "seconds a step", "tokens/s", "CPU seconds of the busiest rank", "work max/mean"),
-                     table))
+                     table) + "\n\n" + host_overhead(results))
+
+
+def host_overhead(results: Path) -> str:
+    content = _read(results, "host_overhead")
+    spent = {row["documents"]: f"{1e3 * row['cpu_seconds']:.2f} ms" for row in content["rows"]}
+    return (f"On {_cores(content)}, a layer of that model on a few tokens, forward and backward, takes "
+            f"{spent['at home']} of CPU time more than with `sdpa` where documents stay at home and "
+            f"{spent['over ranks']} where one lies over both ranks, kernel calls and exchanges included "
+            f"({_source('host_overhead')}, `benchmarks/host_overhead.py`).")
 
 
 def transformers_on_a_gpu(results: Path) -> str:
@@ -303,6 +312,12 @@ def _source(name: str) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def _cores(content: dict[str, Any]) -> str:
+    """Other work is in the clock's seconds where more was running than there are cores."""
+    cores, load = content["host"]["cores"], content["host"]["load_average"]
+    return f"{cores} cores" + (f" that other work shared (load average {load:.1f})" if load > 0.5 else "")
 
 
 def _tokens(count: int) -> str:

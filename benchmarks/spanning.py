@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "spanning.json")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "layers", "steps")}
+    load = os.getloadavg()[0]                                    # other work, which the clock's seconds contain
     outcomes = run_processes(arguments.ranks, rank_main, options, timeout_seconds=600, deadline_seconds=1800)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None or outcome.value is None:
@@ -178,7 +179,7 @@ def main() -> None:
     ours, alone = results[DISTCA], results[ALONE]
     content = {
         "host": {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-                 "torch": torch.__version__, "transformers": transformers.__version__},
+                 "torch": torch.__version__, "transformers": transformers.__version__, "load_average": round(load, 2)},
         "options": options, "rows": [asdict(row) for row in results.values()],
         "speedup_over": {mode: ours.tokens_per_second / row.tokens_per_second for mode, row in results.items()
                          if mode != DISTCA},

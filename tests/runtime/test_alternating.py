@@ -113,7 +113,7 @@ def test_what_no_rank_sends_is_not_exchanged(state: str, counts: tuple[int, int]
             exchanged.append(1)
             return plain(*args)
 
-        transport.exchange = counted  # type: ignore[method-assign, assignment]
+        pytest.MonkeyPatch().setattr(transport, "exchange", counted)
         attend, found = CoreAttention(transport=transport, state=state), []
         for one in (plan, spanning):
             tensors, index = random_qkv(5, 60), row_index(one.layout, transport.rank)
