@@ -51,9 +51,9 @@ class Layer:
 
     def __init__(self, steady: SteadyAttention) -> None:
         self.steady = steady
-        q, k, _ = steady.shapes.empty_row()
-        tokens = [q.new_zeros(steady.row_tokens[0], *q.shape[1:]), *(
-            k.new_zeros(steady.row_tokens[1], *k.shape[1:]) for _ in range(2))]
+        queries, keys = steady.row_tokens
+        tokens = [one.new_zeros(count, *one.shape[1:])
+                  for one, count in zip(steady.shapes.empty_row()[:3], (queries, keys, keys), strict=True)]
         self.row = qkv_of(x.requires_grad_() for x in tokens)
         self.dout = torch.zeros_like(tokens[0])
         stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
