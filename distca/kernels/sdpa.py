@@ -152,7 +152,8 @@ def _tiled(ranges: Sequence[slice]) -> int | None:
 
 
 def _end_to_end(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+    """A single one as a tensor of its own: compiled code asks what a view is of, and would be compiled again."""
+    return pieces[0].data if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _query_blocks(rows: TaskRows, window: int) -> TaskRows:
