@@ -8,6 +8,7 @@ slices in order     every rank its own slice against gathered keys, as context p
 head and tail       every rank the r-th chunk from the front and from the back, against gathered keys: the placement of
                     torch's and Megatron's context parallelism, which permutes tokens, with our kernel and exchange
 distca              slices in order, balanced over all ranks
+  balanced placement  the same with rows(…, placement="balanced"), which lays slices so that most queries stay home
 
 CPU seconds stand beside the clock's: a rank's process, the threads that carry its bytes included. They grow little
 where a core is shared with other work, which only ever adds to the clock's, so the least of a mode's steps counts.
@@ -43,7 +44,8 @@ from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
 from distca.testing import run_processes
 
-MODES = ALONE, IN_ORDER, HEAD_AND_TAIL, DISTCA = "one rank alone", "slices in order", "head and tail", "distca"
+MODES = ALONE, IN_ORDER, HEAD_AND_TAIL, DISTCA, PLACED = (
+    "one rank alone", "slices in order", "head and tail", "distca", "distca, balanced placement")
 WARM_UP_TOKENS = 512
 PROBE_TOKENS = 512
 
@@ -68,11 +70,12 @@ class Loop:
         alone = mode == ALONE
         self.works = rank == 0 or not alone
         self.inner = small_llama(layers, "sdpa")
-        enable(self.inner, dist.new_subgroups(1)[0] if alone else None, tolerance=0.05 if mode == DISTCA else 1.0)
+        enable(self.inner, dist.new_subgroups(1)[0] if alone else None, tolerance=0.05 if mode in (DISTCA, PLACED) else 1.0)
         self.model: torch.nn.Module = self.inner if alone else DistributedDataParallel(self.inner)
         self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=1e-2)
         document = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0))
-        row = rows([document], 0 if alone else rank, 1 if alone else ranks)
+        row = rows([document], 0 if alone else rank, 1 if alone else ranks,
+                   placement="balanced" if mode == PLACED else "given")
         batch = row.batch()
         if mode == HEAD_AND_TAIL:
             chunks = torch.arange(tokens).chunk(2 * ranks)
@@ -182,9 +185,9 @@ def main() -> None:
                  "torch": torch.__version__, "transformers": transformers.__version__, "load_average": round(load, 2)},
         "options": options, "rows": [asdict(row) for row in results.values()],
         "speedup_over": {mode: ours.tokens_per_second / row.tokens_per_second for mode, row in results.items()
-                         if mode != DISTCA},
+                         if mode not in (DISTCA, PLACED)},
         "speedup_over_in_cpu_seconds": {mode: row.cpu_seconds / ours.cpu_seconds for mode, row in results.items()
-                                        if mode != DISTCA},
+                                        if mode not in (DISTCA, PLACED)},
         "largest_loss_difference": max(abs(a - b) for row in results.values()
                                        for a, b in zip(row.losses, alone.losses, strict=True)),
         "torch_context_parallel": said}
