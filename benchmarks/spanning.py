@@ -70,7 +70,8 @@ class Loop:
         alone = mode == ALONE
         self.works = rank == 0 or not alone
         self.inner = small_llama(layers, "sdpa")
-        enable(self.inner, dist.new_subgroups(1)[0] if alone else None, tolerance=0.05 if mode in (DISTCA, PLACED) else 1.0)
+        enable(self.inner, dist.new_subgroups(1)[0] if alone else None,
+               tolerance=0.05 if mode in (DISTCA, PLACED) else 1.0)
         self.model: torch.nn.Module = self.inner if alone else DistributedDataParallel(self.inner)
         self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=1e-2)
         document = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0))
