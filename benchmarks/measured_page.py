@@ -275,7 +275,19 @@ def simulated(results: Path) -> str:
             f"gathers where that ends sooner (`wlb_ideal`; [all claims](paper.md), {_source('paper')}, `distca "
             "paper`). With 16K tokens a rank (llama-34b at 128K), launches and the tails of a TP 8 rank's few heads "
             "cost two small nano-batches more than balancing gains, and plain context parallelism is ahead of us.\n\n"
-            + _table(("", "disaggregated", "distca", "distca of the bound"), table))
+            + _table(("", "disaggregated", "distca", "distca of the bound"), table) + "\n\n" + shares(results))
+
+
+def shares(results: Path) -> str:
+    content = _read(results, "share_of_bound")
+    table = [[name, f"{one['settings']}", *(f"{100 * one[key]:.1f} %" for key in (
+        "share_min", "share_median", "share_max", "ceiling_of_tasks_min"))] for name, one in content["summary"].items()]
+    return ("That table is older than placement by nodes and their links, and than a bound that knows how long "
+            "documents are. `distca` of the bound since then, by tensor parallelism, one or two batches in some of the "
+            f"settings ({_source('share_of_bound')}, `benchmarks/share_of_bound.py`); the last column is what the "
+            "shapes of tasks alone leave of it, with free links and perfect balance. At 32 nodes the keys of long "
+            "documents leave few nodes; with a pipeline ticks differ.\n\n"
+            + _table(("", "settings", "least", "median", "most", "least that shapes allow"), table))
 
 
 def trusted(results: Path) -> str:
