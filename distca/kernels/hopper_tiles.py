@@ -22,12 +22,14 @@ class Tiles:
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
     forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward.cu")
-    backward: tuple[str, ...] = ("common.cuh", "backward_copy.cuh", "backward.cu", "backward_ends.cu")
+    backward: tuple[str, ...] = ("common.cuh", "backward_maps.cuh", "backward_copy.cuh", "backward.cu",
+                                 "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
 
 
 _WIDE_FORWARD = ("common.cuh", "wide.cuh", "wide_forward.cu")
-_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "wide_backward_copy.cuh", "wide_backward.cu", "backward_ends.cu")
+_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_maps.cuh", "wide_backward_copy.cuh", "wide_backward.cu",
+                  "backward_ends.cu")
 
 TILES = {  # by the head dim of queries and keys
     64: Tiles(64),
