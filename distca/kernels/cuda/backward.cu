@@ -15,7 +15,8 @@
 // Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
 constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
-constexpr bool DQ_BESIDE_DV = WITH_DQ && D == 128, DQ_BESIDE_SCORES = WITH_DQ && D == 64;
+constexpr bool DQ_BESIDE_DV = WITH_DQ && D == 128, DQ_BESIDE_SCORES = WITH_DQ && D == 64,
+               DP_EARLY = DQ_BESIDE_DV;
 
 // Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
 // never true but not known to be false, they take the very registers that s has.
@@ -86,11 +87,22 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
     }
 }
 
+// Numbers of the columns that this lane has; returns bits that are there when all of them are.
+INLINE u32 load_columns(float2 (&to)[ROWS / 8], u32 numbers) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) {
+        to[i] = load_pair(numbers + i * 32);
+        bits |= __float_as_uint(to[i].x) | __float_as_uint(to[i].y);
+    }
+    return bits;
+}
+
 // Probabilities from transposed scores, in place.
-INLINE void exponentiate(float (&s)[ROWS / 2], u32 lse, float scale_log2) {
+INLINE void exponentiate(float (&s)[ROWS / 2], const float2 (&lse)[ROWS / 8], float scale_log2) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i += 4) {
-        const float2 less = load_pair(lse + i * 8);
+        const float2 less = lse[i / 4];
         s[i] = exp2_fast(s[i] * scale_log2 - less.x);
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
         s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
@@ -131,6 +143,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         u32 ds[ROWS / 4];
         int place;  // of this block in dQ's sums
         const bool never = DQ_BESIDE_DV && left < 0;
+        const u32 zero = left >> 31;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
 #pragma unroll
@@ -143,12 +156,23 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             products_begin();
             issue_transposed(s, my_keys, base + AT_QUERIES + ring.stage * 2 * ROW_TILE);
         };
-        auto finish_scores = [&] {
-            hold(s);
+        float2 lse[ROWS / 8];
+        bool is_masked;
+        auto load_block = [&] {  // what probabilities need beside scores
             const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
+            is_masked = said.x;
             place = said.y;
-            exponentiate(s, base + AT_LSE + ring.stage * ROWS * 4 + columns, scale_log2);
-            if (said.x) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
+            return load_columns(lse, base + AT_LSE + ring.stage * ROWS * 4 + columns);
+        };
+        auto finish_scores = [&] {
+            exponentiate(s, lse, scale_log2);
+            if (is_masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
+        };
+        auto begin_dp = [&] {
+            wait(barriers.douts_full(ring.stage), ring.full);
+            hold(dp);
+            products_begin();
+            issue_transposed(dp, my_values, base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE, never);
         };
         auto begin_dk = [&](u32 stage, u32 ds_stage) {
             const u32 queries = base + AT_QUERIES + stage * 2 * ROW_TILE;
@@ -176,16 +200,15 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(sums);
             arrive(barriers.ds_empty(ds_stage));
         };
-        // From probabilities in s to dV and to dS; no product is under way before or after.
+        // From probabilities in s to dV and to dS; no product but dP's is under way before, and none after.
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             u32 p[ROWS / 4];
-            wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
             hold(dv_sum);
+            if (!DP_EARLY) begin_dp();
             products_begin();
-            issue_transposed(dp, my_values, douts, never);
             issue_dv(dv_sum, p, douts);
             products_commit();
             products_wait<1>();
@@ -213,10 +236,13 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         };
 
         begin_scores();
+        load_block();
         products_wait<0>();
-        finish_scores();
+        hold(s);
         wait(barriers.values_full(), values_full);
         values_full ^= 1;
+        if (DP_EARLY) begin_dp();
+        finish_scores();
         Ring<2> due = ds_ring;  // where the dS of the block before stands, whose dQ is to be computed or added
         int due_place = 0;
         auto add_due = [&] { add_dq(dq_sum, dq, due_place, half, thread); };
@@ -228,13 +254,20 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             begin_scores();
             if (DQ_BESIDE_SCORES && is_due) begin_dq(dq, due, false);
             begin_dk(stage, last.stage);
-            if (DQ_BESIDE_DV && is_due) add_due();
+            // Loads first: behind adds they would wait for those. So the adds depend, by zero bits, on what is loaded.
+            const u32 loaded = load_block();
+            if (DQ_BESIDE_DV && (is_due || (loaded & zero))) add_due();
             if (DQ_BESIDE_SCORES && is_due)
                 products_wait<2>();
             else
                 products_wait<1>();
+            hold(s);
+            if (DP_EARLY) begin_dp();
             finish_scores();
-            products_wait<0>();
+            if (DP_EARLY)
+                products_wait<1>();
+            else
+                products_wait<0>();
             finish_dk(stage);
             if (DQ_BESIDE_SCORES && is_due) {
                 finish_dq(dq, due.stage);
