@@ -8,15 +8,16 @@
 // block later, when the other's half has long been written, so that the two need not keep step.
 //
 // Adds to memory are slow to leave their registers: those may not be what the next product writes to, and adds may not
-// stand shortly before a fence, which waits for them. So with dim 128 dQ is computed beside the next block's dV, in the
-// registers of its dP, and added under the scores of the block after that. With dim 64, where a block has more
-// exponentials, dQ's products run under those.
+// stand shortly before a fence, which waits for them, nor before loads, which wait behind them. So with dim 128 dQ is
+// computed beside the next block's dV, in the registers of its dP, and added under the scores of the block after that,
+// when what its exponentials need has been loaded; dP's products then run under the exponentials. With dim 64, where a
+// block has more exponentials and no registers to spare, dQ's products run under those.
 //
 // Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
 constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
-constexpr bool DQ_BESIDE_DV = WITH_DQ && D == 128, DQ_BESIDE_SCORES = WITH_DQ && D == 64,
-               DP_EARLY = DQ_BESIDE_DV;
+constexpr bool DQ_BESIDE_DV = WITH_DQ && D == 128, DQ_BESIDE_SCORES = WITH_DQ && D == 64;
+constexpr bool DP_UNDER_SCORES = DQ_BESIDE_DV;  // under their exponentials, or behind them
 
 // Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
 // never true but not known to be false, they take the very registers that s has.
@@ -87,22 +88,12 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
     }
 }
 
-// Numbers of the columns that this lane has; returns bits that are there when all of them are.
-INLINE u32 load_columns(float2 (&to)[ROWS / 8], u32 numbers) {
-    u32 bits = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS / 8; i++) {
-        to[i] = load_pair(numbers + i * 32);
-        bits |= __float_as_uint(to[i].x) | __float_as_uint(to[i].y);
-    }
-    return bits;
-}
-
-// Probabilities from transposed scores, in place.
-INLINE void exponentiate(float (&s)[ROWS / 2], const float2 (&lse)[ROWS / 8], float scale_log2) {
+// Probabilities from transposed scores, in place; `lse` gives the numbers of a lane's columns.
+template <typename Lse>
+INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i += 4) {
-        const float2 less = lse[i / 4];
+        const float2 less = lse(i);
         s[i] = exp2_fast(s[i] * scale_log2 - less.x);
         s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
         s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
@@ -143,7 +134,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         u32 ds[ROWS / 4];
         int place;  // of this block in dQ's sums
         const bool never = DQ_BESIDE_DV && left < 0;
-        const u32 zero = left >> 31;
+        const u32 zero = never ? ~0u : 0;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
 #pragma unroll
@@ -156,17 +147,15 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             products_begin();
             issue_transposed(s, my_keys, base + AT_QUERIES + ring.stage * 2 * ROW_TILE);
         };
-        float2 lse[ROWS / 8];
-        bool is_masked;
-        auto load_block = [&] {  // what probabilities need beside scores
+        auto load_lse = [&](int i) { return load_pair(base + AT_LSE + ring.stage * ROWS * 4 + columns + i * 8); };
+        auto load_block = [&] {  // whether it is masked
             const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
-            is_masked = said.x;
             place = said.y;
-            return load_columns(lse, base + AT_LSE + ring.stage * ROWS * 4 + columns);
+            return said.x;
         };
-        auto finish_scores = [&] {
+        auto finish_scores = [&](int masked, const auto& lse) {
             exponentiate(s, lse, scale_log2);
-            if (is_masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
+            if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
         };
         auto begin_dp = [&] {
             wait(barriers.douts_full(ring.stage), ring.full);
@@ -204,11 +193,12 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             u32 p[ROWS / 4];
+            if (!DP_UNDER_SCORES) wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
             hold(dv_sum);
-            if (!DP_EARLY) begin_dp();
             products_begin();
+            if (!DP_UNDER_SCORES) issue_transposed(dp, my_values, douts);
             issue_dv(dv_sum, p, douts);
             products_commit();
             products_wait<1>();
@@ -236,13 +226,17 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         };
 
         begin_scores();
-        load_block();
         products_wait<0>();
         hold(s);
-        wait(barriers.values_full(), values_full);
+        if constexpr (DP_UNDER_SCORES) {
+            wait(barriers.values_full(), values_full);
+            begin_dp();
+            finish_scores(load_block(), load_lse);
+        } else {
+            finish_scores(load_block(), load_lse);
+            wait(barriers.values_full(), values_full);
+        }
         values_full ^= 1;
-        if (DP_EARLY) begin_dp();
-        finish_scores();
         Ring<2> due = ds_ring;  // where the dS of the block before stands, whose dQ is to be computed or added
         int due_place = 0;
         auto add_due = [&] { add_dq(dq_sum, dq, due_place, half, thread); };
@@ -254,20 +248,30 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             begin_scores();
             if (DQ_BESIDE_SCORES && is_due) begin_dq(dq, due, false);
             begin_dk(stage, last.stage);
-            // Loads first: behind adds they would wait for those. So the adds depend, by zero bits, on what is loaded.
-            const u32 loaded = load_block();
-            if (DQ_BESIDE_DV && (is_due || (loaded & zero))) add_due();
-            if (DQ_BESIDE_SCORES && is_due)
-                products_wait<2>();
-            else
+            if constexpr (DP_UNDER_SCORES) {
+                float2 lse[ROWS / 8];
+                u32 bits = 0;
+#pragma unroll
+                for (int i = 0; i < ROWS / 8; i++) {
+                    lse[i] = load_lse(4 * i);
+                    bits |= __float_as_uint(lse[i].x) | __float_as_uint(lse[i].y);
+                }
+                const int masked = load_block();
+                if (is_due || (bits & zero)) add_due();  // by zero bits, or loads would be moved behind adds
                 products_wait<1>();
-            hold(s);
-            if (DP_EARLY) begin_dp();
-            finish_scores();
-            if (DP_EARLY)
+                hold(s);
+                begin_dp();
+                finish_scores(masked, [&](int i) { return lse[i / 4]; });
                 products_wait<1>();
-            else
+            } else {
+                if (DQ_BESIDE_SCORES && is_due)
+                    products_wait<2>();
+                else
+                    products_wait<1>();
+                hold(s);
+                finish_scores(load_block(), load_lse);
                 products_wait<0>();
+            }
             finish_dk(stage);
             if (DQ_BESIDE_SCORES && is_due) {
                 finish_dq(dq, due.stage);
