@@ -32,8 +32,8 @@ def cut(
 
     Rows of items, [rows, items], which may end in zeros, are dealt apart. The longest item of a row has a few parts
     more or less, others so many that theirs are no longer than its; parts of one item are equally long. A row with any
-    of them pays `merge_cost`, and none is much shorter than that; there are no more than `most_parts`. Beside them is a `rest` of items too short to wait
-    for.
+    of them pays `merge_cost`, and none is much shorter than that; there are no more than `most_parts`. Beside them is a
+    `rest` of items too short to wait for.
     """
     length = np.asarray(items, dtype=np.float64)
     even, longest = (length.sum(axis=1) + rest) / workers, length.max(axis=1, initial=0.0)

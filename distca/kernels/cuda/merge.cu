@@ -5,47 +5,73 @@
 // has none and adds nothing. Parts of dQ are added up. A block of threads takes eight columns of 64 rows, as a
 // warpgroup's accumulators hold them: four numbers a thread, of two rows.
 
+constexpr int AHEAD = 8;  // parts that are loaded at once
+
+// A thread's sums of the parts so far: two columns of each of two rows.
+struct Merged {
+    float from[2] = {NONE, NONE}, sum[2] = {0, 0};  // references of exponentials, and their sums
+    float total[4] = {0, 0, 0, 0};
+
+    INLINE void add(float4 x, float2 upper, float2 lower) {
+        const float reference[2] = {upper.x, lower.x}, more[2] = {upper.y, lower.y}, numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float now = fmaxf(from[i], reference[i]);
+            const float keep = exp2_fast(from[i] - now), by = exp2_fast(reference[i] - now);
+            sum[i] = sum[i] * keep + more[i] * by;
+            from[i] = now;
+#pragma unroll
+            for (int j = 2 * i; j < 2 * i + 2; j++) total[j] = total[j] * keep + (by > 0 ? numbers[j] * by : 0.f);
+        }
+    }
+    INLINE void add(float4 x) {
+        total[0] += x.x;
+        total[1] += x.y;
+        total[2] += x.z;
+        total[3] += x.w;
+    }
+};
+
 template <int DIM, bool WEIGHTED>
 INLINE void merge(bf16* out, float* lse, const Parts& parts, float factor, const int* table, int merges_at,
                   int kv_heads) {
     constexpr int CHUNKS = DIM / 8;
     const int4* merges = reinterpret_cast<const int4*>(table + merges_at);  // q_first, q_count, first part, parts
     const u32 lane = threadIdx.x & 31;
-    const int row = 16 * (threadIdx.x >> 5) + lane / 4, blocks = table[2] * kv_heads * 2;
-    for (int item = blockIdx.x; item < blocks * CHUNKS; item += gridDim.x) {
+    const int row = 16 * (threadIdx.x >> 5) + lane / 4, items = table[2] * kv_heads * 2 * CHUNKS;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int chunk = item % CHUNKS, half = item / CHUNKS % 2, head = item / (2 * CHUNKS) % kv_heads;
         const int4 tile = merges[item / (2 * CHUNKS * kv_heads)];
         const Block block = {make_int4(tile.x, tile.y, 0, head), half, kv_heads};
-        const long first = (static_cast<long>(tile.z) * kv_heads + head) * 2 + half;
+        const long first = (static_cast<long>(tile.z) * kv_heads + head) * 2 + half, skip = 2 * kv_heads;
         const float4* sums = parts.sums + (first * CHUNKS + chunk) * 128 + threadIdx.x;
         const float2* references = parts.references + first * ROWS + row;
-        float4 total = make_float4(0, 0, 0, 0);
-        float from0 = NONE, from1 = NONE, sum0 = 0, sum1 = 0;
-#pragma unroll 4
-        for (int part = 0; part < tile.w; part++) {
-            const float4 x = sums[static_cast<long>(part) * kv_heads * 2 * CHUNKS * 128];
-            float keep0 = 1, keep1 = 1, by0 = 1, by1 = 1;
-            if (WEIGHTED) {
-                const float2* of = references + static_cast<long>(part) * kv_heads * 2 * ROWS;
-                const float2 first_row = of[0], second_row = of[8];
-                const float new0 = fmaxf(from0, first_row.x), new1 = fmaxf(from1, second_row.x);
-                keep0 = exp2_fast(from0 - new0);
-                keep1 = exp2_fast(from1 - new1);
-                by0 = exp2_fast(first_row.x - new0);
-                by1 = exp2_fast(second_row.x - new1);
-                sum0 = sum0 * keep0 + first_row.y * by0;
-                sum1 = sum1 * keep1 + second_row.y * by1;
-                from0 = new0;
-                from1 = new1;
+        Merged merged;
+        for (int part = 0; part < tile.w; part += AHEAD) {
+            float4 x[AHEAD];
+            float2 upper[AHEAD], lower[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const bool is_there = part + i < tile.w;  // else it adds nothing, so that no load waits for a branch
+                const long at = (part + i) * skip;
+                x[i] = is_there ? sums[at * CHUNKS * 128] : make_float4(0, 0, 0, 0);
+                if (WEIGHTED) upper[i] = is_there ? references[at * ROWS] : make_float2(NONE, 0);
+                if (WEIGHTED) lower[i] = is_there ? references[at * ROWS + 8] : make_float2(NONE, 0);
             }
-            total.x = total.x * keep0 + (by0 > 0 ? x.x * by0 : 0.f);
-            total.y = total.y * keep0 + (by0 > 0 ? x.y * by0 : 0.f);
-            total.z = total.z * keep1 + (by1 > 0 ? x.z * by1 : 0.f);
-            total.w = total.w * keep1 + (by1 > 0 ? x.w * by1 : 0.f);
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (WEIGHTED)
+                    merged.add(x[i], upper[i], lower[i]);
+                else
+                    merged.add(x[i]);
+            }
         }
-        const float factor0 = !WEIGHTED ? factor : sum0 == 0 ? 0.f : 1 / sum0;
-        const float factor1 = !WEIGHTED ? factor : sum1 == 0 ? 0.f : 1 / sum1;
-        const float scaled[4] = {total.x * factor0, total.y * factor0, total.z * factor1, total.w * factor1};
+        float scaled[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float sum = merged.sum[j / 2];
+            scaled[j] = merged.total[j] * (!WEIGHTED ? factor : sum == 0 ? 0.f : 1 / sum);
+        }
         u32 pairs[2];
         round_pairs(pairs, scaled);
 #pragma unroll
@@ -54,7 +80,7 @@ INLINE void merge(bf16* out, float* lse, const Parts& parts, float factor, const
             const long place = block.place(row + 8 * i);
             reinterpret_cast<u32*>(out + place * DIM + 8 * chunk)[lane & 3] = pairs[i];
             if (WEIGHTED && chunk == 0 && (lane & 3) == 0)
-                lse[place] = ((i ? from1 : from0) + log2f(i ? sum1 : sum0)) * (1 / LOG2E);
+                lse[place] = (merged.from[i] + log2f(merged.sum[i])) * (1 / LOG2E);
         }
     }
 }
