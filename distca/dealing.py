@@ -42,7 +42,7 @@ def cut(
     fewest = np.minimum(fewest, most * longest // np.maximum(length.sum(axis=1), _TINY) + 1 - _TRIES)  # in the room
     tried = np.maximum(fewest, 2)[:, None] + np.arange(-1, _TRIES)
     tried[:, 0] = 1
-    tried = np.clip(tried, 1, np.maximum(1, longest // merge_cost)[:, None])
+    tried = np.clip(tried, 1, np.maximum(1, longest // max(merge_cost, _TINY))[:, None])
     scale = tried / np.maximum(longest, _TINY)[:, None]
     parts = np.maximum(1, np.ceil(length[:, None] * scale[:, :, None] - 1e-9)).astype(np.int64)  # [rows, tries, items]
     is_cut = parts > 1
