@@ -148,7 +148,8 @@ def run_backward(
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
         get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
-        dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic, deterministic and num_parts > 0,
+        dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic,
+        deterministic and num_parts > 0,
     )
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse

@@ -122,7 +122,8 @@ def attend(tensors: list[torch.Tensor], prepared: HopperTasks) -> list[torch.Ten
 
 
 def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_launch.Tables:
-    return prepared.kind(*tensors[:3], capturing=False).tables
+    q, k, v, _ = tensors
+    return prepared.kind(q, k, v, capturing=False).tables
 
 
 @pytest.mark.parametrize("window", [None, 400])

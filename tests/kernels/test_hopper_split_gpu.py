@@ -1,4 +1,4 @@
-"""Keys of long tiles split over thread blocks, on a Hopper GPU: as exact as without, the same bits, captured and refilled.
+"""Keys of long tiles split over thread blocks, on a Hopper GPU: exact, the same bits every time, captured, refilled.
 
 Every batch here is one whose tables say that tiles are split; test_hopper_split.py says when they are.
 """
@@ -116,7 +116,7 @@ def test_scores_that_grow_far_beyond_those_of_other_parts(dim: int) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dim", DIMS)
 def test_parts_of_single_steps(dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if merging cost nothing: any rows have parts then, and parts have rows of queries that see none of their keys."""
+    """As if merging cost nothing: any rows have parts then, and parts have queries that see none of their keys."""
     monkeypatch.setattr(hopper_split, "MERGE_STEPS", 1e-3)
     for seed, group in enumerate((1, 4, 7)):
         rows = accuracy.random_rows(seed, 5, 500, 2_100, apart=seed == 1)
