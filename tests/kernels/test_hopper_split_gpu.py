@@ -114,22 +114,21 @@ def test_scores_that_grow_far_beyond_those_of_other_parts(dim: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("dim", DIMS)
-def test_parts_of_single_steps(dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), SHAPES)
+def test_parts_of_single_steps(
+    compiled: None, dim: int, heads: int, kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if merging cost nothing: any rows have parts then, and parts have queries that see none of their keys."""
     monkeypatch.setattr(hopper_split, "MERGE_STEPS", 1e-3)
-    for seed, group in enumerate((1, 4, 7)):
-        rows = accuracy.random_rows(seed, 5, 500, 2_100, apart=seed == 1)
-        tensors = random_inputs(500, 2_100, 2 * group, 2, dim)
-        assert num_parts(rows, (2 * group, 2, dim), window) > 0
-        with determinism():
-            assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
     lengths = np.array([129, 130, 191, 257, 385])
     ends = np.cumsum(lengths)
-    rows = TaskRows.aligned(ends - lengths, ends, ends - lengths, ends)
-    q, k, v, dout = random_inputs(int(ends[-1]), int(ends[-1]), 2, 2, dim)
-    out, lse = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, window))
-    check_attention([out, lse, None, None, None], q, k, v, dout, rows, window=window)
+    batches = [TaskRows.aligned(ends - lengths, ends, ends - lengths, ends),
+               *(accuracy.random_rows(seed, 5, 500, 2_100, apart=bool(seed)) for seed in (0, 1))]
+    for rows in batches:
+        tensors = random_inputs(1_092, 2_100, heads, kv_heads, dim)
+        assert num_parts(rows, (heads, kv_heads, dim), window) > 0
+        with determinism():
+            assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
 
 
 def test_a_captured_graph_replays_with_and_without_parts() -> None:
