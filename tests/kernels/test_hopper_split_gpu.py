@@ -133,13 +133,12 @@ def test_parts_of_single_steps(
 
 def test_a_captured_graph_replays_with_and_without_parts() -> None:
     """Room for parts is what the rows had that it was prepared with; without, nothing is split."""
-    long, even = shards(2, 128, 40_000), shards(40, 128, 4_000)
-    num_q, num_k = 40 * 128, 40_000
+    long, even, few = shards(2, 128, 12_000), shards(20, 128, 2_000), TaskRows.aligned([0], [16], [0], [11_000])
+    num_q, num_k = 20 * 128, 12_000
     q, k, v, dout = random_inputs(num_q, num_k, 8, 2, 128)
-    few = TaskRows.aligned([0], [16], [0], [39_000])
     with determinism():
         for first in (long, even):
-            prepared = HOPPER.prepare(first, GPU, most=(num_q, num_k, 40))
+            prepared = HOPPER.prepare(first, GPU, most=(num_q, num_k, 20))
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 out, lse = HOPPER.forward(q, k, v, prepared)
