@@ -6,7 +6,6 @@
 // step again with its own largest score.
 
 constexpr float MOST = 1e18f;   // of a sum: far from where numbers end, and no score of a model comes near
-constexpr float NONE = -1e30f;  // below all references
 
 INLINE float depending(float x, float on, u32 zero) {
     return __uint_as_float(__float_as_uint(x) | (__float_as_uint(on) & zero));

@@ -70,7 +70,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             copy_tile(shared, base, barriers, queries, tile, head, tile_empty, lane);
             return;
         }
-        const int q_first = tile.x, q_end = tile.x + tile.y;
+        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
         int value_first = 0, value_count = 0;  // values are copied one step behind their keys
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
@@ -163,13 +163,22 @@ struct Softmax {
     }
 };
 
-INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[DV / 2], const Softmax& softmax, int4 tile,
-                       int half, int kv_heads, float scale_log2, u32 warp, u32 lane) {
+INLINE void write_tile(bf16* out, float* lse, const Parts& parts, u32 staging, const float (&o)[DV / 2],
+                       const Softmax& softmax, int4 tile, int half, int kv_heads, float scale_log2, u32 warp,
+                       u32 lane) {
     float sum0 = softmax.sum0, sum1 = softmax.sum1;
 #pragma unroll
     for (int hop = 1; hop <= 2; hop++) {
         sum0 += __shfl_xor_sync(~0u, sum0, hop);
         sum1 += __shfl_xor_sync(~0u, sum1, hop);
+    }
+    if (SPLIT && is_part(tile)) {
+        const long block = part_block(tile, half, kv_heads);
+        write_part(parts.sums, o, block);
+        float2* to = parts.references + block * ROWS + 16 * warp + lane / 4;
+        if ((lane & 3) == 0) to[0] = make_float2(fmaxf(softmax.max0 * scale_log2, NONE), sum0);
+        if ((lane & 3) == 0) to[8] = make_float2(fmaxf(softmax.max1 * scale_log2, NONE), sum1);
+        return;
     }
     const Block block = {tile, half, kv_heads};
     stage_rows(staging, ROW_PANEL, o, sum0 > 0 ? 1 / sum0 : 0.f, sum1 > 0 ? 1 / sum1 : 0.f, warp, lane);
@@ -181,8 +190,8 @@ INLINE void write_tile(bf16* out, float* lse, u32 staging, const float (&o)[DV /
     }
 }
 
-INLINE void compute(u32 base, const Barriers& barriers, bf16* out, float* lse, int half, int kv_heads, float scale_log2,
-                    int window) {
+INLINE void compute(u32 base, const Barriers& barriers, bf16* out, float* lse, const Parts& parts, int half,
+                    int kv_heads, float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
     const int my_turn = 1 + half, other_turn = 2 - half;
@@ -255,7 +264,7 @@ INLINE void compute(u32 base, const Barriers& barriers, bf16* out, float* lse, i
         arrive(barriers.values_empty(stage));
         value_ring.advance();
         sync_named(3 + half, 128);  // no warp reads this block's queries any more
-        write_tile(out, lse, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
+        write_tile(out, lse, parts, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
         fence_async_proxy();
         arrive(barriers.queries_empty(half));
     }
@@ -265,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window) {
+                      float scale, int window, const bf16*, long, long, float4* part_sums, float2* part_references) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -292,6 +301,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<240>();
-        compute(base, barriers, out, lse, warpgroup - 1, kv_heads, scale * LOG2E, window);
+        compute(base, barriers, out, lse, {part_sums, part_references}, warpgroup - 1, kv_heads, scale * LOG2E, window);
     }
 }
