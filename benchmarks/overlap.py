@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -37,11 +36,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from common import GivenBatches, skewed_batch
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
 from distca.models import MODELS
-from distca.profiling import versions
 from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
@@ -52,7 +51,6 @@ from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
 
-RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("ping-pong", "single stream", "1 byte")
 MODEL = ModelShape("tiny", 4, 128, 4, 1, 32, 352, 257)
 CALIBRATION_STEPS = 2
@@ -411,16 +409,14 @@ def main() -> int:
         parser.error(f"--tokens is {arguments.tokens}; give a multiple of --short, {arguments.short}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)                              # so that the network is removed then too
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
-            "python": platform.python_version(), **versions()}
+    host = host_facts()
     try:
         report = measure(arguments)
         show(report)
     except Skip as reason:
         report = {"skipped": str(reason)}
         print(f"skipped: {reason}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"host": host, **report}, indent=1), encoding="utf-8")
+    write_json(arguments.output, {"host": host, **report})
     return 0
 
 

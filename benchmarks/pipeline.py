@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,13 +33,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import GivenBatches, random_batch
-from rich.console import Console
+from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.table import Table
 from torch import nn
 
 from distca.models import MODELS, model_named
 from distca.planning.pipeline_schedule import one_forward_one_backward
-from distca.profiling import versions
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.data import step_plan
@@ -52,7 +49,7 @@ from distca.train.trainer import Trainer, start_group
 from distca.workload.documents import fill, sample_lengths
 from distca.workload.packing import PLACEMENTS
 
-RESULT = Path(__file__).parent / "results" / "pipeline.json"
+RESULT = RESULTS / "pipeline.json"
 MODEL = ModelShape("tiny", 4, 96, 3, 1, 32, 256, 257)
 STAGES = 2
 OPTIONS = ("micro_batches", "tokens", "short", "long_every", "rounds")
@@ -394,9 +391,7 @@ def main() -> None:
     if arguments.tokens % 2 or arguments.short < 4:
         parser.error(f"--tokens is {arguments.tokens} and --short {arguments.short}; give an even number, and at least "
                      "4")
-    console = Console() if sys.stdout.isatty() else Console(width=150)
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
-            "python": platform.python_version(), **versions()}
+    console, host = wide_console(), host_facts()
     plannings = [] if arguments.no_planning else planning(arguments.repeats)
     speeds, memory = measure(arguments)
     for number in arguments.micro_batches:
@@ -408,12 +403,10 @@ def main() -> None:
     if plannings:
         console.print(planning_table(plannings))
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         options = {name: getattr(arguments, name) for name in (*OPTIONS, "repeats")}
-        content = {"host": host, "model": asdict(MODEL), "options": options, "speed": [asdict(row) for row in speeds],
-                   "memory": [asdict(row) for row in memory], "planning": [asdict(row) for row in plannings],
-                   "largest_loss_difference": difference}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, {
+            "host": host, "model": MODEL, "options": options, "speed": speeds, "memory": memory, "planning": plannings,
+            "largest_loss_difference": difference})
 
 
 if __name__ == "__main__":

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-ROOT = Path(__file__).parents[1]
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("overlap_benchmark", ROOT / "benchmarks/overlap.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-overlap = load()
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+overlap = importlib.import_module("overlap")
 
 
 def test_the_rate_is_what_the_tightest_window_needs_and_what_may_stick_out() -> None:
