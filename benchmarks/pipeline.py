@@ -34,10 +34,11 @@ import torch
 import torch.distributed as dist
 from common import GivenBatches, random_batch
 from outputs import RESULTS, host_facts, wide_console, write_json
+from pipeline_planning import planning, planning_table
 from rich.table import Table
 from torch import nn
 
-from distca.models import MODELS, model_named
+from distca.models import MODELS
 from distca.planning.pipeline_schedule import one_forward_one_backward
 from distca.spec import ModelShape
 from distca.trace import StepTrace
@@ -46,8 +47,7 @@ from distca.train.launch import here, launch
 from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
-from distca.workload.documents import fill, sample_lengths
-from distca.workload.packing import PLACEMENTS
+from distca.workload.documents import fill
 
 RESULT = RESULTS / "pipeline.json"
 MODEL = ModelShape("tiny", 4, 96, 3, 1, 32, 256, 257)
@@ -59,7 +59,6 @@ VARIANTS: dict[str, dict[str, str | bool]] = {
     "same phase": {"attention.mode": "disaggregated", "batch.ping_pong": False},
     "same phase, ping-pong": {"attention.mode": "disaggregated", "batch.ping_pong": True},
 }
-PLANNED_STAGES, PLANNED_DATA_RANKS, PLANNED_MICRO_BATCHES, PLANNED_TOKENS = 8, 8, 16, 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +97,6 @@ class Memory:
     live_1f1b: int          # by 1F1B's
     kept_bytes: int
     kept_bytes_bound: int   # the largest micro-batch's, times the bound
-
-
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """Layouts and plans of all ticks of a step."""
-
-    placement: str
-    ping_pong: bool
-    documents: int
-    plans: int
-    plan_seconds: float          # median
-    plan_cpu_seconds: float      # median; others on the machine disturb it less
-    plan_seconds_all: list[float]
-    work_before: float
-    work_after: float
-    served_in_bubbles: float
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -312,31 +295,6 @@ def _speed(stages: Sequence[dict[str, Any]], num_micro_batches: int, variant: st
         step_seconds_all=slower, losses=losses)
 
 
-# ------------------------------------------------------------------------------------------------------------ planning
-
-
-def planning(repeats: int) -> list[Planning]:
-    model, rows = model_named("llama3-8b"), []
-    lengths = [sample_lengths("prolong", PLANNED_DATA_RANKS * PLANNED_TOKENS, seed=number)
-               for number in range(PLANNED_MICRO_BATCHES)]
-    for ping_pong in (False, True):
-        for placement in PLACEMENTS:
-            settings = load_settings(None, {
-                "model.name": model.name, "parallel.pipeline": str(PLANNED_STAGES),
-                "attention.placement": placement}).with_values({"batch.ping_pong": ping_pong})
-            seconds, cpu_seconds = [], []
-            for _ in range(1 + repeats):                         # the first warms up
-                begin, cpu_begin = time.perf_counter(), time.process_time()
-                plan = step_plan(lengths, settings, model, PLANNED_DATA_RANKS)
-                seconds.append(time.perf_counter() - begin)
-                cpu_seconds.append(time.process_time() - cpu_begin)
-            summary = plan.summary()
-            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(plan.plans()), median(seconds[1:]),
-                                 median(cpu_seconds[1:]), seconds[1:], summary.work_before, summary.work_after,
-                                 summary.served_in_bubbles))
-    return rows
-
-
 # ---------------------------------------------------------------------------------------------------------------- show
 
 
@@ -361,19 +319,6 @@ def memory_table(rows: Sequence[Memory]) -> Table:
     for row in rows:
         table.add_row(str(row.micro_batches), row.variant, str(row.stage), str(row.live), str(row.live_bound),
                       str(row.live_1f1b), f"{row.kept_bytes / 1e6:.1f}", f"{row.kept_bytes_bound / 1e6:.1f}")
-    return table
-
-
-def planning_table(rows: Sequence[Planning]) -> Table:
-    table = Table(title=f"planning all ticks of {PLANNED_STAGES} stages × {PLANNED_DATA_RANKS} data ranks, "
-                        f"{PLANNED_MICRO_BATCHES} micro-batches of {PLANNED_TOKENS} tokens a rank",
-                  title_justify="left")
-    for title in ("placement", "ping-pong", "plans", "ms", "CPU ms", "work before", "after", "in bubbles"):
-        table.add_column(title, justify="left" if title == "placement" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.placement, "on" if row.ping_pong else "off", str(row.plans), f"{row.plan_seconds * 1e3:.0f}",
-                      f"{row.plan_cpu_seconds * 1e3:.0f}",
-                      f"{row.work_before:.2f}", f"{row.work_after:.2f}", f"{100 * row.served_in_bubbles:.0f} %")
     return table
 
 

@@ -39,8 +39,8 @@ def test_nothing_to_exchange_is_refused() -> None:
 def test_skips_with_a_reason_where_the_network_is_not_allowed(missing: str, reason: str, tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch,
                                                               capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(overlap.os, "geteuid", lambda: 1000 if missing == "root" else 0)
-    monkeypatch.setattr(overlap.shutil, "which", lambda tool: None if tool == missing else f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000 if missing == "root" else 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == missing else f"/sbin/{tool}")
     monkeypatch.setattr(overlap.subprocess, "run", lambda *_, **__: pytest.fail("nothing may be made"))
     monkeypatch.setattr(overlap.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["overlap.py", "--output", str(tmp_path / "overlap.json")])
