@@ -210,6 +210,16 @@ def gradient(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.grad
 
 
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The one line that a call is refused with."""
+    try:
+        call(*args, **kwargs)
+    except ValueError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    raise AssertionError(f"{call} was not refused")
+
+
 def task_rows(*columns: Sequence[int]) -> TaskRows:
     """TaskRows of columns written by hand."""
     from distca.kernels.interface import TaskRows
