@@ -29,7 +29,7 @@ from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.planning.step import plan_step
 from distca.planning.tasks import TaskTable
-from distca.profiling.machine import versions
+from distca.profiling import versions
 from distca.profiling.timing import Run, in_turns
 from distca.simulate.setting import setting
 from distca.spec import ModelShape, cluster_named

@@ -25,7 +25,7 @@ from distca.kernels import TaskRows
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.profiling.machine import versions
+from distca.profiling import versions
 from distca.runtime.copy_tables import COPY_BYTES, Copies
 from distca.runtime.exchange_triton import copy
 

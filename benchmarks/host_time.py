@@ -26,7 +26,7 @@ import distca
 from distca.kernels import TaskRows
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs
-from distca.profiling.machine import versions
+from distca.profiling import versions
 from distca.runtime.call import Shapes
 from distca.runtime.steady import SteadyAttention
 

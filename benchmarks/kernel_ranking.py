@@ -26,7 +26,7 @@ from rich.table import Table
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import MEASURED, Speed
-from distca.profiling.machine import versions
+from distca.profiling import versions
 from distca.profiling.timing import samples
 
 KERNELS = ("hopper", "cudnn", "fa4", "varlen")

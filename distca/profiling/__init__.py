@@ -29,6 +29,7 @@ from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling.machine import copy_rate, facts, linear_layers
+from distca.profiling.machine import versions as versions
 from distca.profiling.timing import Run, in_turns, queued_samples
 from distca.spec import ModelShape
 from distca.validation import check_whole
