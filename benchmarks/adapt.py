@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planner import host_facts
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +27,6 @@ from distca.train.launch import here, launch
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer, start_group
 
-OUTPUT = Path(__file__).parent / "results" / "adapt.json"
 VARIANTS = ("equal servers", "adapt")
 
 
@@ -91,6 +90,7 @@ def one_rank(settings: Settings) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
+    host = host_facts()
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings().with_values({
             "model.name": "tiny", "run.ranks": options.ranks, "run.steps": options.steps, "run.threads": 1,
@@ -109,9 +109,9 @@ def run(options: argparse.Namespace) -> None:
         table.add_row(one["variant"], f"{one['slowest_attention_seconds']:.3f} s",
                       " ".join(f"{speed:.2f}" for speed in one["server_speed"]), f"{one['last_loss']:.4f}")
     Console().print(table, f"ratio {ratio:.2f}, by speeds alone {expected:.2f}")
-    content = {"host": host_facts(), "ranks": options.ranks, "tokens_per_rank": options.tokens,
+    content = {"host": host, "ranks": options.ranks, "tokens_per_rank": options.tokens,
                "steps": options.steps, "slowdown": 2.0, "ratio": ratio, "ratio_of_speeds": expected, "rows": results}
-    Path(options.output).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(options.output, content)
 
 
 if __name__ == "__main__":
@@ -119,5 +119,5 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
-    parser.add_argument("--output", default=str(OUTPUT))
+    parser.add_argument("--output", type=Path, default=RESULTS / "adapt.json")
     run(parser.parse_args())

@@ -10,15 +10,14 @@ the two, the worst their sum.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +29,6 @@ from distca.profiling import versions
 from distca.runtime.copy_tables import COPY_BYTES, Copies
 from distca.runtime.exchange_triton import copy
 
-RESULTS = Path(__file__).parent / "results"
 SPARES = (0, 4, 8, 16)
 UNIT = 16
 ISSUED_SECONDS = 5e-4    # after attention was launched: its kernels are running then
@@ -129,6 +127,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, default=RESULTS / "beside_copies.json")
     chosen = parser.parse_args()
+    host = host_facts(device=torch.cuda.get_device_name(), **versions())
     results = measure(chosen.tokens, chosen.megabytes * 2**20, chosen.rounds)
     table = Table("direction", "spare", "attention ms", "copy ms", "copy beside ms", "both ms", "over sum", "over max",
                   title=f"one document of {chosen.tokens}, {chosen.megabytes} MiB copied beside", title_justify="left")
@@ -137,11 +136,8 @@ def main() -> None:
             row.attention_seconds, row.copy_seconds, row.copy_beside_seconds, row.both_seconds)),
             f"{row.both_over_sum:.2f}", f"{row.both_over_max:.2f}")
     Console(width=130).print(table)
-    host = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **versions()}
     options = {name: getattr(chosen, name) for name in ("tokens", "megabytes", "rounds")}
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps({"host": host, "options": options, "rows": [asdict(row) for row in results]},
-                                      indent=1) + "\n", encoding="utf-8")
+    write_json(chosen.json, {"host": host, "options": options, "rows": results})
 
 
 if __name__ == "__main__":

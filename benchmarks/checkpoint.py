@@ -11,20 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks/results/checkpoint.json"
+RESULT = RESULTS / "checkpoint.json"
 ROWS, COLUMNS = 1024, 2048  # of each matrix
 SAVES, LOADS = 4, 8         # of each process; the least counts, so that first touches of memory do not
 
@@ -148,17 +148,14 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure(arguments.measure[0], Path(arguments.measure[1]), arguments.matrices)))
         return
+    host = host_facts()
     results = compare(arguments.old, arguments.rounds, arguments.matrices, arguments.scratch)
     Console().print(table(results))
     with_, without = results[0], results[1]
     share = 1 - without.load_seconds / with_.load_seconds
     print(f"checksums are {share:.1%} of loading and {1 - without.save_seconds / with_.save_seconds:.1%} of saving")
     if arguments.json is not None:
-        host = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
-                "python": platform.python_version()}
-        content = {"host": host, "rows": [asdict(one) for one in results], "checksum_share_of_load": share}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, {"host": host, "rows": results, "checksum_share_of_load": share})
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ ever adds, so the least of all steps counts.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import transformers
-from integrations import RESULTS, Loop
+from integrations import Loop
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 WARM_UP_STEPS = 3
 TOKENS = 16                                                      # of a rank
@@ -61,25 +57,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="timed steps of each kind")
     parser.add_argument("--json", type=Path, default=RESULTS / "host_overhead.json")
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]                                    # other work, which the clock's seconds contain
-    outcomes = run_processes(arguments.ranks, rank_main, arguments.layers, arguments.steps, timeout_seconds=600,
-                             deadline_seconds=1800)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.value is None:
-            raise SystemExit(f"rank {rank} failed: {outcome.error or 'it ended without a word'}")
-    results = [Result(name, *(max((one.value[name][at] - one.value["sdpa"][at]) / arguments.layers for one in outcomes)
+    host = host_facts()                                          # other work is in the clock's seconds
+    found = values(run_processes(arguments.ranks, rank_main, arguments.layers, arguments.steps, timeout_seconds=600,
+                                 deadline_seconds=1800))
+    results = [Result(name, *(max((one[name][at] - one["sdpa"][at]) / arguments.layers for one in found)
                               for at in range(2))) for name in ("at home", "over ranks")]
     table = Table("documents", "ms a layer", "CPU ms a layer", title_justify="left",
                   title=f"Host overhead over sdpa, {arguments.ranks} CPU ranks of {TOKENS} tokens")
     for row in results:
         table.add_row(row.documents, f"{1e3 * row.seconds:.2f}", f"{1e3 * row.cpu_seconds:.2f}")
     Console().print(table)
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": transformers.__version__, "load_average": round(load, 2)}
-    content = {"host": host, "options": {name: getattr(arguments, name) for name in ("ranks", "layers", "steps")},
-               "rows": [asdict(row) for row in results]}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    options = {name: getattr(arguments, name) for name in ("ranks", "layers", "steps")}
+    write_json(arguments.json, {"host": host, "options": options, "rows": results})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ CUDA graph, both ways in one replay.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +30,6 @@ from distca.profiling import versions
 from distca.runtime.call import Shapes
 from distca.runtime.steady import SteadyAttention
 
-RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda", 0)
 KERNEL = HopperKernel()
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -141,6 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "host_time_gpu.json")
     chosen = parser.parse_args()
     torch.cuda.set_device(DEVICE)
+    host = host_facts(device=torch.cuda.get_device_name(), **versions())
     results = measure(chosen.tokens, chosen.rounds)
     table = Table("host, µs a call", "forward", "backward", "beside the kernel", title_justify="left",
                   title=f"one document of {chosen.tokens}, {HEADS} / {KV_HEADS} heads of {DIM}")
@@ -149,11 +148,8 @@ def main() -> None:
         table.add_row(row.what, f"{row.forward_us:.1f}", f"{row.backward_us:.1f}",
                       "" if None in beside else " + ".join(f"{one:.1f}" for one in beside))
     Console(width=110).print(table)
-    host = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **versions()}
-    content = {"host": host, "options": {"tokens": chosen.tokens, "rounds": chosen.rounds, "layers": LAYERS},
-               "rows": [asdict(row) for row in results]}
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    options = {"tokens": chosen.tokens, "rounds": chosen.rounds, "layers": LAYERS}
+    write_json(chosen.json, {"host": host, "options": options, "rows": results})
     dist.destroy_process_group()
 
 

@@ -9,18 +9,15 @@ it: `sdpa` with its dense mask over the whole row is shown beside.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
-RESULTS = Path(__file__).parent / "results"
 MODES = ("sdpa", "per document", "distca")
 
 
@@ -109,11 +105,8 @@ def rank_main(transport: Any, options: dict[str, Any]) -> tuple[dict[str, list[t
 
 def measure(arguments: argparse.Namespace) -> list[Result]:
     options = {name: getattr(arguments, name) for name in ("tokens", "short", "steps", "layers")}
-    outcomes = run_processes(arguments.ranks, rank_main, options, timeout_seconds=600, deadline_seconds=1800)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.value is None:
-            raise SystemExit(f"rank {rank} failed: {outcome.error or 'it ended without a word'}")
-    records, (before, after) = outcomes[0].value
+    records, (before, after) = values(run_processes(arguments.ranks, rank_main, options, timeout_seconds=600,
+                                                    deadline_seconds=1800))[0]
     tokens = arguments.ranks * arguments.tokens
     results = []
     for mode in MODES:
@@ -132,7 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each mode")
     parser.add_argument("--json", type=Path, default=RESULTS / "integrations.json")
     arguments = parser.parse_args()
-    results = measure(arguments)
+    host, results = host_facts(), measure(arguments)
     sdpa, home, balanced = results
     speedup = balanced.tokens_per_second / home.tokens_per_second
     speedup_over_sdpa = balanced.tokens_per_second / sdpa.tokens_per_second
@@ -146,13 +139,10 @@ def main() -> None:
     console.print(table)
     console.print(f"{speedup_over_sdpa:.2f}x tokens/s over sdpa, {speedup:.2f}x over attention per document at home; "
                   f"losses differ by at most {difference:.1e}")
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": transformers.__version__}
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "short", "layers", "steps")}
-    content = {"host": host, "options": options, "rows": [asdict(row) for row in results], "speedup": speedup,
-               "speedup_over_sdpa": speedup_over_sdpa, "largest_loss_difference": difference}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(arguments.json, {
+        "host": host, "options": options, "rows": results, "speedup": speedup, "speedup_over_sdpa": speedup_over_sdpa,
+        "largest_loss_difference": difference})
 
 
 if __name__ == "__main__":

@@ -17,22 +17,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from one_gpu import OneGpu
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
 from distca.models import model_named
+from distca.profiling import versions
 from distca.runtime.attention import CoreAttention, Pending
 
-RESULTS = Path(__file__).parent / "results"
 WINDOW = 4096
 
 
@@ -92,12 +91,14 @@ def main() -> None:
         "memory": [(layers, arguments.tokens, False, arguments.host_gb, arguments.tile)],
         "layer": [(1, arguments.tokens, True, arguments.host_gb / 8, arguments.tile)],
     }
+    host = host_facts(device=torch.cuda.get_device_name(), **versions())
+    options = {name: getattr(arguments, name) for name in ("tokens", "shorter", "host_gb", "tile", "eager")}
     console = Console(width=150)
     for part in arguments.parts:
         for run in runs[part]:
             results.append(measure(part, *run, compile))
             console.print(f"{results[-1]} ({time.perf_counter() - began:.0f} s)")
-            write(arguments.output, results, arguments)
+            write_json(arguments.output, {"host": host, "options": options, "rows": results})
     table = Table("part", "layers", "tokens", "attention", "host GB", "s a step", "GPU GiB", "reserved GiB", "loss",
                   title=f"llama3.2-1b, one document, {torch.cuda.get_device_name()}")
     for row in results:
@@ -105,14 +106,6 @@ def main() -> None:
                       f"{row.step_seconds:.1f}", f"{row.memory_bytes / 2**30:.1f}", f"{row.reserved_bytes / 2**30:.1f}",
                       f"{row.loss:.4f}")
     console.print(table)
-
-
-def write(path: Path, results: list[Result], arguments: argparse.Namespace) -> None:
-    host = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), "torch": torch.__version__}
-    options = {name: getattr(arguments, name) for name in ("tokens", "shorter", "host_gb", "tile", "eager")}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"host": host, "options": options, "rows": [asdict(row) for row in results]}, indent=1),
-                    encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ machines could know.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,14 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from stage_replay import balanced_inside, replay, stretched
 from stage_serving import DIM, HEADS, KV_HEADS, STAGES, Clock, Stage, StageAttention
 
-from distca.testing import random_lengths, run_processes
+from distca.testing import random_lengths, run_processes, values
 
-RESULTS = Path(__file__).parent / "results"
 LONGER = (4, 8)                                                  # stages that are replayed besides
 VOCAB, HIDDEN = 256, HEADS * DIM
 
@@ -214,20 +211,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "megatron_stages.json")
     arguments = parser.parse_args()
     options = {name: value for name, value in vars(arguments).items() if name != "json"}
+    host = host_facts()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "flags").write_bytes(bytes(STAGES))
-        outcomes = run_processes(STAGES, rank_main, folder, options, timeout_seconds=300, deadline_seconds=1800)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.value is None:
-            raise SystemExit(f"rank {rank} failed: {outcome.error or 'it ended without a word'}")
-    records = [outcome.value for outcome in outcomes]
+        records = values(run_processes(STAGES, rank_main, folder, options, timeout_seconds=300, deadline_seconds=1800))
     results, found = results_of(records, arguments.replicas), about(records, arguments.replicas)
-    content = {"host": {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-                        "torch": torch.__version__},
-               "options": options, "rows": [asdict(row) for row in results], **found}
+    content = {"host": host, "options": options, "rows": results, **found}
     show(results, content)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(arguments.json, content)
 
 
 def show(results: list[Result], content: dict[str, Any]) -> None:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import numpy as np
-from planner import host_facts
+from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +37,6 @@ from distca.workload.topology import Topology
 RANKS = (32, 64, 256, 512)
 ROW, CONTEXT = 65_536, 524_288  # tokens
 LONG = ("one document", "documents of 512K", "half the tokens in 256K", "uniform to 2M")
-OUTPUT = Path(__file__).parent / "results" / "nodes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +181,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", type=Path, help="Folder of workload files to plan instead.")
     parser.add_argument("--reference", type=Path, help="JSON of another planner's bytes_total by the files' names.")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=RESULTS / "nodes.json")
     return parser.parse_args()
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    model, ranks = model_named(options.model), tuple(options.ranks)
+    host, model, ranks = host_facts(), model_named(options.model), tuple(options.ranks)
     cases = [*file_cases(options.workloads, ranks)] if options.workloads else [
         *sampled_cases(ranks), *long_cases(ranks[0]), *(long_cases(ranks[-1]) if len(ranks) > 1 else ())]
     reference = json.loads(options.reference.read_text(encoding="utf-8")) if options.reference else {}
@@ -200,18 +199,15 @@ def run(options: argparse.Namespace, console: Console) -> None:
                                                options.repeats), reference, options.ranks_per_node))
     console.print(result_table(results, options.ranks_per_node))
     console.print(summarize(results))
-    content = {
-        "host": host_facts(),
+    write_json(options.output, {
+        "host": host,
         "settings": {"model": model.name, "tolerance": options.tolerance, "ranks_per_node": options.ranks_per_node,
                      "repeats": options.repeats, "threads": 1},
         "summary": summarize(results),
-        "rows": [asdict(result) for result in results],
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        "rows": results,
+    })
     console.print(f"Written to {options.output}.")
 
 
 if __name__ == "__main__":
-    screen = Console()
-    run(arguments(), screen if screen.is_terminal else Console(width=150))
+    run(arguments(), wide_console())

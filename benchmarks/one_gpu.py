@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
+from distca.train.build import build_optimizer, connect
 from distca.train.data import Batch, step_plan
 from distca.train.model import Decoder, DecoderShape
 from distca.train.offload import Offload
@@ -23,7 +24,6 @@ from distca.train.parallel import clip_grad_norm, parallelize
 from distca.train.segment_runs import run_segments
 from distca.train.settings import load_settings
 from distca.train.stages import StageWork
-from distca.train.trainer import build_optimizer, connect
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # bf16 without sparsity, by the vendor
 

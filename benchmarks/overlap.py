@@ -20,15 +20,12 @@ import argparse
 import json
 import math
 import os
-import platform
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -37,11 +34,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from common import GivenBatches, skewed_batch
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
+from two_namespaces import INTERFACE, Skip, limit, network, tell
 
 from distca.models import MODELS
-from distca.profiling import versions
 from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
@@ -52,19 +50,12 @@ from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
 
-RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("ping-pong", "single stream", "1 byte")
 MODEL = ModelShape("tiny", 4, 128, 4, 1, 32, 352, 257)
 CALIBRATION_STEPS = 2
 RANKS = 2
-INTERFACE = "distca0"
-UNHURRIED_MBIT = 10_000.0  # before the rate is chosen
 PORT = 29_500              # the namespaces are new, so every port is free
 GRACE_SECONDS = 5.0        # for the other rank to say what it saw
-
-
-class Skip(Exception):
-    """This machine does not allow the network that the benchmark needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,61 +244,6 @@ def measured_mbit(rate_mbit: float) -> float:
     return num_bytes * 8 / 1e6 / (time.perf_counter() - began)
 
 
-def limit(discipline: str, rate_mbit: float) -> list[str]:
-    """tc's words for a rate limit; the bucket holds 5 ms, and at least two of TCP's largest packets."""
-    rate = f"{round(rate_mbit * 1000)}kbit"
-    if discipline == "netem":
-        return ["netem", "rate", rate, "limit", "10000"]
-    return ["tbf", "rate", rate, "burst", str(max(2**17, round(rate_mbit * 1e6 / 8 * 0.005))), "latency", "50ms"]
-
-
-def tell(command: Sequence[str]) -> None:
-    """Run a command of iproute2; it must succeed."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise Skip(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-
-
-@contextmanager
-def network() -> Iterator[tuple[list[str], list[str], str]]:
-    """Two joined namespaces: their names, addresses and how they limit rates. Whatever was made is removed."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        raise Skip("network namespaces need root")
-    if missing:
-        raise Skip(f"{' and '.join(missing)} missing; install iproute2")
-    names = [f"distca-overlap-{os.getpid()}-{rank}" for rank in range(RANKS)]
-    addresses = [f"10.200.{os.getpid() % 256}.{rank + 1}" for rank in range(RANKS)]
-    made: list[str] = []
-    try:
-        for name in names:
-            tell(["ip", "netns", "add", name])
-            made.append(name)
-        tell(["ip", "-n", names[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE,
-              "netns", names[1]])
-        for name, address in zip(names, addresses, strict=True):
-            tell(["ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE])
-            for interface in ("lo", INTERFACE):
-                tell(["ip", "-n", name, "link", "set", interface, "up"])
-        yield names, addresses, discipline(names)
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-def discipline(names: Sequence[str]) -> str:
-    """The first of tc's rate limits that the kernel knows, now in place at both ends."""
-    refusals = []
-    for kind in ("tbf", "netem"):
-        try:
-            for name in names:
-                tell(["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *limit(kind, UNHURRIED_MBIT)])
-            return kind
-        except Skip as refusal:
-            refusals.append(str(refusal))
-    raise Skip("; ".join(refusals))
-
-
 def run_ranks(names: Sequence[str], addresses: Sequence[str], folder: str) -> None:
     """One process in each namespace; when one fails the other is ended."""
     processes: list[subprocess.Popen[bytes]] = []
@@ -411,16 +347,14 @@ def main() -> int:
         parser.error(f"--tokens is {arguments.tokens}; give a multiple of --short, {arguments.short}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)                              # so that the network is removed then too
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
-            "python": platform.python_version(), **versions()}
+    host = host_facts()
     try:
         report = measure(arguments)
         show(report)
     except Skip as reason:
         report = {"skipped": str(reason)}
         print(f"skipped: {reason}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps({"host": host, **report}, indent=1), encoding="utf-8")
+    write_json(arguments.output, {"host": host, **report})
     return 0
 
 

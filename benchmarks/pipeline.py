@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,13 +33,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import GivenBatches, random_batch
-from rich.console import Console
+from outputs import RESULTS, host_facts, wide_console, write_json
+from pipeline_planning import planning, planning_table
 from rich.table import Table
 from torch import nn
 
-from distca.models import MODELS, model_named
+from distca.models import MODELS
 from distca.planning.pipeline_schedule import one_forward_one_backward
-from distca.profiling import versions
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.data import step_plan
@@ -49,10 +47,9 @@ from distca.train.launch import here, launch
 from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
-from distca.workload.documents import fill, sample_lengths
-from distca.workload.packing import PLACEMENTS
+from distca.workload.documents import fill
 
-RESULT = Path(__file__).parent / "results" / "pipeline.json"
+RESULT = RESULTS / "pipeline.json"
 MODEL = ModelShape("tiny", 4, 96, 3, 1, 32, 256, 257)
 STAGES = 2
 OPTIONS = ("micro_batches", "tokens", "short", "long_every", "rounds")
@@ -62,7 +59,6 @@ VARIANTS: dict[str, dict[str, str | bool]] = {
     "same phase": {"attention.mode": "disaggregated", "batch.ping_pong": False},
     "same phase, ping-pong": {"attention.mode": "disaggregated", "batch.ping_pong": True},
 }
-PLANNED_STAGES, PLANNED_DATA_RANKS, PLANNED_MICRO_BATCHES, PLANNED_TOKENS = 8, 8, 16, 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +97,6 @@ class Memory:
     live_1f1b: int          # by 1F1B's
     kept_bytes: int
     kept_bytes_bound: int   # the largest micro-batch's, times the bound
-
-
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """Layouts and plans of all ticks of a step."""
-
-    placement: str
-    ping_pong: bool
-    documents: int
-    plans: int
-    plan_seconds: float          # median
-    plan_cpu_seconds: float      # median; others on the machine disturb it less
-    plan_seconds_all: list[float]
-    work_before: float
-    work_after: float
-    served_in_bubbles: float
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -315,31 +295,6 @@ def _speed(stages: Sequence[dict[str, Any]], num_micro_batches: int, variant: st
         step_seconds_all=slower, losses=losses)
 
 
-# ------------------------------------------------------------------------------------------------------------ planning
-
-
-def planning(repeats: int) -> list[Planning]:
-    model, rows = model_named("llama3-8b"), []
-    lengths = [sample_lengths("prolong", PLANNED_DATA_RANKS * PLANNED_TOKENS, seed=number)
-               for number in range(PLANNED_MICRO_BATCHES)]
-    for ping_pong in (False, True):
-        for placement in PLACEMENTS:
-            settings = load_settings(None, {
-                "model.name": model.name, "parallel.pipeline": str(PLANNED_STAGES),
-                "attention.placement": placement}).with_values({"batch.ping_pong": ping_pong})
-            seconds, cpu_seconds = [], []
-            for _ in range(1 + repeats):                         # the first warms up
-                begin, cpu_begin = time.perf_counter(), time.process_time()
-                plan = step_plan(lengths, settings, model, PLANNED_DATA_RANKS)
-                seconds.append(time.perf_counter() - begin)
-                cpu_seconds.append(time.process_time() - cpu_begin)
-            summary = plan.summary()
-            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(plan.plans()), median(seconds[1:]),
-                                 median(cpu_seconds[1:]), seconds[1:], summary.work_before, summary.work_after,
-                                 summary.served_in_bubbles))
-    return rows
-
-
 # ---------------------------------------------------------------------------------------------------------------- show
 
 
@@ -367,19 +322,6 @@ def memory_table(rows: Sequence[Memory]) -> Table:
     return table
 
 
-def planning_table(rows: Sequence[Planning]) -> Table:
-    table = Table(title=f"planning all ticks of {PLANNED_STAGES} stages × {PLANNED_DATA_RANKS} data ranks, "
-                        f"{PLANNED_MICRO_BATCHES} micro-batches of {PLANNED_TOKENS} tokens a rank",
-                  title_justify="left")
-    for title in ("placement", "ping-pong", "plans", "ms", "CPU ms", "work before", "after", "in bubbles"):
-        table.add_column(title, justify="left" if title == "placement" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.placement, "on" if row.ping_pong else "off", str(row.plans), f"{row.plan_seconds * 1e3:.0f}",
-                      f"{row.plan_cpu_seconds * 1e3:.0f}",
-                      f"{row.work_before:.2f}", f"{row.work_after:.2f}", f"{100 * row.served_in_bubbles:.0f} %")
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
@@ -394,9 +336,7 @@ def main() -> None:
     if arguments.tokens % 2 or arguments.short < 4:
         parser.error(f"--tokens is {arguments.tokens} and --short {arguments.short}; give an even number, and at least "
                      "4")
-    console = Console() if sys.stdout.isatty() else Console(width=150)
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
-            "python": platform.python_version(), **versions()}
+    console, host = wide_console(), host_facts()
     plannings = [] if arguments.no_planning else planning(arguments.repeats)
     speeds, memory = measure(arguments)
     for number in arguments.micro_batches:
@@ -408,12 +348,10 @@ def main() -> None:
     if plannings:
         console.print(planning_table(plannings))
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         options = {name: getattr(arguments, name) for name in (*OPTIONS, "repeats")}
-        content = {"host": host, "model": asdict(MODEL), "options": options, "speed": [asdict(row) for row in speeds],
-                   "memory": [asdict(row) for row in memory], "planning": [asdict(row) for row in plannings],
-                   "largest_loss_difference": difference}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, {
+            "host": host, "model": MODEL, "options": options, "speed": speeds, "memory": memory, "planning": plannings,
+            "largest_loss_difference": difference})
 
 
 if __name__ == "__main__":

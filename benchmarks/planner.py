@@ -8,8 +8,6 @@ median of a few runs of placement and balancing together, after a warm-up, witho
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
+from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +35,6 @@ from distca.workload.packing import PLACEMENTS, pack, pack_workload
 SAMPLED_RANKS = (8, 32, 64, 128, 256, 512)
 SWEPT_RANKS = (1024, 2048, 4096)
 TOKENS_PER_RANK = 65_536
-OUTPUT = Path(__file__).parent / "results" / "planner.json"
 
 # their key -> our field, for ratios where smaller is better
 COMPARED = {
@@ -187,19 +185,6 @@ def summarize(results: list[Result]) -> dict[str, dict[str, object]]:
     return summary
 
 
-def host_facts() -> dict[str, object]:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in (info.read_text().splitlines() if info.exists() else [])
-             if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "distca": distca.__version__,
-    }
-
-
 def result_table(results: list[Result], placement: str) -> Table:
     table = Table(title=f"{placement} placement", title_justify="left")
     with_ratios = any(result.ratios for result in results)
@@ -240,12 +225,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per row, whose median is kept")
     parser.add_argument("--sweep", action="store_true", help=f"also sample batches of up to {SWEPT_RANKS[-1]} ranks")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=RESULTS / "planner.json")
     return parser.parse_args()
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    model = model_named(options.model)
+    host, model = host_facts(), model_named(options.model)
     if options.repeats < 1:
         raise ValueError(f"repeats is {options.repeats}; give at least 1")
     reference = parse_json(read_text(options.reference)) if options.reference else {}
@@ -267,20 +252,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
     summary = summarize(results)
     if any(result.ratios for result in results):
         console.print(summary_table(summary))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "host": host_facts(),
+    write_json(options.output, {
+        "host": host,
         "settings": {"model": model.name, "tolerance": options.tolerance, "repeats": options.repeats, "threads": 1},
         "summary": summary,
-        "rows": [asdict(result) for result in results],
-    }
-    options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        "rows": results,
+    })
     console.print(f"Written to {options.output}.")
 
 
 if __name__ == "__main__":
-    screen = Console()
     try:
-        run(arguments(), screen if screen.is_terminal else Console(width=150))
+        run(arguments(), wide_console())
     except (ValueError, OSError) as problem:
         sys.exit(f"planner.py: error: {problem}")

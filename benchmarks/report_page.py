@@ -8,9 +8,6 @@ so the main thread's own CPU seconds stand beside them.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import shutil
 import tempfile
 import time
@@ -19,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from selenium import webdriver
@@ -29,7 +27,6 @@ from distca.report.page import write_page
 from distca.trace import Span, StepTrace
 from distca.workload.documents import sample_lengths
 
-RESULTS = Path(__file__).parent / "results"
 SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
             "--disable-background-networking", "--disable-component-update", "--window-size=1366,768")
 
@@ -104,16 +101,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "report_page.json")
     chosen = parser.parse_args()
+    host = host_facts()
     rows = [measure(report(ranks, chosen.layers), ranks, chosen.repeats) for ranks in chosen.ranks]
     table = Table("ranks", "spans", "MB", "written, s", "ready, s", "drawn, s", "main thread, s")
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else f"{value:,}" for value in asdict(row).values()))
     Console().print(table)
-    host = {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0],
-            "python": platform.python_version()}
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    chosen.output.write_text(json.dumps({"host": host, "rows": [asdict(row) for row in rows]}, indent=2) + "\n",
-                             encoding="utf-8")
+    write_json(chosen.output, {"host": host, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -28,32 +27,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from one_rank import one_rank, ranks_by_traffic
+from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.console import Console
 from rich.table import Table
 
-import distca
 from distca.baselines.at_home import at_home
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
-from distca.kernels import Kernel
 from distca.models import model_named
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
 from distca.profiling import versions
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import BackwardCall, ForwardCall, Shapes
-from distca.runtime.exchange_torch import STAMP_BYTES, Combine, Dispatch, Tensors
-from distca.runtime.registry import PlanRegistry
 from distca.spec import ModelShape
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import PLACEMENTS, pack
 
-RESULTS = Path(__file__).parent / "results"
 CPU_MODEL = ModelShape("two ranks", 1, 512, 8, 2, 64, 2048, 256)
 POOL_RANKS, POOL_TOKENS = 64, 65_536
-LAYERS = 4  # calls issued back to back
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +65,6 @@ class TwoRanks:
     cpu_speedup: float           # of the slower rank's CPU seconds
     ideal_speedup: float         # of the work alone
     bytes_total: int             # forward, float32
-
-
-@dataclass(frozen=True, slots=True)
-class OneRank:
-    """One rank's calls on one GPU."""
-
-    placement: str
-    rank: int
-    which: str
-    tasks: int
-    bytes_in: int                # forward, both trips
-    bytes_out: int
-    kernel_forward_seconds: float
-    kernel_backward_seconds: float
-    copy_forward_seconds: float
-    copy_backward_seconds: float
-    copy_share: float            # of the kernel's time, forward and backward together
-    host_forward_seconds: float
-    host_backward_seconds: float
-    prepare_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,156 +134,6 @@ def _cpu_rank(rank: int, document: int, short: int, repeats: int, folder: str) -
     dist.destroy_process_group()
 
 
-# ----------------------------------------------------------------------------------------------------------- one rank
-
-
-class InstantTransport:
-    """A pool's rank whose exchanges are done at once: random bytes arrive, nothing is sent."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.arrives = torch.empty(0, dtype=torch.uint8)
-
-    def fill(self, exchanges: Sequence[Dispatch | Combine], device: torch.device) -> None:
-        """Enough random bytes for each of these, with the stamps that a server looks for."""
-        most_bytes = max(exchange.arriving.num_bytes for exchange in exchanges)
-        self.arrives = torch.randn(-(-most_bytes // 2), dtype=torch.bfloat16, device=device).view(torch.uint8)
-        for exchange in exchanges:
-            for at in exchange.arriving.stamps.values():
-                assert isinstance(exchange, Dispatch) and exchange.stamp is not None
-                self.arrives[at:at + STAMP_BYTES] = exchange.stamp.value
-
-    def gather(self, value: int, device: torch.device) -> list[int]:
-        return [value] * self.size
-
-    def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> InstantHandle:
-        return InstantHandle(self.arrives[:sum(recv_splits)])
-
-
-@dataclass(frozen=True, slots=True)
-class InstantHandle:
-    received: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.received
-
-
-@dataclass(slots=True)
-class TimedKernel:
-    """A kernel between two events."""
-
-    kernel: Kernel
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    def forward(self, *arguments: Any) -> Any:
-        return self._timed(self.kernel.forward, arguments)
-
-    def backward(self, *arguments: Any) -> Any:
-        return self._timed(self.kernel.backward, arguments)
-
-    def _timed(self, run: Any, arguments: tuple[Any, ...]) -> Any:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        result = run(*arguments)
-        end.record()
-        self.events.append((begin, end))
-        return result
-
-    def seconds(self) -> float:
-        """Per call, and forget."""
-        torch.cuda.synchronize()
-        total = sum(begin.elapsed_time(end) for begin, end in self.events) / 1e3 / len(self.events)
-        self.events.clear()
-        return total
-
-
-def one_rank(plan: Plan, placement: str, rank: int, which: str, repeats: int, kernel_name: str) -> OneRank:
-    device, model = torch.device("cuda"), plan.model
-    shapes = Shapes(model.num_heads, model.num_kv_heads, model.head_dim, torch.bfloat16, device)
-    transport: Any = InstantTransport(rank, plan.num_servers)
-    plans = PlanRegistry(transport, kernel_name)
-    begin = perf_counter()
-    prepared = plans.prepared(plan, shapes, None)
-    exchanges = prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients
-    prepare_seconds = perf_counter() - begin
-    transport.fill(exchanges, device)
-    timed: Any = TimedKernel(prepared.kernel)
-    prepared.kernel = timed
-    tokens = prepared.tables.row_tokens
-    q, k, v, dout = (torch.randn(tokens, heads, model.head_dim, dtype=torch.bfloat16, device=device)
-                     for heads in (model.num_heads, *[model.num_kv_heads] * 2, model.num_heads))
-
-    def forward() -> Tensors:
-        call = ForwardCall(plans, plan, shapes)
-        call.dispatch(q, k, v)
-        call.serve()
-        return call.combine()
-
-    out, lse = forward()
-
-    def backward() -> object:
-        call = BackwardCall(plans, plan, shapes)
-        call.dispatch(q, k, v, out, dout, lse)
-        call.serve()
-        return call.combine()
-
-    backward()
-    forwards, backwards = (_calls(run, timed, repeats) for run in (forward, backward))
-    copies, kernels = forwards.copy + backwards.copy, forwards.kernel + backwards.kernel
-    return OneRank(
-        placement=placement,
-        rank=rank,
-        which=which,
-        tasks=len(prepared.tables.q_begin),
-        bytes_in=prepared.inputs.arriving.num_bytes + prepared.outputs.arriving.num_bytes,
-        bytes_out=prepared.inputs.leaving.num_bytes + prepared.outputs.leaving.num_bytes,
-        kernel_forward_seconds=forwards.kernel,
-        kernel_backward_seconds=backwards.kernel,
-        copy_forward_seconds=forwards.copy,
-        copy_backward_seconds=backwards.copy,
-        copy_share=copies / kernels,
-        host_forward_seconds=forwards.host,
-        host_backward_seconds=backwards.host,
-        prepare_seconds=prepare_seconds,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """Median seconds of one call: the kernel, everything else on the device, and the host until it is issued."""
-
-    kernel: float
-    copy: float
-    host: float
-
-
-def _calls(run: Any, timed: TimedKernel, repeats: int) -> Calls:
-    kernels, copies, hosts = [], [], []
-    run()
-    timed.seconds()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(LAYERS):
-            run()
-        end.record()
-        kernel = timed.seconds()
-        kernels.append(kernel)
-        copies.append(begin.elapsed_time(end) / 1e3 / LAYERS - kernel)
-        issued = perf_counter()
-        run()
-        hosts.append(perf_counter() - issued)
-        timed.seconds()
-    return Calls(median(kernels), median(copies), median(hosts))
-
-
-def ranks_by_traffic(plan: Plan) -> list[tuple[str, int]]:
-    """The rank with the median traffic and the one with the most."""
-    summary = plan.summary()
-    order = np.argsort(summary.bytes_sent + summary.bytes_received, kind="stable")
-    return [("median", int(order[len(order) // 2])), ("busiest", int(order[-1]))]
-
-
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -365,14 +189,9 @@ def table_of(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]
 
 
 def write(part: str, folder: Path, rows: list[Any], console: Console) -> None:
-    facts = {"machine": platform.machine(), "python": platform.python_version(), **versions()}
-    facts["distca"] = distca.__version__
-    if part == "gpu":
-        facts["device"] = torch.cuda.get_device_name()
-    folder.mkdir(parents=True, exist_ok=True)
+    device = {"device": torch.cuda.get_device_name()} if part == "gpu" else {}
     path = folder / f"runtime_{part}.json"
-    path.write_text(json.dumps({"host": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n",
-                    encoding="utf-8")
+    write_json(path, {"host": host_facts(**versions(), **device), "rows": rows})
     console.print(f"Written to {path}.")
 
 
@@ -445,8 +264,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    screen = Console()
     try:
-        run(arguments(), screen if screen.is_terminal else Console(width=150))
+        run(arguments(), wide_console())
     except (ValueError, OSError) as problem:
         sys.exit(f"runtime.py: error: {problem}")

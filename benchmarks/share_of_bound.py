@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from planner import host_facts
+from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +38,6 @@ from distca.spec import cluster_named
 from distca.validation import was_refused
 from distca.workload.sequences import Source
 
-OUTPUT = Path(__file__).parent / "results" / "share_of_bound.json"
 TABLE, TOLERANCE = "h200", 0.05
 
 
@@ -161,12 +160,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--batches", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=RESULTS / "share_of_bound.json")
     return parser.parse_args()
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Rows are written as they come, and those of another run with the same settings are kept."""
+    host = host_facts()
     kept = json.loads(options.output.read_text(encoding="utf-8"))["rows"] if options.output.exists() else []
     results = {_key(row): row for row in (Result(**row) for row in kept)}
     for case, where in asked(options):
@@ -181,10 +181,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{row.figure} {row.model} {row.nodes} × {row.context // KIB}K {row.data} TP {row.tp} PP {row.pp}"
                       f": {row.share:.3f} of the bound, {row.seconds_to_simulate:.0f} s")
         rows = sorted(results.values(), key=_key)
-        content = {"host": host_facts(), "settings": {"cluster": CLUSTER, "table": TABLE, "tolerance": TOLERANCE},
-                   "summary": summarize(rows), "rows": [asdict(one) for one in rows]}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(options.output, {
+            "host": host, "settings": {"cluster": CLUSTER, "table": TABLE, "tolerance": TOLERANCE},
+            "summary": summarize(rows), "rows": rows})
     console.print(result_table(sorted(results.values(), key=_key)))
     console.print(summarize(list(results.values())))
 
@@ -195,5 +194,4 @@ def _key(row: Result) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    screen = Console()
-    run(arguments(), screen if screen.is_terminal else Console(width=170))
+    run(arguments(), wide_console(170))

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,16 +24,15 @@ import attention_prediction
 import attention_replay
 import torch
 from common import num_cores
+from outputs import RESULTS, host_facts, wide_console
 from rich.console import Console
 from rich.table import Table
 
-from distca import profiling
 from distca.models import model_named
 
 if TYPE_CHECKING:
     from training_steps import Result
 
-RESULTS = Path(__file__).parent / "results"
 
 
 def cpu_table(results: Sequence[Result]) -> Table:
@@ -54,6 +51,7 @@ def on_cpu(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     from host_costs import MODEL  # these need what training needs; --gpu does not
     from training_steps import ratios, run_on_cpu
 
+    host = host_facts()
     machine, launches, results = run_on_cpu(arguments)
     console.print(cpu_table(results))
     pairs = ratios(results)
@@ -63,9 +61,7 @@ def on_cpu(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                   f"{100 * max(errors):.1f} %; losses differ by at most {difference:.1e}")
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "short", "micro_batches", "rounds")}
     return {
-        "mode": "cpu", "host": {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg(),
-                                "python": platform.python_version(), **profiling.versions()},
-        "options": options, "model": asdict(MODEL),
+        "mode": "cpu", "host": host, "options": options, "model": asdict(MODEL),
         "machine": {name: value for name, value in asdict(machine).items() if name != "table"},
         "launches": {ranks: asdict(one) for ranks, one in launches.items()},
         "rows": [asdict(one) for one in results],
@@ -132,7 +128,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     chosen = arguments()
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = wide_console()
     output = chosen.json or RESULTS / f"simulator_{'gpu' if chosen.gpu or chosen.predict else 'cpu'}.json"
     if chosen.predict:
         content = predicted(console, json.loads(chosen.predict.read_text(encoding="utf-8")))
@@ -145,7 +141,7 @@ def main() -> None:
     else:
         content = on_cpu(chosen, console)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    output.write_text(json.dumps(content) + "\n", encoding="utf-8")  # on one line: thousands of batches
     console.print(f"Written to {output}.")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planner import host_facts
+from outputs import RESULTS, host_facts, write_json
 
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
@@ -40,7 +40,6 @@ from distca.workload.topology import Topology
 
 RANKS, NODES = 4, (0, 0, 1, 1)
 MODEL = ModelShape("small", 1, 512, 8, 2, 64, 1024, 256)
-OUTPUT = Path(__file__).parent / "results" / "slow_links.json"
 QUICK = 10 * 10**9                                              # bits a second
 ADDRESS = "10.199.{}.1"
 
@@ -221,13 +220,14 @@ def crossing_bytes(plans: dict[str, Plan]) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> None:
+    host = host_facts()
     seconds, found = timed(options, options.rate), between_nodes(plan_of(options.tokens))
     content = {
-        "host": host_facts(), "rate": options.rate, "tokens_per_rank": options.tokens, "repeats": options.repeats,
+        "host": host, "rate": options.rate, "tokens_per_rank": options.tokens, "repeats": options.repeats,
         "seconds": seconds, "forward_bytes_from_node_0": found, "speedup": seconds["one hop"] / seconds["two hops"],
         "bytes_ratio": found["one hop"] / found["two hops"], "step": timed(options, None, "--steps")}
     print(json.dumps(content, indent=1))
-    Path(options.output).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(options.output, content)
 
 
 if __name__ == "__main__":
@@ -237,7 +237,7 @@ if __name__ == "__main__":
     parser.add_argument("--step-tokens", type=int, default=1024, help="of each rank, in the step")
     parser.add_argument("--steps", action="store_true", help="what this rank runs; see --rank")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", default=str(OUTPUT))
+    parser.add_argument("--output", type=Path, default=RESULTS / "slow_links.json")
     parser.add_argument("--rank", type=int, help="that this process is; the benchmark starts its ranks by itself")
     chosen = parser.parse_args()
     (run if chosen.rank is None else one_rank)(chosen)

@@ -18,19 +18,16 @@ torch's own context parallelism is tried in each of its forms as well, and what 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from integrations import RESULTS, small_llama
+from integrations import small_llama
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distca.data import rows
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 MODES = ALONE, IN_ORDER, HEAD_AND_TAIL, DISTCA, PLACED = (
     "one rank alone", "slices in order", "head and tail", "distca", "distca, balanced placement")
@@ -170,21 +167,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "spanning.json")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "layers", "steps")}
-    load = os.getloadavg()[0]                                    # other work, which the clock's seconds contain
-    outcomes = run_processes(arguments.ranks, rank_main, options, timeout_seconds=600, deadline_seconds=1800)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.value is None:
-            raise SystemExit(f"rank {rank} failed: {outcome.error or 'it ended without a word'}")
-    records, said = outcomes[0].value
+    host = host_facts()                                          # other work is in the clock's seconds
+    records, said = values(run_processes(arguments.ranks, rank_main, options, timeout_seconds=600,
+                                         deadline_seconds=1800))[0]
     results = {}
     for mode, work, steps in records:
         seconds, busy = (min(step[at] for step in steps) for at in range(2))
         results[mode] = Result(mode, seconds, arguments.tokens / seconds, busy, work, [step[2] for step in steps])
     ours, alone = results[DISTCA], results[ALONE]
     content = {
-        "host": {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(),
-                 "torch": torch.__version__, "transformers": transformers.__version__, "load_average": round(load, 2)},
-        "options": options, "rows": [asdict(row) for row in results.values()],
+        "host": host, "options": options, "rows": list(results.values()),
         "speedup_over": {mode: ours.tokens_per_second / row.tokens_per_second for mode, row in results.items()
                          if mode not in (DISTCA, PLACED)},
         "speedup_over_in_cpu_seconds": {mode: row.cpu_seconds / ours.cpu_seconds for mode, row in results.items()
@@ -193,8 +185,7 @@ def main() -> None:
                                        for a, b in zip(row.losses, alone.losses, strict=True)),
         "torch_context_parallel": said}
     show(list(results.values()), content)
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(arguments.json, content)
 
 
 def show(results: list[Result], content: dict[str, Any]) -> None:

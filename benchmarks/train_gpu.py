@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 from one_gpu import PEAK_FLOPS, OneGpu, model_flops
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
@@ -27,9 +26,9 @@ from torch._dynamo.utils import counters
 from distca.kernels import TaskRows, choose
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
+from distca.profiling import versions
 from distca.spec import ModelShape
 
-RESULTS = Path(__file__).parent / "results"
 LENGTHS = [8192, 6144, 4096, 4096, 3072, 2048, 2048, 1024, 1024, 512, 512]  # 32,768 tokens
 OTHERS = [[32_768], [16_384, 8_000, 5_000, 1_111], [777] * 40, [20_000, 12_345], [4_096] * 8, [9_000, 23_001]]
 WAYS = {
@@ -195,12 +194,10 @@ def main() -> None:
                       f"{row.memory_bytes / 2**30:.1f}", str(row.graphs_after_warm_up),
                       f"{row.first_step_seconds:.1f}")
     console.print(table)
-    host = {"device": name, "python": platform.python_version(), "torch": torch.__version__}
     options = {name: getattr(arguments, name) for name in ("layers", "vocab", "steps", "chunk")}
-    content = {"host": host, "options": options | {"lengths": LENGTHS, "others": OTHERS},
-               "alone": [asdict(row) for row in alone], "rows": [asdict(row) for row in results]}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(arguments.output, {
+        "host": host_facts(device=name, **versions()), "options": options | {"lengths": LENGTHS, "others": OTHERS},
+        "alone": alone, "rows": results})
 
 
 if __name__ == "__main__":

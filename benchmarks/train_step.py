@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 from common import GivenBatches, skewed_batch
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
 from distca.train.launch import launch
 from distca.train.settings import Settings, load_settings
 
-RESULTS = Path(__file__).parent / "results"
 MODES = ("home", "disaggregated")
 
 
@@ -110,7 +109,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tokens % (2 * arguments.short):
         parser.error(f"--tokens is {arguments.tokens}; give a multiple of twice --short, {arguments.short}")
-    results = measure(arguments)
+    host, results = host_facts(device=arguments.device), measure(arguments)
     home, planned = results
     speedup = planned.tokens_per_second / home.tokens_per_second
     difference = max(abs(a - b) for a, b in zip(home.losses, planned.losses, strict=True))
@@ -122,13 +121,9 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(f"{speedup:.2f}x tokens/s; losses differ by at most {difference:.1e}")
-    host = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
-            "device": arguments.device}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "short", "steps", "rounds")}
-    content = {"host": host, "options": options,
-               "rows": [asdict(row) for row in results], "speedup": speedup, "largest_loss_difference": difference}
-    arguments.output.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(arguments.output, {"host": host, "options": options, "rows": results, "speedup": speedup,
+                                  "largest_loss_difference": difference})
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ skips other documents too; each as it is and under torch.compile. The modes take
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
+from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from train_gpu import LENGTHS
@@ -25,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from distca.integrations.huggingface import enable
 from distca.profiling import versions
 
-RESULTS = Path(__file__).parent / "results"
 MODES = ("distca", "flex_attention", "distca, compiled", "flex_attention, compiled")
 WARM_UP = 3
 
@@ -101,6 +98,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--json", type=Path, default=RESULTS / "transformers_gpu.json")
     chosen = parser.parse_args()
+    host = host_facts(device=torch.cuda.get_device_name(), **versions())
     results = measure(chosen.modes, chosen.layers, chosen.steps)
     table = Table("attention", "ms a step", "tokens/s", "first step s", "GiB of a step", title_justify="left",
                   title=f"Llama in Transformers, {chosen.layers} layers of 2048, a packed row of {sum(LENGTHS):,}")
@@ -112,12 +110,8 @@ def main() -> None:
     pairs = [("flex_attention", "distca"), ("flex_attention, compiled", "distca, compiled"),
              ("distca", "distca, compiled")]
     ratios = {f"{one} / {other}": seconds[one] / seconds[other] for one, other in pairs if {one, other} <= set(seconds)}
-    host = {"device": torch.cuda.get_device_name(), "python": platform.python_version(), **versions(),
-            "transformers": transformers.__version__}
-    content = {"host": host, "options": {"layers": chosen.layers, "steps": chosen.steps, "lengths": LENGTHS},
-               "rows": [asdict(row) for row in results], "ratios": ratios}
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    options = {"layers": chosen.layers, "steps": chosen.steps, "lengths": LENGTHS}
+    write_json(chosen.json, {"host": host, "options": options, "rows": results, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from distca.workload.layout import Layout
 from distca.workload.topology import Topology
 
 if TYPE_CHECKING:
-    from distca.simulate.sweep import Comparison
+    from distca.simulate.outcomes import Comparison
 
 
 def plan(

@@ -1,11 +1,11 @@
 """The kernel and runtime benchmarks run, count pairs as the mask does, and write what they print."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -22,28 +22,19 @@ ROOT = Path(distca.__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))                     # attention.py imports its siblings
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / f"benchmarks/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module                              # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def attention() -> ModuleType:
-    return load("attention")
+    return import_module("attention")
 
 
 @pytest.fixture(scope="module")
 def batches() -> ModuleType:
-    return load("attention_batches")
+    return import_module("attention_batches")
 
 
 @pytest.fixture(scope="module")
 def runtime() -> ModuleType:
-    return load("runtime")
+    return import_module("runtime")
 
 
 def pairs_one_by_one(rows: TaskRows) -> int:
@@ -125,11 +116,11 @@ def test_goals_count_only_where_they_are_meant(attention: ModuleType, batches: M
 def test_the_ranking_counts_the_pairs_that_the_window_leaves(window: int | None) -> None:
     rows = task_rows([0, 9, 20], [9, 20, 22], [0, 3, 0], [30, 14, 2], [21, 0, 40])
     tokens = torch.zeros(22, 1, 1), torch.zeros(30, 1, 1)
-    assert load("kernel_ranking").visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
+    assert import_module("kernel_ranking").visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
 
 
 def test_a_ranking_of_some_kernels_keeps_the_figures_of_others() -> None:
-    rank = load("kernel_ranking")
+    rank = import_module("kernel_ranking")
     old = [{"kernel": name, "head_dim": dim, "windowed": False, "forward_tflops": 1.0, "backward_tflops": 1.0}
            for name, dim in (("hopper", 64), ("fa4", 256), ("hopper", 256))]
     found = [rank.Speed("hopper", 192, False, 2.0, 2.0), rank.Speed("hopper", 256, False, 3.0, 3.0)]
@@ -143,7 +134,7 @@ def test_a_ranking_of_some_kernels_keeps_the_figures_of_others() -> None:
 def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no GPU"):
-        load("kernel_ranking").main(None, None)
+        import_module("kernel_ranking").main(None, None)
 
 
 def test_tables_are_timed_and_nothing_is_stored_twice(runtime: ModuleType) -> None:

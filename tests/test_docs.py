@@ -1,16 +1,21 @@
-"""Pages that are made from something are what they are made from, and links inside the repository lead somewhere."""
+"""Pages that are made from something are what they are made from; links lead somewhere and options exist."""
 
 import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
 import distca
+from distca.cli import app
+from distca.train.settings import known_settings
 
 ROOT = Path(distca.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 
 
 def load(path: Path) -> ModuleType:
@@ -45,3 +50,22 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def options_of(command: Any) -> set[str]:
+    """Those of its own and of its subcommands."""
+    own = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
+    return own.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_that_a_page_gives_exist(page: Path) -> None:
+    text, root = page.read_text(encoding="utf-8"), typer.main.get_command(app)
+    options = {name: options_of(command) for name, command in vars(root)["commands"].items()}
+    options["train"] |= {f"--{name}" for name in known_settings()}
+    for name, said in re.findall(r"\bdistca ([a-z]+)\b([^`\n#]*)", text):
+        if name in options:
+            assert set(OPTION.findall(said)) <= options[name], f"{page.name}: distca {name}{said}"
+    for script, said in re.findall(r"benchmarks/(\w+\.py)([^`\n#)]*)", text):
+        source = (ROOT / "benchmarks" / script).read_text(encoding="utf-8")
+        assert all(f'"{option}"' in source for option in OPTION.findall(said)), f"{page.name}: {script}{said}"

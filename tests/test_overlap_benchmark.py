@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-ROOT = Path(__file__).parents[1]
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("overlap_benchmark", ROOT / "benchmarks/overlap.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-overlap = load()
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+overlap = importlib.import_module("overlap")
 
 
 def test_the_rate_is_what_the_tightest_window_needs_and_what_may_stick_out() -> None:
@@ -51,8 +39,8 @@ def test_nothing_to_exchange_is_refused() -> None:
 def test_skips_with_a_reason_where_the_network_is_not_allowed(missing: str, reason: str, tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch,
                                                               capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(overlap.os, "geteuid", lambda: 1000 if missing == "root" else 0)
-    monkeypatch.setattr(overlap.shutil, "which", lambda tool: None if tool == missing else f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000 if missing == "root" else 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == missing else f"/sbin/{tool}")
     monkeypatch.setattr(overlap.subprocess, "run", lambda *_, **__: pytest.fail("nothing may be made"))
     monkeypatch.setattr(overlap.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["overlap.py", "--output", str(tmp_path / "overlap.json")])

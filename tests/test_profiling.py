@@ -20,8 +20,8 @@ from distca.cost.work_list import WorkList
 from distca.kernels import kernel_named
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import TaskRows
+from distca.profiling import machine, timing
 from distca.profiling import network as probe
-from distca.profiling import timing
 from distca.runtime.transport import LoopbackWorld
 
 NO_TENSORS: Any = None  # where nothing is computed
@@ -64,7 +64,7 @@ def test_a_grid_point_fills_the_device_within_what_a_server_holds() -> None:
 
 def test_seconds_are_those_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that always says one second, a grid point is one over its number of shards."""
-    monkeypatch.setattr(profiling, "samples", lambda run, device, **limits: [1.0, 1.0, 9.0])
+    monkeypatch.setattr(machine, "samples", lambda run, device, **limits: [1.0, 1.0, 9.0])
     monkeypatch.setattr(profiling, "in_turns", lambda runs, device, **limits: [[1.0, 1.0, 9.0] for _ in runs])
     chosen = profiling.settings("cpu", model="tiny", max_kv_len=512)
     seen: list[str] = []

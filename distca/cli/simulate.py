@@ -37,9 +37,10 @@ from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, strategies_of
 from distca.report.verdict import ours_and_best_baseline, verdict
 from distca.simulate.execute import Step
+from distca.simulate.outcomes import Comparison, Outcome
 from distca.simulate.setting import settings
 from distca.simulate.strategies import NAMES, STRATEGIES
-from distca.simulate.sweep import Comparison, Outcome, Question, compare, replay
+from distca.simulate.sweep import Question, compare, replay
 from distca.spec import CLUSTERS
 from distca.trace import write_chrome_trace
 from distca.units import UNITS_HELP

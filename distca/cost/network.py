@@ -150,11 +150,3 @@ class Network:
             if per_node > 1:
                 bandwidth = min(bandwidth, self.intra_node_bandwidth)
         return (num_ranks - 1) * (latency + num_bytes / num_ranks / bandwidth)
-
-    def reduce_scatter_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
-        """Ring reduce-scatter of `num_bytes` held by every rank: an all-gather run backwards."""
-        return self.all_gather_seconds(num_bytes, num_ranks, gpus_per_node)
-
-    def all_reduce_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
-        """Ring all-reduce of `num_bytes` held by every rank: a reduce-scatter, then an all-gather."""
-        return 2 * self.all_gather_seconds(num_bytes, num_ranks, gpus_per_node)

@@ -122,11 +122,6 @@ def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
     return tokens * (norms + attention + feed_forward)
 
 
-def forward_bytes(q_tokens: Number, kv_tokens: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Bytes that cross ranks in forward: Q to the server and O back for moved queries, K and V for moved keys."""
-    return q_tokens * (model.q_token_bytes(tp) + model.out_token_bytes(tp)) + kv_tokens * model.kv_token_bytes(tp)
-
-
 def backward_bytes(
     q_tokens: Number, kv_tokens: Number, model: ModelShape, tp: int = 1, *, state: ServerState = "resend"
 ) -> Number:

@@ -26,9 +26,10 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.memory import check_holds_step
+from distca.simulate.outcomes import Figures, Outcome
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
-from distca.simulate.sweep import Figures, Outcome, Question, compare
+from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
 from distca.workload.sequences import Source
 

@@ -13,12 +13,9 @@ are taken out of the grid's times: what is left is what a shard adds to a full b
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,13 +23,15 @@ import numpy as np
 import torch
 
 from distca.cost.latency_table import LatencyTable, peak_rate
-from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
+from distca.cost.work import attention_backward_flops, attention_flops, pairs_of_shard
 from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.profiling.timing import Run, in_turns, queued_samples, samples
+from distca.profiling.machine import copy_rate, facts, linear_layers
+from distca.profiling.machine import versions as versions
+from distca.profiling.timing import Run, in_turns, queued_samples
 from distca.spec import ModelShape
 from distca.validation import check_whole
 
@@ -128,9 +127,9 @@ def profile(
     """The latency table of this machine; `step` hears what comes next."""
     tensors = _Tensors.random(chosen)
     step("work list")
-    facts = work_list_facts(chosen, tensors)
+    items = work_list_facts(chosen, tensors)
     heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
-    work_list = None if facts is None else WorkList.of(facts, heads, kv_heads)
+    work_list = None if items is None else WorkList.of(items, heads, kv_heads)
     seconds = np.full((2, len(chosen.q_len), len(chosen.kv_len)), np.nan)
     for q_len, kv_len in chosen.grid:
         step(f"attention {q_len} x {kv_len}")
@@ -141,8 +140,8 @@ def profile(
     step("linear layers")
     linear = linear_layers(chosen)
     step("copies")
-    metadata = {**_facts(chosen), "linear": linear, "copy_bytes_per_second": copy_rate(chosen), "network": network,
-                "work_list": facts}
+    metadata = {**facts(chosen), "linear": linear, "copy_bytes_per_second": copy_rate(chosen), "network": network,
+                "work_list": items}
     q_grid, kv_grid = np.array(chosen.q_len), np.array(chosen.kv_len)
     return LatencyTable(
         name=f"{metadata['device']}, {chosen.model.name}" + (f", tp {chosen.tp}" if chosen.tp > 1 else ""),
@@ -292,88 +291,7 @@ def describe(table: LatencyTable) -> list[str]:
     return lines
 
 
-def linear_layers(chosen: ProfileSettings) -> dict[str, float]:
-    """The matrix products of one layer: Q, K, V and output projections, gate, up and down."""
-    model, tokens = chosen.model, chosen.limits.linear_tokens
-    attention = model.heads_per_rank(chosen.tp) * model.head_dim
-    kv = model.kv_heads_per_rank(chosen.tp) * model.head_dim
-    ffn = -(-model.ffn // chosen.tp)
-    widths = [(model.hidden, attention + 2 * kv), (attention, model.hidden), (model.hidden, 2 * ffn),
-              (ffn, model.hidden)]
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, dtype=chosen.dtype, device=chosen.device) / math.sqrt(columns)
-
-    products = [(random(tokens, wide), random(wide, high), random(tokens, high)) for wide, high in widths]
-
-    def forward() -> None:
-        for x, weight, _ in products:
-            torch.mm(x, weight)
-
-    def backward() -> None:
-        for x, weight, gradient in products:
-            torch.mm(gradient, weight.T)
-            torch.mm(x.T, gradient)
-
-    forward_seconds, backward_seconds = _median(chosen, forward), _median(chosen, backward)
-    flops = float(linear_flops(tokens, model, chosen.tp))
-    return {
-        "tokens": tokens,
-        "forward_seconds": forward_seconds,
-        "backward_seconds": backward_seconds,
-        "forward_flops_per_second": flops / forward_seconds,
-        "backward_flops_per_second": 2 * flops / backward_seconds,
-    }
-
-
-def copy_rate(chosen: ProfileSettings) -> float:
-    """Bytes read plus bytes written per second by a large copy inside the device."""
-    source = torch.randint(0, 256, (chosen.limits.copy_bytes,), dtype=torch.uint8, device=chosen.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _median(chosen, lambda: target.copy_(source))
-
-
 def _medians(chosen: ProfileSettings, runs: list[Run]) -> list[float]:
     """Of calls that take turns."""
     budget = chosen.limits.budget_seconds * len(runs)
     return [median(one) for one in in_turns(runs, chosen.device, budget_seconds=budget, most=chosen.most_samples)]
-
-
-def _median(chosen: ProfileSettings, run: Run) -> float:
-    return median(samples(run, chosen.device, budget_seconds=chosen.limits.budget_seconds, most=chosen.most_samples))
-
-
-def _facts(chosen: ProfileSettings) -> dict[str, Any]:
-    gpu = chosen.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(chosen.device) if gpu else _cpu_name(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
-        "kernel": chosen.kernel.name,
-        "dtype": str(chosen.dtype).removeprefix("torch."),
-        "model": chosen.model.name,
-        "tp": chosen.tp,
-        "num_heads": chosen.model.heads_per_rank(chosen.tp),
-        "num_kv_heads": chosen.model.kv_heads_per_rank(chosen.tp),
-        "head_dim": chosen.model.head_dim,
-        "threads": None if gpu else torch.get_num_threads(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of whatever decides how fast attention runs here."""
-    known = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    if torch.cuda.is_available():
-        known["cudnn"] = str(torch.backends.cudnn.version())
-    for package in ("distca", "nvidia-cudnn-frontend", "triton"):
-        try:
-            known[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            known[package] = None
-    return {name: version for name, version in known.items() if version is not None}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from distca.spec import ModelShape
 from distca.train.decoder_shape import DecoderShape, decoder_shape
+from distca.train.setting_checks import check_degrees
 from distca.train.settings import Settings
 from distca.validation import read_text
 
@@ -201,7 +202,7 @@ def _model(settings: Settings) -> DecoderShape:
     except ValueError as error:
         raise ValueError(f"{source}: {error}" if chosen.load or chosen.config else str(error)) from None
     decoder_shape(chosen, vocab)
-    settings.check_degrees(shape)
+    check_degrees(settings, shape)
     if chosen.load:
         check_weight_files(chosen.load)
     return shape

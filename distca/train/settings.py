@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.models import TRAINABLE
-from distca.planning.tick_plans import layers_of_stages
-from distca.planning.windows import windows_by_depth
-from distca.train.decoder_shape import DecoderShape, check_model, decoder_shape
-from distca.train.degrees import check_adapt, check_dedicated, check_pipeline, check_tensor
+from distca.train.setting_checks import check_together
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, read_toml, short
 
@@ -232,33 +229,7 @@ class Settings:
         """Raise a one-line ValueError where these settings cannot run on any machine."""
         for known in known_settings().values():
             check_limits(known, self._value(known.name))
-        check_model(self.model)
-        self._check_ranks()
-        self._check_data()
-        self._check_eval()
-        for name in ("tile_tokens", "offload"):
-            if getattr(self.model, name) and self.model.recompute != "full":
-                raise ValueError(f"model.{name} is {getattr(self.model, name)} but model.recompute is "
-                                 f"{self.model.recompute!r}; set it to 'full', which keeps no more than inputs")
-        if self.checkpoint.every and not self.checkpoint.folder:
-            raise ValueError(f"checkpoint.every is {self.checkpoint.every} but checkpoint.folder is empty; name a "
-                             "folder, or set checkpoint.every to 0")
-        if self.checkpoint.export and not self.checkpoint.folder:
-            raise ValueError(f"checkpoint.export is {self.checkpoint.export!r} but checkpoint.folder is empty; name a "
-                             "folder, from whose last checkpoint the weights are taken")
-        if self.log.trace_step > self.run.steps:
-            raise ValueError(f"log.trace_step is {self.log.trace_step} but run.steps is {self.run.steps}; trace an "
-                             "earlier step")
-        if not self.log.folder:
-            raise ValueError("log.folder is ''; name a folder")
-
-    def check_degrees(self, shape: DecoderShape) -> None:
-        """Raise where the parallel degrees do not divide the model."""
-        model, stages = shape.model, self.parallel.pipeline
-        check_tensor(self.parallel.tensor, model.name, model.num_heads, model.num_kv_heads, model.ffn)
-        check_pipeline(stages, model.name, model.num_layers, shape.tied)
-        windows_by_depth(model.layer_windows, layers_of_stages(model.num_layers, stages),
-                         shared=self.attention.mode == "disaggregated")
+        check_together(self)
 
     def to_toml(self) -> str:
         """These settings as TOML that `load_settings` reads, each field under what it means."""
@@ -274,68 +245,6 @@ class Settings:
         section, key = name.split(".")
         value: Value = getattr(getattr(self, section), key)
         return value
-
-    def _check_ranks(self) -> None:
-        tensor, batch = self.parallel.tensor, self.batch
-        stages = self.parallel.pipeline
-        check_dedicated(self.attention.dedicated, self.run.ranks, tensor, self.attention.mode, self.attention.state)
-        if self.attention.dedicated and self.attention.ranks_per_node:
-            raise ValueError(f"attention.ranks_per_node is {self.attention.ranks_per_node} but attention.dedicated is "
-                             f"{self.attention.dedicated}, and ranks that only serve exchange in one hop; set one of "
-                             "them to 0")
-        if self.attention.tolerance == "auto" and not self.attention.cost:
-            raise ValueError("attention.tolerance is 'auto' but attention.cost is empty; name the latency table by "
-                             "whose seconds it is chosen, such as h200")
-        check_adapt(self.attention.adapt, self.attention.mode, self.attention.dedicated)
-        ranks = self.run.ranks - self.attention.dedicated
-        counted = "run.ranks less attention.dedicated" if self.attention.dedicated else "run.ranks"
-        if ranks % tensor:
-            raise ValueError(f"parallel.tensor is {tensor} but there are {ranks} ranks ({counted}); choose a size that "
-                             "divides them")
-        if ranks // tensor % stages:
-            raise ValueError(f"parallel.pipeline is {stages} but there are {ranks} ranks ({counted}), {tensor} to a "
-                             "layer (parallel.tensor); choose stages that divide the rest")
-        if stages > 1 and (self.attention.state, self.attention.mode) == ("keep", "disaggregated"):
-            raise ValueError(f"attention.state is 'keep' but with parallel.pipeline {stages} others serve a backward "
-                             "than its forward; use 'resend'")
-        if (self.attention.state, bool(self.attention.cost)) == ("keep", True):
-            raise ValueError(f"attention.cost is {self.attention.cost!r}, so that backward has plans of its own, but "
-                             "attention.state is 'keep', which needs forward's; use 'resend', or leave attention.cost "
-                             "empty")
-        if not self.model.load and not self.model.config:  # the shape of a file is the machine's to say
-            self.check_degrees(decoder_shape(self.model))
-        if batch.ping_pong and self.attention.mode == "disaggregated" and batch.tokens_per_rank % 2:
-            raise ValueError(f"batch.tokens_per_rank is {batch.tokens_per_rank}, which two nano-batches cannot share; "
-                             "make it even, or set batch.ping_pong to false")
-
-    def _check_data(self) -> None:
-        data = self.data
-        for name, value in (("path", data.path), ("tokenizer", data.tokenizer)):
-            if data.source == "stdlib" and value:
-                raise ValueError(f"data.{name} is {value!r} but data.source is 'stdlib', which takes none; set "
-                                 f"data.source to one of: {', '.join(SOURCES[1:])}")
-        if data.source != "stdlib" and not data.path:
-            raise ValueError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
-        if data.content != "text" and data.source not in ("jsonl", "table"):
-            raise ValueError(f"data.content is {data.content!r} but data.source is {data.source!r}; set data.source to "
-                             "jsonl or table")
-        if data.content == "chat" and not data.tokenizer:
-            raise ValueError("data.content is 'chat' but data.tokenizer is empty; name the model's tokenizer.json, "
-                             "with its chat template beside it")
-        if data.split and data.source != "table":
-            raise ValueError(f"data.split is {data.split!r} but data.source is {data.source!r}, which has no splits; "
-                             "leave it empty")
-
-    def _check_eval(self) -> None:
-        chosen = self.eval
-        if chosen.every and not (chosen.fraction or chosen.path):
-            raise ValueError(f"eval.every is {chosen.every} but nothing is held out; set eval.fraction, to 0.01 for "
-                             "example, or eval.path")
-        if chosen.fraction and chosen.path:
-            raise ValueError(f"eval.fraction is {chosen.fraction} and eval.path is {chosen.path!r}; give one of them")
-        if chosen.path and self.data.source == "stdlib":
-            raise ValueError(f"eval.path is {chosen.path!r} but data.source is 'stdlib', which has no path; use "
-                             "eval.fraction")
 
 
 def load_settings(path: str | Path | None, overrides: Mapping[str, str]) -> Settings:

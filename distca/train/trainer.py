@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import resource
 import signal
@@ -22,20 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from distca.cost.utilization import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
-from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
-from distca.runtime.transport import C10dPointToPoint
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.adapt import ServerSpeeds
+from distca.train.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.checkpoint import Checkpointer, SaveError
 from distca.train.checkpoint_folder import step_folders
 from distca.train.collectives import gather_json, set_timeouts
@@ -46,16 +43,14 @@ from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.export import export_newest
 from distca.train.groups import groups_of, num_training, transport_between
 from distca.train.hf_config import config_of
-from distca.train.hf_weights import load_hf
 from distca.train.metrics import StepRecord
-from distca.train.model import Decoder
 from distca.train.offload import Offload
-from distca.train.parallel import clip_grad_norm, parallelize
+from distca.train.parallel import clip_grad_norm
 from distca.train.preflight import compiles, device_for, dtype_for
 from distca.train.segment_runs import run_segments
 from distca.train.serving import serve
 from distca.train.settings import Settings
-from distca.train.stages import StageWork, stage_of
+from distca.train.stages import StageWork
 from distca.train.tokenizer_files import keep_tokenizer, token_ids
 from distca.validation import write_own
 
@@ -302,53 +297,6 @@ def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict
         scaling = None if shape.rope_scaling is None else asdict(shape.rope_scaling)
         return facts | {f"model.{source}'s norm_eps": shape.norm_eps, f"model.{source}'s rope_scaling": scaling}
     return facts | {"model.name": settings.model.name}
-
-
-def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
-    """This rank's neighbours: one process group for activations, another for gradients."""
-    chain = pipeline.mesh.flatten().tolist()
-    back = dist.new_group(chain, timeout=timeout, use_local_synchronization=True)
-    return C10dPointToPoint(chain, down=pipeline.get_group(), up=back)
-
-
-def build_decoder(
-    settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
-) -> Decoder:
-    """This rank's share of the weights, the same on any mesh: drawn from the run's seed, or loaded.
-
-    No rank ever holds more than its share and one whole tensor.
-    """
-    stages = settings.parallel.pipeline
-    own = torch.float64 if dtype == torch.float64 else torch.float32
-    decoder = stage_of(Decoder(shape, device="meta").to(own), mesh["pipeline"].get_local_rank(), stages,
-                       layers_of_stages(shape.model.num_layers, stages))
-    parallelize(decoder, mesh, tensor=settings.parallel.tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
-                recompute=settings.model.recompute)
-    decoder.to_empty(device=device)
-    if settings.model.load:
-        load_hf(settings.model.load, decoder)
-    else:
-        decoder.reset_parameters(torch.Generator().manual_seed(settings.run.seed))
-    return decoder
-
-
-def build_optimizer(decoder: Decoder, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW, without weight decay on norms."""
-    chosen = settings.optimizer
-    matrices = [p for p in decoder.parameters() if p.ndim >= 2]
-    vectors = [p for p in decoder.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": chosen.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=chosen.lr, betas=(chosen.beta1, chosen.beta2), fused=True)
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then a cosine down to min_lr_ratio at the last step."""
-    chosen = settings.optimizer
-    if step < chosen.warmup_steps:
-        return chosen.lr * (step + 1) / chosen.warmup_steps
-    progress = (step - chosen.warmup_steps) / max(1, settings.run.steps - chosen.warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-    return chosen.lr * (chosen.min_lr_ratio + (1.0 - chosen.min_lr_ratio) * cosine)
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:

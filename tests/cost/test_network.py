@@ -58,9 +58,7 @@ def test_rings() -> None:
     assert NETWORK.all_gather_seconds(16 * 400e9, 16) == pytest.approx(15 * (1 + 6e-6))
     # 4 ranks on as many nodes: each has its own NIC only.
     assert NETWORK.all_gather_seconds(4 * 50e9, 4, gpus_per_node=1) == pytest.approx(3 * (1 + 6e-6))
-    assert NETWORK.reduce_scatter_seconds(1e9, 16) == NETWORK.all_gather_seconds(1e9, 16)
-    assert NETWORK.all_reduce_seconds(1e9, 16) == 2 * NETWORK.all_gather_seconds(1e9, 16)
-    assert NETWORK.all_reduce_seconds(1e9, 1) == 0
+    assert NETWORK.all_gather_seconds(1e9, 1) == 0
 
 
 @pytest.mark.parametrize("call, message", [

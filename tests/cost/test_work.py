@@ -13,7 +13,6 @@ from distca.cost.work import (
     attention_flops,
     backward_bytes,
     causal_pairs,
-    forward_bytes,
     head_flops,
     hidden_shards_bound,
     linear_flops,
@@ -93,13 +92,6 @@ def test_activation_bytes_by_hand() -> None:
     per_token = 2 * (4 * 256 + 256 + 2 * 64 + 256 + 3 * 704) + 4 * 8
     assert activation_bytes(10, model) == 10 * per_token
     assert activation_bytes(10, model, tp=2) == 5 * per_token
-
-
-def test_forward_bytes_by_hand() -> None:
-    model = model_named("llama3-8b")
-    assert forward_bytes(3, 5, model) == 3 * 2 * 8192 + 5 * 4096
-    assert forward_bytes(3, 5, model, tp=8) == 3 * 2 * 1024 + 5 * 512
-    assert forward_bytes(3, 5, model, tp=16) == 3 * 2 * 512 + 5 * 512
 
 
 def test_backward_bytes_by_hand() -> None:

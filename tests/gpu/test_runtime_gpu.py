@@ -4,7 +4,6 @@
 """
 
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from distca.runtime.transport import Handle, Transport, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import (
-    ProcessOutcome,
     gradient,
     nano_index,
     qkv_of,
@@ -28,6 +26,7 @@ from distca.testing import (
     row_index,
     run_processes,
     scattered_plan,
+    values,
 )
 from distca.workload.packing import pack, pack_ping_pong
 
@@ -52,12 +51,6 @@ def on_this_gpu(transport: C10dTransport, kind: str) -> Transport:
     from distca.runtime.transport.symmetric import SymmetricTransport
 
     return SymmetricTransport(transport.group, timeout_seconds=60.0)
-
-
-def values(outcomes: list[ProcessOutcome]) -> list[Any]:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None and outcome.exit_code == 0, f"rank {rank}: {outcome}"
-    return [outcome.value for outcome in outcomes]
 
 
 def in_bfloat16(seed: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from distca.integrations.megatron_core import BalancedCoreAttention
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import gradient, qkv_of, run_processes
+from distca.testing import gradient, qkv_of, run_processes, values
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -314,7 +314,7 @@ def assert_shared(result: tuple[bool, list[float], bool]) -> None:
 @needs_megatron
 @pytest.mark.multiprocess
 def test_two_ranks_equal_one_document_at_a_time() -> None:
-    first, second = trainers.values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    first, second = values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for rank in (first, second):
         assert_shared(rank["plain"])
         assert_shared(rank["replayed"])
@@ -328,7 +328,7 @@ def test_two_ranks_equal_one_document_at_a_time() -> None:
 @needs_megatron
 @pytest.mark.multiprocess
 def test_four_ranks_replay_attention_and_pool_by_heads_and_by_stage() -> None:
-    outcomes = trainers.values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    outcomes = values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for outcome in outcomes:
         assert_shared(outcome["replayed"])
         assert outcome["nothing"] == [True] * 3

@@ -15,7 +15,7 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -120,5 +120,5 @@ def four_ranks(transport: Transport, chunks: int) -> list[list[int]]:
 @pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["1F1B", "interleaved"])
 def test_stages_equal_one_document_at_a_time(chunks: int) -> None:
     """Two stages of two ranks: positions reach every stage, and the pool is the ranks of a stage."""
-    outcomes = trainers.values(run_processes(4, four_ranks, chunks, deadline_seconds=200.0, timeout_seconds=60.0))
+    outcomes = values(run_processes(4, four_ranks, chunks, deadline_seconds=200.0, timeout_seconds=60.0))
     assert outcomes == [[[0, 1]] * 2, [[0, 1]] * 2, [[2, 3]] * 2, [[2, 3]] * 2]

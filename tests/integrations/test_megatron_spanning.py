@@ -13,7 +13,7 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -91,7 +91,7 @@ def every_case(transport: Transport) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_equal_one_document_at_a_time(ranks: int) -> None:
     outcomes = run_processes(ranks, every_case, deadline_seconds=200.0, timeout_seconds=60.0)
-    first, *others = trainers.values(outcomes)
+    first, *others = values(outcomes)
     assert all(other == first for other in others)
     if ranks == 2:
         trainers.assert_told(first, ["rank 1 begins at position 9 but rank 0, before it, ended at position 3",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +206,7 @@ def four_ranks(transport: C10dTransport) -> dict[str, Any]:
 @needs_torchtitan
 @pytest.mark.multiprocess
 def test_two_ranks_equal_one_document_at_a_time() -> None:
-    first, second = trainers.values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
+    first, second = values(run_processes(2, two_ranks, deadline_seconds=200.0, timeout_seconds=60.0))
     for rank in (first, second):
         trainers.assert_balanced(rank["plain"])
         trainers.assert_balanced(rank["replayed"])
@@ -219,7 +219,7 @@ def test_two_ranks_equal_one_document_at_a_time() -> None:
 @needs_torchtitan
 @pytest.mark.multiprocess
 def test_four_ranks_sharded_and_replayed_selectively() -> None:
-    for outcome in trainers.values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
+    for outcome in values(run_processes(4, four_ranks, deadline_seconds=200.0, timeout_seconds=60.0)):
         trainers.assert_balanced(outcome["sharded"])
 
 

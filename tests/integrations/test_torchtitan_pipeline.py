@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -126,6 +126,6 @@ def four_ranks(transport: Transport, schedule: str, layers: int) -> list[list[in
     ("1F1B", 2), pytest.param("Interleaved1F1B", 4, marks=pytest.mark.slow),
     pytest.param("InterleavedZeroBubble", 4, marks=pytest.mark.slow)])
 def test_stages_equal_one_document_at_a_time(schedule: str, layers: int) -> None:
-    outcomes = trainers.values(
+    outcomes = values(
         run_processes(4, four_ranks, schedule, layers, deadline_seconds=250.0, timeout_seconds=60.0))
     assert outcomes == [[[0, 1]] * 2, [[0, 1]] * 2, [[2, 3]] * 2, [[2, 3]] * 2]

@@ -12,7 +12,7 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from distca.testing import run_processes, values
 
 sys.path.insert(0, str(Path(__file__).parent))
 trainers = importlib.import_module("trainers")
@@ -67,6 +67,6 @@ def every_case(transport: Transport) -> list[str]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_equal_one_document_at_a_time(ranks: int) -> None:
-    first, *others = trainers.values(run_processes(ranks, every_case, deadline_seconds=200.0, timeout_seconds=60.0))
+    first, *others = values(run_processes(ranks, every_case, deadline_seconds=200.0, timeout_seconds=60.0))
     assert all(other == first for other in others)
     trainers.assert_told(first, ["rank 1 begins at position 9 but rank 0, before it, ended at position 3"])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from distca.planning.plan import Plan
-from distca.testing import ProcessOutcome
 
 HERE = Path(__file__).parent
 
@@ -65,11 +64,6 @@ def refusals(wrong: list[Callable[..., Any]]) -> list[str]:
 
 def assert_told(told: list[str], expected: list[str]) -> None:
     assert all(part in line for part, line in zip(expected, told, strict=True)), told
-
-
-def values(outcomes: list[ProcessOutcome]) -> list[dict[str, Any]]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 def run_example(framework: str, script: str, folder: Path, ranks: int, *arguments: str) -> tuple[float, float]:

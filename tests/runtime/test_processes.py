@@ -1,6 +1,5 @@
 """Real ranks: processes that talk over gloo give the dense answer, forward and backward, to 1e-10."""
 
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import (
-    ProcessOutcome,
     dense_on_one,
     gradient,
     misplaced_plan,
@@ -23,6 +21,7 @@ from distca.testing import (
     row_index,
     run_processes,
     scattered_plan,
+    values,
 )
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
@@ -79,12 +78,6 @@ def interleaved(transport: C10dTransport, plan: Plan) -> list[float]:
     torch.autograd.backward(outs, [tensors[3][index]] * 2)
     return [farthest(plan, transport.rank, out.detach(), *map(gradient, row))
             for out, row in zip(outs, rows, strict=True)]
-
-
-def values(outcomes: list[ProcessOutcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 def all_plans(ranks: int) -> list[Plan]:

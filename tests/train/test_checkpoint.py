@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import ProcessOutcome, run_processes
+from distca.testing import run_processes, values
 from distca.train import checkpoint, checkpoint_folder
 from distca.train.checkpoint import Checkpointer
 from distca.train.checkpoint_folder import step_folders
@@ -69,11 +69,6 @@ def resume_each(transport: C10dTransport, folders: list[str], kinds: tuple[str, 
                 later = runs.everything(*run)
             if transport.rank == 0:
                 torch.save((asdict(state), loaded, later), f"{into}/{number}_{kind}.pt")
-
-
-def values(outcomes: list[ProcessOutcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 Saved = dict[str, tuple[int, str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.testing import refusal
 from distca.train.corpora import Corpus, corpus_from
 from distca.train.megatron_files import MegatronCorpus
 from distca.train.settings import Settings
@@ -26,13 +27,6 @@ TYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16
 def open_source(source: str, path: Path | str = "", **data: str) -> Corpus:
     return corpus_from(Settings().with_values(
         {"data.source": source, "data.path": str(path), **{f"data.{name}": value for name, value in data.items()}}))
-
-
-def refusal(call: Callable[..., Any], *args: Any, **kwargs: str) -> str:
-    with pytest.raises(ValueError) as caught:
-        call(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def documents_of(corpus: Corpus) -> list[list[int]]:

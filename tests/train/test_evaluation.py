@@ -12,13 +12,14 @@ import torch.nn.functional as F
 
 from distca.kernels import dense_attention
 from distca.testing import run_processes
+from distca.train.build import build_optimizer, learning_rate
 from distca.train.corpora import MemoryCorpus
 from distca.train.data import Loader
 from distca.train.decoder_shape import decoder_shape
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora, held_out
 from distca.train.model import Decoder
 from distca.train.settings import Settings
-from distca.train.trainer import Trainer, build_optimizer, learning_rate
+from distca.train.trainer import Trainer
 
 VOCAB = 300
 PIECE = 64           # tokens of a piece, and of a micro-batch over all data ranks

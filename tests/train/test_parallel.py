@@ -16,7 +16,7 @@ from distca.kernels import dense_attention
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import ProcessOutcome, gradient, misplaced_plan, row_index, run_processes
+from distca.testing import gradient, misplaced_plan, row_index, run_processes, values
 from distca.train.hf_config import config_of
 from distca.train.hf_weights import hf_name, load_hf
 from distca.train.model import Decoder, DecoderShape, Middle, chunked_cross_entropy, write_parameter
@@ -281,12 +281,6 @@ def exchanged(recompute: bool) -> float:
 def documents(layout: Layout, index: torch.Tensor) -> list[torch.Tensor]:
     """Tokens, labels and positions of a layout's documents laid end to end, at these places."""
     return [column[index] for column in row(7, 0, layout.lengths.tolist())]
-
-
-def values(outcomes: list[ProcessOutcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -22,6 +22,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.testing import batch_of, run_processes
+from distca.train.build import connect
 from distca.train.data import step_plan
 from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.offload import HostPages, Offload
@@ -29,7 +30,6 @@ from distca.train.parallel import parallelize
 from distca.train.segment_runs import run_segments
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
-from distca.train.trainer import connect
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
 CPU = torch.device("cpu")

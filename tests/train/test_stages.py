@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import ProcessOutcome, gradient, run_processes
+from distca.testing import gradient, run_processes, values
 from distca.train.checkpoint import Checkpointer
 from distca.train.model import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
 from distca.train.parallel import accumulating, clip_grad_norm, parallelize
@@ -265,12 +265,6 @@ def farthest(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> flo
 
 def on_all_ranks(transport: C10dTransport) -> list[dict[str, float]]:
     return [on_ranks(case) for case in CASES[transport.size]]
-
-
-def values(outcomes: list[ProcessOutcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    assert [outcome.exit_code for outcome in outcomes] == [0] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.multiprocess

@@ -18,7 +18,7 @@ from distca.train.settings import Settings
 PACKAGE = Path(distca.__file__).parent
 UNPICKLES = {  # file -> whose pickles those are
     "train/convert_checkpoint.py": "old checkpoints, once --trust is given",
-    "testing.py": "of child processes that tests start",
+    "testing/processes.py": "of child processes that tests start",
 }
 PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
