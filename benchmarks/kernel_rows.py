@@ -69,6 +69,7 @@ def cases(shrink: int = 1) -> Iterator[Case]:
     yield Case(uneven("uneven documents", [(length, length) for length in UNEVEN_DOCUMENTS], shrink))
     for count, q_len in ((8, 4_096), (64, 512), (64, 128)):
         yield Case(shards(count, q_len // shrink, 16_384 // shrink, shared=False))
+    yield Case(shards(64, 128 // shrink, 16_384 // shrink, shared=True))
     yield Case(uneven("uneven shards", list(UNEVEN_SHARDS), shrink))
     yield Case(shards(2, 128 // shrink, 524_288 // shrink, shared=False))
     for server in servers(sampled_plan(POOL_TOKENS // shrink)):

@@ -17,16 +17,21 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
 RANKS = (64, 512, 4096)
-BATCHES = {
-    "1 of 32768": "1 document of 32K", "32 of 1024": "32 documents of 1K",
-    "8 x q=4096 kv=16384, own keys": "8 shards q=4096, kv=16K, keys of their own",
-    "64 x q=512 kv=16384, own keys": "64 shards q=512, kv=16K, keys of their own",
-    "64 x q=128 kv=16384, own keys": "64 shards q=128, kv=16K, keys of their own",
-    "64 x q=128 kv=16384, shared keys": "the same, keys shared",
-    "plan, median server": "a plan's median server", "plan, most fragmented server": "its most fragmented server",
+CASES = {
+    "1 of 32768 | 32/8": "1 document of 32K", "4 of 8192": "4 documents of 8K", "32 of 1024": "32 documents of 1K",
+    "uneven documents": "8 uneven documents, 17 to 20,001",
+    "8 x q=4096": "8 shards q=4096, kv=16K, keys of their own",
+    "64 x q=512": "64 shards q=512, kv=16K, keys of their own",
+    "64 x q=128 kv=16384, own": "64 shards q=128, kv=16K, keys of their own",
+    "64 x q=128 kv=16384, shared": "the same, keys shared",
+    "uneven shards": "10 uneven shards, q to 8,192, kv to 64K", "2 x q=128": "2 shards q=128, kv=512K",
+    "plan, median": "a plan's median server", "plan, most": "its most fragmented server",
+    "1 of 32768 | 4/1": "1 document of 32K, 4/1 heads", "1 of 32768 | 8/1": "1 document of 32K, 8/1 heads",
+    "dim 64": "1 document of 32K, 32/32 heads, dim 64", "dim 256": "1 document of 16K, dim 256",
+    "dim 192/128": "1 document of 16K, dim 192, values 128",
 }
-KERNELS = {"hopper": "distca", "varlen": "torch's packed FlashAttention-2", "cudnn": "cuDNN packed",
-           "fa4": "FlashAttention-4", "dense": "cuDNN dense"}
+KERNELS = {"hopper": "distca", "before": "distca, the version before", "fa4": "FlashAttention-4",
+           "cudnn": "cuDNN packed", "varlen": "torch's packed FlashAttention-2"}
 
 
 def page(results: Path = RESULTS) -> str:
@@ -90,21 +95,17 @@ def nodes(results: Path) -> str:
 
 
 def attention(results: Path) -> str:
-    content = _read(results, "attention_nvidia_h200")
-    rows = {(row["batch"].partition(":")[0], row["kernel"]): row for row in content["rows"]}
-    kernels = {kernel: said for kernel, said in KERNELS.items() if any(kernel == one for _, one in rows)}
+    content = _read(results, "kernel_rows_nvidia_h200")
+    kernels = {name: said for name, said in KERNELS.items() if name in content["rows"][0]["contestants"]}
     table = []
-    for batch, said in BATCHES.items():
-        cells = []
-        for kernel in kernels:
-            row = rows.get((batch, kernel))
-            note = " (no mask)" if row and "no mask" in row["runs"] else ""
-            cells.append(f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}{note}" if row else "")
-        table.append([said, *cells])
-    return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {content['host']['device']} in bf16, 32 "
-            "query heads, 8 KV heads, dim 128, with our own kernel for attention tasks, in which keys that several "
-            f"tasks share cost nothing extra ({_source('attention_nvidia_h200')}, "
-            "`benchmarks/attention.py`;\n[kernels.md](kernels.md) has the "
+    for name, said in CASES.items():
+        row = next(row["contestants"] for row in content["rows"] if name in row["case"])
+        table.append([said, *(f"{row[kernel]['forward_tflops']:.0f} / {row[kernel]['backward_tflops']:.0f}"
+                              if "problem" not in row[kernel] else "" for kernel in kernels)])
+    device = content["about"]["device"]
+    return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {device} in bf16, 32 query heads, 8 KV heads and dim 128 unless said, with our own kernel for attention tasks, in which keys that "
+            f"several tasks share cost nothing extra. All in one run, in turns ({_source('kernel_rows_nvidia_h200')}, "
+            "`benchmarks/kernel_rows.py`;\n[kernels.md](kernels.md) has the "
             f"rest).\n\n{_table(('batch', *kernels.values()), table)}")
 
 
