@@ -103,8 +103,9 @@ def attention(results: Path) -> str:
         table.append([said, *(f"{row[kernel]['forward_tflops']:.0f} / {row[kernel]['backward_tflops']:.0f}"
                               if "problem" not in row[kernel] else "" for kernel in kernels)])
     device = content["about"]["device"]
-    return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {device} in bf16, 32 query heads, 8 KV heads and dim 128 unless said, with our own kernel for attention tasks, in which keys that "
-            f"several tasks share cost nothing extra. All in one run, in turns ({_source('kernel_rows_nvidia_h200')}, "
+    return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {device} in bf16, 32 query heads, 8 KV heads "
+            "and dim 128 unless said, with our own kernel for attention tasks, in which keys that several tasks share "
+            f"cost nothing extra. All in one run, in turns ({_source('kernel_rows_nvidia_h200')}, "
             "`benchmarks/kernel_rows.py`;\n[kernels.md](kernels.md) has the "
             f"rest).\n\n{_table(('batch', *kernels.values()), table)}")
 
