@@ -232,7 +232,7 @@ def _queries_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
 
 def _plain_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
@@ -247,7 +247,7 @@ def _plain_forward(
 
 
 def _plain_backward(
-    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float, softcap: float | None
+    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dout, q, k, v, out, lse = inputs
     step, kv_heads = _queries_at_once(q, k), k.shape[1]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from distca.kernels.interface import check_tensors
-from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
+from distca.kernels.softcap_sinks import check_sinks, check_softcap, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
 from distca.runtime.dedicated import Announcer
@@ -164,6 +164,7 @@ class CoreAttention:
         """A call that has not begun."""
         q, k, v, sinks = inputs
         check_sinks(sinks, q)
+        check_softcap(softcap)
         way_back = plan if backward is None else backward
         for one in (plan,) if way_back is plan else (plan, way_back):
             self._check(q, k, v, one)
