@@ -360,7 +360,6 @@ def _ordinary(
     return out, None
 
 
-@cache
 def _formula(kind: type[torch.nn.Module]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The model's own eager attention, which knows its softcap and sinks; every model has it under this name."""
     modules = (sys.modules[above.__module__] for above in kind.__mro__)
