@@ -332,10 +332,9 @@ def dense_on_one(
 
     from distca.kernels import dense_attention
 
-    leaves = qkv_of(x.detach().requires_grad_() for x in (q, k, v))
-    own = [] if sinks is None else [sinks.detach().requires_grad_()]
-    out = dense_attention(*leaves, lengths.tolist(), scale, window, softcap, *own)
-    return out.detach(), *torch.autograd.grad(out, (*leaves, *own), dout)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    out = dense_attention(*qkv_of(leaves[:3]), lengths.tolist(), scale, window, softcap, *leaves[3:])
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from distca.kernels import cudnn as cudnn_module
 from distca.kernels import hopper as hopper_module
 from distca.kernels import packed_flash as packed_flash_module
 from distca.kernels import sdpa as sdpa_module
-from distca.kernels.accuracy import expected_attention
+from distca.kernels.accuracy import check_attention, expected_attention
 from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.packed_flash import PackedCall
@@ -325,6 +325,20 @@ def test_random_rows_with_a_softcap(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa_module, "_queries_at_once", lambda q, k: at_once)
         assert_exact(kernel, qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed), rows, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_softcap_in_low_precision_is_off_by_rounding_alone(dtype: torch.dtype) -> None:
+    rows, kernel = TaskRows.documents([70, 26]), SdpaKernel(softcap=2.0)
+    q, k, v, dout = (x.to(dtype) for x in qkv(96, 96))
+    q = 3 * q
+    prepared = kernel.prepare(rows, CPU)
+    out, lse = kernel.forward(q, k, v, prepared)
+    actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
+    check_attention(actual, q, k, v, dout, rows, softcap=2.0)
+    for other in (None, 2.2):                                    # the bounds tell these apart
+        with pytest.raises(AssertionError, match="rounding allows"):
+            check_attention(actual, q, k, v, dout, rows, softcap=other)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
