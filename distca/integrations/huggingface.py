@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from threading import local
@@ -77,8 +79,6 @@ def enable(
     check_config(inner.config)
     if not inner._can_set_attn_implementation():
         raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
-    if any(isinstance(getattr(part, "sinks", None), torch.Tensor) for part in inner.modules()):
-        raise _refused(inner.config, "its attention has sinks")
     if any(getattr(part, "is_causal", True) is False for part in inner.modules()):
         raise _refused(inner.config, "its attention is not causal")
     if kernel != "auto":
@@ -126,8 +126,6 @@ def check_config(config: PreTrainedConfig) -> None:
         raise _refused(config, "it has several parts, such as text and images; enable its language model alone")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         raise _refused(config, "its attention is not causal")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise _refused(config, f"it has softcapping (attn_logit_softcapping {config.attn_logit_softcapping})")
     kinds = set(getattr(config, "layer_types", None) or [])
     others = kinds - _LAYER_TYPES - (_STATEFUL if kinds & _LAYER_TYPES else set())
     if others or getattr(config, "attention_chunk_size", None) is not None:
@@ -301,7 +299,8 @@ def _attend(
     query, key, value = _one_dtype(query, key, value)
     batch = forward.begin(module, query, key, about)
     flat = [_flat(x, forward.kept) for x in (query, key, value)]  # [tokens, heads, dim]
-    out = forward.attention.attend(flat[0], flat[1], flat[2], batch, scale=scaling, window=mask.window)
+    out = forward.attention.attend(flat[0], flat[1], flat[2], batch, scale=scaling, window=mask.window,
+                                   softcap=about.get("softcap"), sinks=about.get("s_aux"))
     rows, heads, row_len, dim = query.shape
     if forward.kept is not None:
         out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
@@ -327,9 +326,8 @@ def _check_call(
     module: torch.nn.Module, key: torch.Tensor, query: torch.Tensor, dropout: float, about: dict[str, Any]
 ) -> None:
     config: Any = module.config
-    extras = [name for name in ("softcap", "s_aux", "position_bias") if about.get(name) is not None]
-    if extras:
-        raise _refused(config, f"it passes {', '.join(extras)} to attention")
+    if about.get("position_bias") is not None:
+        raise _refused(config, "it passes position_bias to attention")
     if about.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise _refused(config, "its attention is not causal")
     if dropout:
@@ -353,7 +351,21 @@ def _ordinary(
         raise error
     if not torch.compiler.is_compiling():
         _say_decoding()
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **about)
+    if about.get("softcap") is None and about.get("s_aux") is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **about)
+    if attention_mask is not None and attention_mask.dtype is torch.bool:
+        attention_mask = attention_mask.logical_not() * torch.finfo(query.dtype).min
+    out, _ = _formula(type(module))(module, query, key, value, attention_mask, scaling=scaling,
+                                    dropout=dropout, **about)
+    return out, None
+
+
+def _formula(kind: type[torch.nn.Module]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The model's own eager attention, which knows its softcap and sinks; every model has it under this name."""
+    modules = (sys.modules[above.__module__] for above in kind.__mro__)
+    found: Callable[..., Any] = next(module.eager_attention_forward for module in modules
+                                     if hasattr(module, "eager_attention_forward"))
+    return found
 
 
 @cache

@@ -128,6 +128,7 @@ class PackedAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position_ids: torch.Tensor, *,
         document_ids: torch.Tensor | None = None, scale: float | None = None, window: int | None = None,
+        softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of positions [tokens] -> out like q.
 
@@ -135,6 +136,7 @@ class PackedAttention:
         later continues the document of the row before it, or of the rank before. `document_ids`, like positions, number
         the documents of all ranks where loaders put their parts elsewhere. All layers of a forward pass the same
         `position_ids`: the first one exchanges lengths and plans, and every rank of the group makes this call.
+        `scale`, `window`, `softcap` and `sinks` are CoreAttention's.
         """
         def read() -> RowSlices:
             if q.shape[:-2] != position_ids.shape:
@@ -144,7 +146,8 @@ class PackedAttention:
 
         rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
         batch = self.begin_once(position_ids, read, rows[0], rows[1], rows[2])
-        return self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window).view_as(q)
+        return self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window, softcap=softcap,
+                           sinks=sinks).view_as(q)
 
     def begin_once(
         self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
@@ -199,17 +202,20 @@ class PackedAttention:
     @not_compiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PackedBatch, *,
-        scale: float | None = None, window: int | None = None,
+        scale: float | None = None, window: int | None = None, softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of this rank's slices -> out like q."""
+        scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         if batch.leaves_home(window):
             assert batch.plan is not None
-            return self._servers(q, k, v, batch.plan, backward=batch.backward, scale=scale)
+            return self._servers(q, k, v, batch.plan, backward=batch.backward, **scores)
         if batch.spans:                                          # queries stay, keys of a window come
-            return self._servers(q, k, v, self._unmoved(batch.rows, window), scale=scale, window=window)
+            return self._servers(q, k, v, self._unmoved(batch.rows, window), window=window, **scores)
         if not batch.slices.start:
-            return q + k.sum() + v.sum()                         # no tokens, but gradients of 0 for what made them
-        return self._home(q, k, v, self._unmoved((batch.slices,), None), scale=scale, window=window)
+            rest = (x.sum() for x in (k, v, sinks) if x is not None)
+            return q + sum(rest)                                 # no tokens, but gradients of 0 for what made them
+        return self._home(q, k, v, self._unmoved((batch.slices,), None), window=window, **scores)
 
     @property
     def _servers(self) -> CoreAttention:

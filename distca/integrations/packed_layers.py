@@ -43,7 +43,7 @@ class PackedLayers:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, *, training: bool,
         positions: torch.Tensor | None = None, key_edges: torch.Tensor | None = None, scale: float | None = None,
-        window: int | None = None,
+        window: int | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], documents between neighbouring edges -> out like q.
 
@@ -60,7 +60,7 @@ class PackedLayers:
 
         batch = self._attention.begin_once(edges, read, q, k, v, in_pool=training and self.group is not None,
                                            beside=positions)
-        return self._attention.attend(q, k, v, batch, scale=scale, window=window)
+        return self._attention.attend(q, k, v, batch, scale=scale, window=window, sinks=sinks)
 
 
 _LAYERS: dict[tuple[dist.ProcessGroup | None, Options], PackedLayers] = {}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.integrations import check_version, not_installed
@@ -31,6 +32,7 @@ try:
     from torchtitan.distributed.parallel_dims import ParallelDims
     from torchtitan.models.common import decoder
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+    from torchtitan.models.gpt_oss import model as gpt_oss
 except ImportError as error:
     raise not_installed("torchtitan", error) from error
 
@@ -76,36 +78,34 @@ class BalancedAttention(VarlenAttention):
         **kwargs: Any,
     ) -> torch.Tensor:
         """q [batch, tokens, heads, dim], k and v [batch, tokens, kv_heads, dim] -> out like q."""
-        self._check_call(q_BLNH, v_BLNH, attention_masks, out_transform)
+        self._check_call(q_BLNH, v_BLNH, attention_masks)
+        sinks = None if out_transform is None else _sinks(out_transform)
         if q_BLNH.is_meta:                                       # the pipeline asks for shapes
             return torch.empty_like(q_BLNH)
         dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan's own does on a GPU
         q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BLNH, k_BLNH, v_BLNH))  # [tokens, heads, dim]
-        out = self._attend(q, k, v, attention_masks.cu_seq_q, scale)
+        out = self._attend(q, k, v, attention_masks.cu_seq_q, scale, sinks)
         return out.view_as(q_BLNH).to(q_BLNH.dtype)
 
     @torch.compiler.disable(reason="distca's attention exchanges with other ranks; leave 'model' out of "
                                    "compile.components")
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, scale: float | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, scale: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         pool = self._join(_data_parallel_group()) if self.pool is None else self.pool
         return pool.attend(q, k, v, edges, positions=_POSITIONS.get(edges), training=self.training, scale=scale,
-                           window=self.window)
+                           window=self.window, sinks=sinks)
 
     def _join(self, group: dist.ProcessGroup | None) -> PackedLayers:
         self.pool = layers_over(group, self.options)
         attach(self, self.pool)
         return self.pool
 
-    def _check_call(
-        self, q: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata, out_transform: Callable[..., Any] | None
-    ) -> None:
+    def _check_call(self, q: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata) -> None:
         if not isinstance(metadata, VarlenMetadata):
             raise ValueError(f"attention_masks is a {type(metadata).__name__}; give positions [batch, tokens] that "
                              "restart with every document, from which torchtitan makes VarlenMetadata")
-        if out_transform is not None:
-            raise ValueError("the model passes out_transform to its attention, as for sinks; distca cannot serve it")
         if v.shape[-1] != q.shape[-1]:
             raise ValueError(f"values have head size {v.shape[-1]} and queries {q.shape[-1]}, as in multi-head latent "
                              "attention; distca cannot serve it")
@@ -117,7 +117,8 @@ class BalancedAttention(VarlenAttention):
 def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
     """Every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
     _window(config.window_size)
-    decoder.create_varlen_metadata_for_document = document_edges
+    for module in (decoder, gpt_oss):                            # which calls it by a name of its own
+        module.create_varlen_metadata_for_document = document_edges
     return derive(config, BalancedAttention.Config, **options)
 
 
@@ -133,6 +134,16 @@ def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
                               host if options.get("include_host_offsets") else None)
     _POSITIONS[made.cu_seq_q] = positions
     return made
+
+
+def _sinks(out_transform: Any) -> torch.Tensor:
+    """gpt-oss's, which it would apply to out and a log-sum-exp with a gradient; distca's has none, and needs none."""
+    if getattr(out_transform, "__func__", None) is not gpt_oss.Attention._apply_sinks:
+        name = getattr(out_transform, "__qualname__", out_transform)
+        raise ValueError(f"the model passes out_transform {name} to its attention; distca serves that of gpt-oss "
+                         "alone, for its sinks")
+    sinks: torch.Tensor = out_transform.__self__.sinks
+    return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 
 
 def _data_parallel_group() -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ library's exp all differ. What holds everywhere follows from the inputs. Two kin
 Sums, scores and exponents are kept in float32 (float64 for float64). n terms summed in any order, each step rounded or
 truncated by at most a = eps, are off by at most gamma(n) = n a / (1 - n a) times the sum of their magnitudes, and where
 signs are random practically never by more than 8 sqrt(n) a times it (Higham and Mary 2019). A score that is off by e
-changes its probability by a factor of at most exp(e).
+changes its probability by a factor of at most exp(e); a softcap, whose slope is at most 1, makes e no larger.
 
 Probabilities, score gradients, outs of parts and results are rounded to the tensors' dtype, each by at most u = eps / 2
 of itself. Their sum is at most the sum of the bounds. It is also, for inputs drawn independently with mean 0, a sum of
@@ -24,10 +24,12 @@ import torch
 
 from distca.kernels.dense import times_shown
 from distca.kernels.interface import TaskRows, accumulation_dtype, softmax_scale
+from distca.kernels.softcap_sinks import cap_slope, capped
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LIKELY = 8.0  # standard deviations
 EXP_ULP = 20  # torch's exp_u20
+FAST_TANH = 2.0**-11  # of itself: PTX's tanh.approx.f32, which 16-bit kernels on GPUs use
 CUBIC_EXP = 2.0**-13  # torch's fexp_u20, which CPUs use for 16-bit tensors: a cubic that is off by up to 6e-5
 MANY = 1024  # elements, over which squares average
 SCORES_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
@@ -66,7 +68,7 @@ class Expected:
 
 def expected_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, rows: TaskRows, *,
-    window: int | None = None, scale: float | None = None,
+    window: int | None = None, scale: float | None = None, softcap: float | None = None,
 ) -> list[Expected]:
     """out, lse, dq, dk, dv of these tensors, with the bounds of their dtype; one KV head and a few queries at a time.
 
@@ -81,7 +83,7 @@ def expected_attention(
         count = times_shown(wide_q[queries], wide_k, here, window)
         out, lse, dq, dk, dv = _piece(
             wide_q[queries, heads].transpose(0, 1), wide_k[:, head], wide_v[:, head],
-            wide_dout[queries, heads].transpose(0, 1), count, num_queries, scale, precision)
+            wide_dout[queries, heads].transpose(0, 1), count, num_queries, (scale, softcap), precision)
         for name, sums in (("out", out), ("lse", lse), ("dq", dq)):
             total[name].put((queries, heads), sums.transposed())
         for name, sums in (("dk", dk), ("dv", dv)):
@@ -91,10 +93,11 @@ def expected_attention(
 
 def check_attention(
     actual: Sequence[torch.Tensor | None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
-    rows: TaskRows, *, window: int | None = None, scale: float | None = None,
+    rows: TaskRows, *, window: int | None = None, scale: float | None = None, softcap: float | None = None,
 ) -> None:
     """Raise AssertionError where out, lse, dq, dk or dv is farther from the formula than rounding explains."""
-    for expected, x in zip(expected_attention(q, k, v, dout, rows, window=window, scale=scale), actual, strict=True):
+    everything = expected_attention(q, k, v, dout, rows, window=window, scale=scale, softcap=softcap)
+    for expected, x in zip(everything, actual, strict=True):
         if x is not None:
             assert expected.name == "lse" or x.dtype == q.dtype, f"{expected.name} is {x.dtype}"
             expected.check(x)
@@ -106,14 +109,16 @@ class _Precision:
     unit: float       # half the eps of the tensors' dtype
     least: float      # half of its smallest number
     exp: float        # how far exp may be off, of itself
+    tanh: float       # and tanh
     runs: int         # that round like this: in float64 the oracle does too
 
     @classmethod
     def of(cls, x: torch.Tensor) -> _Precision:
         about, sum_eps = torch.finfo(x.dtype), torch.finfo(accumulation_dtype(x.dtype)).eps
-        cubic = x.dtype.itemsize == 2 and x.device.type == "cpu"
+        short, cpu = x.dtype.itemsize == 2, x.device.type == "cpu"
         return cls(sum_eps, about.eps / 2, about.smallest_normal * about.eps / 2,
-                   CUBIC_EXP if cubic else EXP_ULP * sum_eps, 2 if x.dtype == torch.float64 else 1)
+                   CUBIC_EXP if short and cpu else EXP_ULP * sum_eps,
+                   FAST_TANH if short and not cpu else EXP_ULP * sum_eps, 2 if x.dtype == torch.float64 else 1)
 
     def gamma(self, num_terms: torch.Tensor | int) -> torch.Tensor:
         terms = torch.as_tensor(num_terms, dtype=torch.float64)
@@ -157,23 +162,33 @@ class _Sums:
 
 def _piece(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, count: torch.Tensor,
-    num_queries: torch.Tensor, scale: float, precision: _Precision,
+    num_queries: torch.Tensor, scaling: tuple[float, float | None], precision: _Precision,
 ) -> tuple[_Sums, ...]:
     """q, dout [heads, q, dim] of a KV head k, v [k, dim]; count [q, k] -> out, lse, dq [heads, q, …], dk, dv [k, dim].
 
     p are probabilities, s scores, dp and ds their gradients, delta is dout · out; names ending in _off bound an error.
-    num_queries [k, 1] is how many terms a key's gradient is summed of, those of other pieces among them.
+    num_queries [k, 1] is how many terms a key's gradient is summed of, those of other pieces among them. scaling is
+    the scale and the softcap, whose slope is bend.
     """
     eps, unit, gamma = precision.sum_eps, precision.unit, precision.gamma
     dim, value_dim, seen = q.shape[-1], v.shape[-1], (count > 0).double()
     num_keys = count.sum(dim=1, keepdim=True)                                         # [q, 1]
-    s = scale * q @ k.T + count.log()
+    scale, softcap = scaling
+    capped_s = capped(scale * q @ k.T, softcap)
+    bend = cap_slope(capped_s, softcap)
+    s = capped_s + count.log()
     lse = s.logsumexp(dim=-1, keepdim=True)
     p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0))
     size = torch.where(seen > 0, s, 0.0).abs()
     largest = size.amax(dim=-1, keepdim=True) if size.numel() else torch.zeros_like(lse)
 
-    score_off = gamma(dim + 2) * scale * q.abs() @ k.abs().T + 4 * eps * (size + largest) + precision.exp
+    product_off = gamma(dim + 2) * scale * q.abs() @ k.abs().T
+    score_off = product_off + 4 * eps * (size + largest) + precision.exp
+    bend_off: torch.Tensor | float = 0.0
+    if softcap is not None:
+        size_capped = capped_s.abs()
+        score_off = score_off + (precision.tanh + 4 * eps) * size_capped
+        bend_off = 2 * size_capped / softcap**2 * (product_off + (precision.tanh + 4 * eps) * size_capped) + 4 * eps
     lse_off = (p * score_off).sum(-1, keepdim=True) + gamma(num_keys) + 16 * eps * (largest + num_keys.log1p() + 1)
     p_turn = torch.expm1(score_off + lse_off)                                         # of p's share
 
@@ -190,19 +205,21 @@ def _piece(
     delta_worst = (dout.abs() * (out_worst + unit * out.abs())).sum(-1, keepdim=True)
     delta_squared = unit**2 * (2 * (p * dp).square().sum(-1, keepdim=True)
                                + (dout * out).square().sum(-1, keepdim=True))
-    ds = scale * p * (dp - delta)
-    ds_summed = scale * p * (p_turn * (dp - delta).abs() + gamma(value_dim + 1) * dout.abs() @ v.abs().T + delta_summed
-                             + 4 * eps * (dp.abs() + delta.abs())) + precision.least * seen
+    slope = scale * bend * p                                                          # of ds, with dp - delta
+    ds = slope * (dp - delta)
+    ds_summed = slope * (p_turn * (dp - delta).abs() + gamma(value_dim + 1) * dout.abs() @ v.abs().T + delta_summed
+                         + 4 * eps * (dp.abs() + delta.abs())) + precision.least * seen
+    ds_summed = ds_summed + scale * bend_off * p * (dp - delta).abs()
 
     dq_summed = (ds_summed + gamma(num_keys) * ds.abs()) @ k.abs()
-    dq_worst = unit * 3 * ds.abs() @ k.abs() + scale * (p @ k).abs() * delta_worst    # p, ds and the dq of every part
-    dq_squared = unit**2 * 5 * ds.square() @ k.square() + (scale * p @ k).square() * delta_squared
+    dq_worst = unit * 3 * ds.abs() @ k.abs() + (slope @ k).abs() * delta_worst        # p, ds and the dq of every part
+    dq_squared = unit**2 * 5 * ds.square() @ k.square() + (slope @ k).square() * delta_squared
 
-    columns = [x.flatten(0, 1) for x in (p, p_turn, ds, ds_summed, q, dout, delta_worst, delta_squared)]
-    p, p_turn, ds, ds_summed, q, dout, delta_worst, delta_squared = columns           # [heads * q, …]
+    columns = [x.flatten(0, 1) for x in (p, p_turn, slope, ds, ds_summed, q, dout, delta_worst, delta_squared)]
+    p, p_turn, slope, ds, ds_summed, q, dout, delta_worst, delta_squared = columns    # [heads * q, …]
     dk_summed = ds_summed.T @ q.abs() + gamma(num_queries) * (ds.abs().T @ q.abs())
-    dk_worst = unit * 4 * ds.abs().T @ q.abs() + scale * p.T @ (q.abs() * delta_worst)  # and the dk of every head
-    dk_squared = unit**2 * 6 * ds.square().T @ q.square() + scale**2 * p.square().T @ (q.square() * delta_squared)
+    dk_worst = unit * 4 * ds.abs().T @ q.abs() + slope.T @ (q.abs() * delta_worst)    # and the dk of every head
+    dk_squared = unit**2 * 6 * ds.square().T @ q.square() + slope.square().T @ (q.square() * delta_squared)
     dv_summed = (p * p_turn).T @ dout.abs() + gamma(num_queries) * (p.T @ dout.abs()) + precision.least * (
         seen.T @ dout.abs().unflatten(0, (-1, len(seen))).sum(0))
     dv_worst = unit * 3 * p.T @ dout.abs()

@@ -19,6 +19,7 @@ from distca.kernels.interface import (
     check_window,
     softmax_scale,
 )
+from distca.kernels.softcap_sinks import cap_slope, capped, check_sinks, check_softcap
 
 
 def dense_attention(
@@ -28,10 +29,13 @@ def dense_attention(
     lengths: Sequence[int],
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
 
-    The dim of v, which is that of the result, may be another.
+    The dim of v, which is that of the result, may be another. `softcap` c makes c * tanh(score / c) of every score;
+    `sinks` [heads] are one more score of each query, of a key without a value.
     """
     if sum(lengths) != q.shape[0] or q.shape[0] != k.shape[0]:
         raise ValueError(
@@ -39,16 +43,21 @@ def dense_attention(
         )
     check_inputs(q, k, v, TaskRows.documents(lengths))
     check_window(window)
+    check_softcap(softcap)
+    check_sinks(sinks, q)
     group = q.shape[1] // k.shape[1]
     outs, begin = [q.new_empty(0, q.shape[1], v.shape[2])], 0
     for length in lengths:
         document = slice(begin, begin + length)
         keys, values = (x[document].repeat_interleave(group, dim=1) for x in (k, v))  # [tokens, heads, dim]
-        scores = torch.einsum("qhd,khd->hqk", q[document], keys) * softmax_scale(q, scale)
+        scores = capped(torch.einsum("qhd,khd->hqk", q[document], keys) * softmax_scale(q, scale), softcap)
         seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         if window is not None:
             seen = seen.triu(1 - window)
-        probabilities = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)  # [heads, q, k]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, length, 1)], dim=-1)
+        probabilities = scores.softmax(dim=-1)[..., :length]  # [heads, q, k]
         outs.append(torch.einsum("hqk,khd->qhd", probabilities, values))
         begin += length
     return torch.cat(outs)
@@ -65,6 +74,7 @@ class DenseKernel:
     """Task rows by the formula: the number of rows that show a key to a query weighs their score."""
 
     name: str = "dense"
+    softcap: float | None = None
 
     def supports(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
@@ -79,7 +89,7 @@ class DenseKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _DenseTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
-        scores = _scores(q, k, prepared, softmax_scale(q, scale))  # [heads, q, k]
+        scores = self._scores(q, k, softmax_scale(q, scale)) + _log_shown(q, k, prepared)  # [heads, q, k]
         lse = scores.logsumexp(dim=-1)  # [heads, q]
         probabilities = _probabilities(scores, lse)
         out = torch.einsum("hqk,khd->qhd", probabilities, _per_head(v, q))
@@ -91,11 +101,12 @@ class DenseKernel:
         dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
         scale = softmax_scale(q, scale)
-        probabilities = _probabilities(_scores(q, k, prepared, scale), lse.T)
+        scores = self._scores(q, k, scale)
+        probabilities = _probabilities(scores + _log_shown(q, k, prepared), lse.T)
         dout_wide = dout.to(probabilities.dtype)
         delta = (dout_wide * out).sum(dim=-1).T  # [heads, q]
         dprobabilities = torch.einsum("qhd,khd->hqk", dout_wide, _per_head(v, q))
-        dscores = probabilities * (dprobabilities - delta[..., None]) * scale
+        dscores = probabilities * (dprobabilities - delta[..., None]) * (scale * cap_slope(scores, self.softcap))
         dq = torch.einsum("hqk,khd->qhd", dscores, _per_head(k, q))
         dk = torch.einsum("hqk,qhd->khd", dscores, q.to(dscores.dtype))
         dv = torch.einsum("hqk,qhd->khd", probabilities, dout_wide)
@@ -103,16 +114,19 @@ class DenseKernel:
         dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(dim=2) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        """[heads, num_q, num_k], of every key."""
+        wide = q.to(accumulation_dtype(q.dtype))
+        return capped(torch.einsum("qhd,khd->hqk", wide, _per_head(k, q)) * scale, self.softcap)
+
 
 def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.to(accumulation_dtype(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, prepared: _DenseTasks, scale: float) -> torch.Tensor:
-    """[heads, num_q, num_k], -inf where no row shows the key to the query."""
-    count = times_shown(q, k, prepared.rows, prepared.window)
-    scores = torch.einsum("qhd,khd->hqk", q.to(count.dtype), _per_head(k, q)) * scale
-    return scores + count.log()
+def _log_shown(q: torch.Tensor, k: torch.Tensor, prepared: _DenseTasks) -> torch.Tensor:
+    """[num_q, num_k], -inf where no row shows the key to the query."""
+    return times_shown(q, k, prepared.rows, prepared.window).log()
 
 
 def times_shown(q: torch.Tensor, k: torch.Tensor, rows: TaskRows, window: int | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""FlashAttention-4 from the flash-attn-4 package: for what the own kernel does not do, Blackwell and wide heads.
+"""FlashAttention-4 from the flash-attn-4 package: for what the own kernel does not do, Blackwell and softcaps.
 
 Its calls are those of the packed FlashAttention before it. A call is compiled at its first use, in seconds, once for a
-head dim, a group size and a kind of mask. Ampere has no backward there.
+head dim, a group size, a kind of mask and a softcap. Ampere has no backward there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Fa4Kernel(PackedFlash):
     """The CuTe kernels of flash-attn-4."""
 
     name: str = "fa4"
+    softcap: float | None = None
 
     def supports(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
@@ -43,6 +44,9 @@ class Fa4Kernel(PackedFlash):
         if head_dim % 8 or (head_dim > WIDEST[major] and head_dim not in ALSO.get(major, ())):
             also = "".join(f" or {dim}" for dim in ALSO.get(major, ()))
             return f"head_dim is {head_dim}; give a multiple of 8 up to {WIDEST[major]}{also}"
+        if self.softcap is not None and (major == 12 or (major != 9 and head_dim == 256)):
+            return (f"softcap is {self.softcap}, for which FlashAttention-4 has no backward with head_dim {head_dim} "
+                    f"on compute capability {major}; use kernel='sdpa'")
         if not is_installed():
             return "flash-attn-4 is not installed; pip install --pre flash-attn-4"
         if major == 12 and torch.are_deterministic_algorithms_enabled():
@@ -55,7 +59,7 @@ class Fa4Kernel(PackedFlash):
         with torch.no_grad():
             out, lse, *_ = _interface()._flash_attn_fwd(
                 q, k, v, cu_seqlens_q=call.q_ends, cu_seqlens_k=call.k_begin, seqused_k=call.k_len, return_lse=True,
-                softmax_scale=scale, **_mask_and_sizes(call)
+                softmax_scale=scale, softcap=self.softcap, **_mask_and_sizes(call)
             )
         return out, lse.T.contiguous()
 
@@ -64,7 +68,8 @@ class Fa4Kernel(PackedFlash):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
         dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, cu_seqlens_q=call.q_ends,
+            q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, softcap=self.softcap or 0.0,
+            cu_seqlens_q=call.q_ends,
             cu_seqlens_k=call.k_ends, deterministic=torch.are_deterministic_algorithms_enabled(),
             **_mask_and_sizes(call)
         )

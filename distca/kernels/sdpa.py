@@ -3,13 +3,15 @@
 torch's public scaled_dot_product_attention keeps its log-sum-exp to itself; the operator below it gives it, and its
 backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a row
 whose queries align with the end of their keys runs as a full rectangle before the diagonal and a square on it.
-Windows are cut into blocks of queries with a small mask each. Memory stays linear in the length of a row.
+Windows are cut into blocks of queries with a small mask each. It has no softcap, which takes plain products too.
+Memory stays linear in the length of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,8 +30,9 @@ from distca.kernels.interface import (
     unit_stride,
     visible,
 )
+from distca.kernels.softcap_sinks import cap_slope, capped
 
-SCORES_AT_ONCE = 2**24  # off the CPU: scores of all heads that are in memory together
+SCORES_AT_ONCE = 2**24  # in plain products: scores of all heads that are in memory together
 WINDOW_BLOCK_MIN, WINDOW_BLOCK_MAX = 128, 1024  # queries of one masked block
 
 
@@ -65,6 +68,7 @@ class SdpaKernel:
     """Scaled dot-product attention with its log-sum-exp, row part by row part."""
 
     name: str = "sdpa"
+    softcap: float | None = None
 
     def supports(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
@@ -102,13 +106,13 @@ class SdpaKernel:
         prepared.check(q, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
-        attend = _fused_forward if _is_fused(q, v) else _plain_forward
+        attend = _fused_forward if self._is_fused(q, v) else partial(_plain_forward, softcap=self.softcap)
         masks = [_bias(mask, q.dtype) for mask in prepared.masks]
         results = (attend(q[part.q], k[part.k], v[part.k], part.causal, None if part.mask is None else masks[part.mask],
                           scale) for part in prepared.parts)
         if prepared.tiled[0] == q.shape[0]:
             outs, lses = zip(*results, strict=True)
-            return _end_to_end(outs), _end_to_end(lses)
+            return _end_to_end(outs).to(q.dtype), _end_to_end(lses)
         out = q.new_zeros((*q.shape[:2], v.shape[2]),
                           dtype=q.dtype if all(part.fresh for part in prepared.parts) else wide)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
@@ -125,7 +129,7 @@ class SdpaKernel:
         dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its own dtype
         dout, q, k, v, out = (unit_stride(x if x.dtype is wide else x.to(wide)) for x in inputs[:5])
         scale, lse = softmax_scale(q, scale), inputs.lse
-        attend = _fused_backward if _is_fused(q, v) else _plain_backward
+        attend = _fused_backward if self._is_fused(q, v) else partial(_plain_backward, softcap=self.softcap)
         masks = [_bias(mask, wide) for mask in prepared.masks]
         results = (attend(BackwardInputs(dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q]),
                           part.causal, None if part.mask is None else masks[part.mask], scale)
@@ -139,6 +143,10 @@ class SdpaKernel:
                 dk[part.k].add_(dk_part)
                 dv[part.k].add_(dv_part)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+    def _is_fused(self, q: torch.Tensor, v: torch.Tensor) -> bool:
+        """The operator is the CPU's, takes values of the queries' head dim and caps nothing."""
+        return q.device.type == "cpu" and q.shape[2] == v.shape[2] and self.softcap is None
 
 
 def _tiled(ranges: Sequence[slice]) -> int | None:
@@ -178,11 +186,6 @@ def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
-def _is_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """The operator is the CPU's, and takes values of the queries' head dim."""
-    return q.device.type == "cpu" and q.shape[2] == v.shape[2]
-
-
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, dim]
 
@@ -215,15 +218,12 @@ def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.to(accumulation_dtype(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, first: int, causal: bool, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
+def _masked(scores: torch.Tensor, first: int, causal: bool, mask: torch.Tensor | None) -> torch.Tensor:
     """Of the queries from number `first` on: [kv_heads, group, q, k]."""
-    scores = (q @ k.transpose(-1, -2)) * scale
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(first + 1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    return scores if mask is None else scores + mask[first : first + q.shape[2]]
+    return scores if mask is None else scores + mask[first : first + scores.shape[2]]
 
 
 def _queries_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
@@ -231,13 +231,15 @@ def _queries_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
 
 
 def _plain_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
     outs, lses = [], []
     for first in range(0, q.shape[0], step):
-        scores = _scores(_grouped(q[first : first + step], kv_heads), keys, first, causal, mask, scale)
+        products = _grouped(q[first : first + step], kv_heads) @ keys.transpose(-1, -2)
+        scores = _masked(capped(products * scale, softcap), first, causal, mask)
         lse = scores.logsumexp(dim=-1)
         outs.append((torch.exp(scores - lse[..., None]) @ values).permute(2, 0, 1, 3).flatten(1, 2))
         lses.append(lse.permute(2, 0, 1).flatten(1, 2))
@@ -245,7 +247,7 @@ def _plain_forward(
 
 
 def _plain_backward(
-    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float
+    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dout, q, k, v, out, lse = inputs
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
@@ -256,9 +258,11 @@ def _plain_backward(
         block = slice(first, first + step)
         queries, douts, outs = (_grouped(x[block], kv_heads) for x in (q, dout, out))
         lses = _grouped(lse[block, :, None], kv_heads)
-        probabilities = torch.exp(_scores(queries, keys, first, causal, mask, scale) - lses)
+        scores = capped((queries @ keys.transpose(-1, -2)) * scale, softcap)
+        probabilities = torch.exp(_masked(scores, first, causal, mask) - lses)
         delta = (douts * outs).sum(dim=-1, keepdim=True)
-        dscores = probabilities * (douts @ values.transpose(-1, -2) - delta) * scale
+        slope = scale * cap_slope(scores, softcap)
+        dscores = probabilities * (douts @ values.transpose(-1, -2) - delta) * slope
         dqs.append((dscores @ keys).permute(2, 0, 1, 3).flatten(1, 2))
         dk += torch.einsum("hgqk,hgqd->hkd", dscores, queries)
         dv += torch.einsum("hgqk,hgqd->hkd", probabilities, douts)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from distca.kernels.interface import check_tensors
+from distca.kernels.softcap_sinks import check_sinks, check_softcap, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
 from distca.runtime.dedicated import Announcer
@@ -32,6 +33,7 @@ from distca.workload.topology import Topology
 
 STATES = ("resend", "keep")
 Method = TypeVar("Method", bound=Callable[..., Any])
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # q, k, v and sinks
 
 
 def not_compiled(method: Method) -> Method:
@@ -85,13 +87,17 @@ class CoreAttention:
         backward: Plan | None = None,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q.
 
         Where the layout has key-only slices on this rank, their keys and values stand behind its own. Gradients go by
-        the same plan, or by `backward`.
+        the same plan, or by `backward`. `softcap` c makes c * tanh(score / c) of every score. `sinks` [heads] are one
+        more score of each query, of a key whose value is 0; they get gradients too.
         """
-        return _Whole.apply(self._pending(q, k, v, plan, backward, scale, window), q, k, v)
+        pending = self._pending((q, k, v, sinks), plan, backward, scale, window, softcap)
+        return _Whole.apply(pending, *pending.inputs)
 
     @not_compiled
     def start(
@@ -104,9 +110,11 @@ class CoreAttention:
         backward: Plan | None = None,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Pending:
         """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""
-        pending = self._pending(q, k, v, plan, backward, scale, window)
+        pending = self._pending((q, k, v, sinks), plan, backward, scale, window, softcap)
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
@@ -121,7 +129,8 @@ class CoreAttention:
         return _Finish.apply(pending, pending.token, *pending.inputs)
 
     def call(
-        self, plan: Plan, shapes: Shapes, scale: float | None = None, window: int | None = None, backward: bool = False
+        self, plan: Plan, shapes: Shapes, scale: float | None = None, window: int | None = None, backward: bool = False,
+        softcap: float | None = None,
     ) -> Call:
         """One direction of a call that has not begun; all ranks begin the same calls in the same order.
 
@@ -135,10 +144,11 @@ class CoreAttention:
             if self.state == "keep":
                 raise ValueError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
             if self.transport.rank == 0:
-                announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scale, window)
+                announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scale, window,
+                                                 softcap)
         return (BackwardCall if backward else ForwardCall)(
-            self.plans, plan, shapes, scale=scale, window=window, keep=self.state == "keep", recorder=self.recorder,
-            announce=announce)
+            self.plans, plan, shapes, scale=scale, window=window, softcap=softcap, keep=self.state == "keep",
+            recorder=self.recorder, announce=announce)
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
         """Compare many plans at once, those of an optimizer step for example, so that their calls need not stop for it.
@@ -148,10 +158,13 @@ class CoreAttention:
         self.plans.expect(plans, device)
 
     def _pending(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, backward: Plan | None,
-        scale: float | None, window: int | None,
+        self, inputs: Inputs, plan: Plan, backward: Plan | None, scale: float | None, window: int | None,
+        softcap: float | None,
     ) -> Pending:
         """A call that has not begun."""
+        q, k, v, sinks = inputs
+        check_sinks(sinks, q)
+        check_softcap(softcap)
         way_back = plan if backward is None else backward
         for one in (plan,) if way_back is plan else (plan, way_back):
             self._check(q, k, v, one)
@@ -159,8 +172,8 @@ class CoreAttention:
             raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
                              "'resend'")
         shapes = Shapes.of(q, k, v)
-        return Pending(self.call(plan, shapes, scale, window), self.call(way_back, shapes, scale, window, True),
-                       (q, k, v))
+        return Pending(self.call(plan, shapes, scale, window, False, softcap),
+                       self.call(way_back, shapes, scale, window, True, softcap), inputs)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         check_tensors(q, k, v)
@@ -184,7 +197,7 @@ class Pending:
 
     forward: Call
     backward: Call
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    inputs: Inputs
     token: torch.Tensor | None = None
 
 
@@ -192,23 +205,25 @@ class _Whole(torch.autograd.Function):
     """A call that nothing is interleaved with: the three phases each way in one node, which costs the host a third."""
 
     @staticmethod
-    def forward(ctx: Any, pending: Pending, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, pending: Pending, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.call = pending.backward
         call = pending.forward
         call.dispatch(q, k, v)
         kept = call.serve()
-        out, lse = call.combine()
-        ctx.save_for_backward(q, k, v, out, lse, *(kept if call.keep else ()))
+        out, lse = _combined(call, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *(kept if call.keep else ()))
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors             # may replay a forward, so before the first phase
+        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors      # may replay a forward, so before the first phase
         call: Call = ctx.call
         call.dispatch(q, k, v, out, dout, lse)
         call.serve(*kept)
-        return None, *call.combine()
+        return None, *call.combine(), None if sinks is None else gradient_of_sinks(dout, out, lse, sinks)
 
 
 class _Start(torch.autograd.Function):
@@ -244,16 +259,24 @@ class _Serve(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, token: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ctx: Any, pending: Pending, token: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = pending.backward
-        out, lse = pending.forward.combine()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = _combined(pending.forward, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors                    # may replay a forward, so before this phase
+        q, k, v, out, lse, sinks = ctx.saved_tensors             # may replay a forward, so before this phase
         ctx.call.dispatch(q, k, v, out, dout, lse)
-        return None, dout.new_zeros(()), None, None, None
+        dsinks = None if sinks is None else gradient_of_sinks(dout, out, lse, sinks)
+        return None, dout.new_zeros(()), None, None, None, dsinks
+
+
+def _combined(call: Call, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of the row over all its keys, and over the sinks: the one place where every part has come in."""
+    out, lse = call.combine()
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

@@ -198,11 +198,13 @@ class Call(ABC):
         *,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
         keep: bool = False,
         recorder: Recorder | None = None,
         announce: Callable[[Phase], None] | None = None,
     ) -> None:
-        self.plans, self.plan, self.shapes, self.scale, self.window = plans, plan, shapes, scale, window
+        self.plans, self.plan, self.shapes = plans, plan, shapes
+        self.scale, self.window, self.softcap = scale, window, softcap
         self.keep, self.recorder, self.announce = keep, recorder, announce
         self._prepared: Prepared | None = None
         self._staying: Tensors = ()  # what was sent; this rank's own share of it does not travel
@@ -238,7 +240,7 @@ class Call(ABC):
         if self.announce is not None:
             self.announce(phase)
         if phase is Phase.DISPATCH:
-            self._prepared = self.plans.begin(self.plan, self.shapes, self.window)
+            self._prepared = self.plans.begin(self.plan, self.shapes, self.window, self.softcap)
         assert self._prepared is not None, "dispatch comes first"
         return self._prepared
 

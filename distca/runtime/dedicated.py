@@ -39,13 +39,14 @@ class Announcement(NamedTuple):
     shapes: Shapes       # their device is the server's own
     scale: float | None
     window: int | None
+    softcap: float | None
 
     def to_bytes(self) -> bytes:
         """A line of JSON, and the plan behind it: data, which a server checks and never runs."""
         heads, kv_heads, head_dim, dtype, _, value_dim = self.shapes
         about = {"phase": self.phase.value, "backward": self.backward, "call": self.call, "digest": self.digest,
                  "sizes": (heads, kv_heads, head_dim, value_dim), "dtype": str(dtype).removeprefix("torch."),
-                 "scale": self.scale, "window": self.window}
+                 "scale": self.scale, "window": self.window, "softcap": self.softcap}
         return json.dumps(about).encode() + b"\n" + (b"" if self.plan is None else plan_to_bytes(self.plan))
 
     @classmethod
@@ -56,7 +57,8 @@ class Announcement(NamedTuple):
             heads, kv_heads, head_dim, value_dim = map(int, about["sizes"])
             shapes = Shapes(heads, kv_heads, head_dim, DTYPES[about["dtype"]], device, value_dim)
             return cls(Phase(about["phase"]), bool(about["backward"]), int(about["call"]), int(about["digest"]),
-                       plan_from_bytes(plan) if plan else None, shapes, about["scale"], about["window"])
+                       plan_from_bytes(plan) if plan else None, shapes, about["scale"], about["window"],
+                       about["softcap"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"an announcement of {len(content)} bytes cannot be read ({error}); run the same distca "
                              "on every rank") from None
@@ -71,11 +73,13 @@ class Announcer:
         self._calls = 0
 
     def about(
-        self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scale: float | None, window: int | None
+        self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scale: float | None, window: int | None,
+        softcap: float | None,
     ) -> Callable[[Phase], None]:
         """What tells the servers of each phase of one more call."""
         self._calls += 1
-        about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scale, window)
+        about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scale, window,
+                             softcap)
         return partial(self._tell, plan, about)
 
     def _tell(self, plan: Plan, about: Announcement, phase: Phase) -> None:
@@ -98,7 +102,7 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
         plans.put(heard.digest, plan)
         if heard.phase is Phase.DISPATCH:
             calls[heard.call] = attention.call(
-                plan, heard.shapes, heard.scale, heard.window, heard.backward)
+                plan, heard.shapes, heard.scale, heard.window, heard.backward, heard.softcap)
             served += not heard.backward
         calls[heard.call].run_without_tokens(heard.phase)
         if heard.phase is Phase.COMBINE:

@@ -43,7 +43,7 @@ class PlanRegistry:
         self.transport, self.kernel, self.spare_multiprocessors = transport, kernel, spare_multiprocessors
         self._facts: WeakKeyDictionary[Plan, PlanFacts] = WeakKeyDictionary()
         self._agreed: LatestUsed[int, bool] = LatestUsed(AGREEMENTS_KEPT)
-        self._prepared: LatestUsed[tuple[int, Shapes, int | None], Prepared] = LatestUsed(PLANS_KEPT)
+        self._prepared: LatestUsed[tuple[int, Shapes, int | None, float | None], Prepared] = LatestUsed(PLANS_KEPT)
         self._turns: deque[int] = deque(maxlen=PLANS_IN_TURN)
 
     def facts(self, plan: Plan) -> PlanFacts:
@@ -68,19 +68,20 @@ class PlanRegistry:
         for one in expected:
             self._agreed.put(one, True)
 
-    def begin(self, plan: Plan, shapes: Shapes, window: int | None) -> Prepared:
+    def begin(self, plan: Plan, shapes: Shapes, window: int | None, softcap: float | None = None) -> Prepared:
         """What a call that begins needs of its plan; ranks that hold different plans must not compute."""
         found = self.facts(plan).digest
         if not self._agreed.get(found):
             self._compare(found, shapes.device)
             self._agreed.put(found, True)
-        return self.prepared(plan, shapes, window)
+        return self.prepared(plan, shapes, window, softcap)
 
-    def prepared(self, plan: Plan, shapes: Shapes, window: int | None) -> Prepared:
-        key = self.facts(plan).digest, shapes, window
+    def prepared(self, plan: Plan, shapes: Shapes, window: int | None, softcap: float | None = None) -> Prepared:
+        key = self.facts(plan).digest, shapes, window, softcap
         prepared = self._prepared.get(key)
         if prepared is None:
-            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel, shapes.value_dim or None)
+            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel, shapes.value_dim or None,
+                            softcap)
             kernel = sparing(kernel, self.spare_multiprocessors)
             node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
             prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, window, node)

@@ -31,6 +31,7 @@ from distca.dispatch.build import build
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.hopper_launch import Most
 from distca.kernels.interface import BackwardInputs, TaskRows
+from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
 from distca.runtime.call import Shapes, different_plans
 from distca.runtime.copy_tables import (
@@ -233,9 +234,15 @@ class SteadyAttention:
             reason = error
         self._agree(plan, backward, reason)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q, k, v, this rank's row of the layout, [tokens, heads, dim] each -> out alike, with the dim of values."""
-        return _Steady.apply(self, q, k, v)
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """q, k, v, this rank's row of the layout, [tokens, heads, dim] each -> out alike, with the dim of values.
+
+        `sinks` [heads] are CoreAttention's.
+        """
+        check_sinks(sinks, q)
+        return _Steady.apply(self, q, k, v, sinks)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """out and log-sum-exp of the row, without autograd."""
@@ -314,13 +321,19 @@ class SteadyAttention:
 
 class _Steady(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, steady: SteadyAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, steady: SteadyAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         out, lse = steady.forward(q, k, v)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         ctx.steady = steady
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.steady.backward(dout, *ctx.saved_tensors)
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dsinks = None if sinks is None else gradient_of_sinks(dout, out, lse, sinks)
+        return None, *ctx.steady.backward(dout, q, k, v, out, lse), dsinks

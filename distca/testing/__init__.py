@@ -307,30 +307,36 @@ def on_fake_ranks(
 
 def attend_on_fake_ranks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, plan: Plan, *,
-    scale: float | None = None, window: int | None = None, **options: Any,
+    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """out, dq, dk, dv of documents laid end to end, computed where the plan says; options are CoreAttention's."""
+    """out, dq, dk, dv of documents laid end to end, computed where the plan says; options are CoreAttention's.
+
+    With `sinks` their gradient follows.
+    """
 
     def body(attend: CoreAttention) -> tuple[torch.Tensor, ...]:
         index = row_index(plan.layout, attend.transport.rank)
         row = qkv_of(x.detach()[index].requires_grad_() for x in (q, k, v))
-        out = attend(*row, plan, scale=scale, window=window)
+        own = None if sinks is None else sinks.detach().clone().requires_grad_()
+        out = attend(*row, plan, scale=scale, window=window, softcap=softcap, sinks=own)
         out.backward(dout[index])
-        return out.detach(), *map(gradient, row)
+        return out.detach(), *map(gradient, row), *(() if own is None else (gradient(own),))
 
-    rows = on_fake_ranks(plan, body, **options)
-    return tuple(from_rows(field, plan.layout) for field in zip(*rows, strict=True))
+    out, dq, dk, dv, *dsinks = zip(*on_fake_ranks(plan, body, **options), strict=True)
+    return *(from_rows(field, plan.layout) for field in (out, dq, dk, dv)), *(sum(each) for each in dsinks)
 
 
 def dense_on_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, lengths: np.ndarray,
-    scale: float | None = None, window: int | None = None,
+    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """out, dq, dk, dv by the formula, in one piece."""
+    """out, dq, dk, dv by the formula, in one piece; with `sinks` their gradient follows."""
     import torch
 
     from distca.kernels import dense_attention
 
-    leaves = qkv_of(x.detach().requires_grad_() for x in (q, k, v))
-    out = dense_attention(*leaves, lengths.tolist(), scale, window)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    out = dense_attention(*qkv_of(leaves[:3]), lengths.tolist(), scale, window, softcap, *leaves[3:])
     return out.detach(), *torch.autograd.grad(out, leaves, dout)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import distca.kernels
-from distca.kernels import TaskRows, choose, kernel_named
+from distca.kernels import TaskRows, choose, dense_attention, kernel_named
 from distca.kernels.accuracy import check_attention
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import measured
+from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,17 +41,19 @@ def random_inputs(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, token
     return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]  # q, k, v, dout
 
 
-def assert_exact(name: str, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None) -> None:
-    kernel = kernel_named(name)
+def assert_exact(
+    name: str, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, softcap: float | None = None
+) -> None:
     q, k, v, dout = tensors
-    reason = kernel.supports(q.device, q.dtype, q.shape[-1], window)
-    if reason is not None:
-        pytest.skip(reason)
+    try:
+        kernel = choose(q.device, q.dtype, q.shape[-1], window, name, softcap=softcap)
+    except ValueError as reason:
+        pytest.skip(str(reason))
     prepared = kernel.prepare(rows, q.device, window)
     for _ in range(2):  # the second time everything is cached
         out, lse = kernel.forward(q, k, v, prepared)
         actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
-        check_attention(actual, q, k, v, dout, rows, window=window)
+        check_attention(actual, q, k, v, dout, rows, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -72,6 +75,46 @@ def test_windows(name: str, rows: str, window: int) -> None:
 def test_heads_and_dtypes(name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     rows = table("shards of one document share its keys")
     assert_exact(name, random_inputs(heads, kv_heads, dim, dtype), rows)
+
+
+@pytest.mark.parametrize(("dim", "window", "softcap"), [(128, None, 2.0), (128, 100, 50.0), (256, None, 50.0)])
+@pytest.mark.parametrize("rows", ["documents", "shards, unsorted, with gaps"])
+@pytest.mark.parametrize("name", ["fa4", "sdpa", "dense"])
+def test_softcap(name: str, rows: str, dim: int, window: int | None, softcap: float) -> None:
+    q, *others = random_inputs(4, 2, dim, torch.bfloat16)
+    assert_exact(name, [3 * q, *others], table(rows), window, softcap)  # scores of 3 and more: a cap of 2 bends most
+
+
+def test_softcap_in_deterministic_mode() -> None:
+    q, *others = random_inputs(4, 2, 128, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_exact("fa4", [3 * q, *others], table("shards of one document share its keys"), None, 50.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["hopper", "cudnn", "fa4", "varlen", "sdpa"])
+def test_sinks(name: str) -> None:
+    """Out and the gradients of a softmax with one more key, whose value is 0."""
+    rows, (q, k, v, dout) = TaskRows.documents([1024]), random_inputs(8, 2, 128, torch.bfloat16)
+    try:
+        kernel = choose(q.device, q.dtype, 128, None, name)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    sinks, prepared = torch.linspace(-3, 6, 8, device="cuda"), kernel.prepare(rows, q.device)
+    out, lse = with_sinks(*kernel.forward(q, k, v, prepared), sinks)
+    actual = [out, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
+    actual.append(gradient_of_sinks(dout, out, lse, sinks))
+    leaves = [x.double().requires_grad_() for x in (q, k, v, sinks)]
+    expected_out = dense_attention(leaves[0], leaves[1], leaves[2], [1024], sinks=leaves[3])
+    expected = [expected_out, *torch.autograd.grad(expected_out, leaves, dout.double())]
+    plain = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+    plain_out = dense_attention(plain[0], plain[1], plain[2], [1024], sinks=plain[3])
+    for mine, theirs, right in zip(actual, [plain_out, *torch.autograd.grad(plain_out, plain, dout)], expected,
+                                   strict=True):
+        error, allowed = ((x.double() - right).norm() for x in (mine, theirs))
+        assert error <= 2 * allowed, f"off by {error:.3e}, torch in bfloat16 by {allowed:.3e}"
 
 
 @pytest.mark.parametrize("name", ["cudnn", "fa4", "varlen", "sdpa"])

@@ -93,9 +93,11 @@ def test_no_document_anywhere_is_a_batch_without_a_plan() -> None:
     attention = PackedAttention(model=TINY)
     batch = attention.begin([])
     empty = [torch.empty(0, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    out = attention.attend(*qkv_of(empty), batch)
+    sinks = torch.zeros(4, requires_grad=True)
+    out = attention.attend(*qkv_of(empty), batch, sinks=sinks)
     out.sum().backward()
     assert batch.plan is None and out.shape == (0, 4, 16) and all(x.grad is not None for x in empty)
+    assert sinks.grad is not None and not sinks.grad.any()
 
 
 def test_a_tolerance_out_of_range_is_named() -> None:

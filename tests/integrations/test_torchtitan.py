@@ -212,8 +212,51 @@ def test_two_ranks_equal_one_document_at_a_time() -> None:
         trainers.assert_balanced(rank["replayed"])
     assert first["unchanged"] == [True] * 41 + [False] * 300 + [True] * 7 and second["unchanged"] == [True] * 27
     expected = ["window_size is (-1, -1)", "made no mesh of data-parallel ranks", "context_parallel_degree is 2",
-                "attention_masks is a NoneType", "passes out_transform", "values have head size 4"]
+                "attention_masks is a NoneType", "passes out_transform refusals.<locals>", "values have head size 4"]
     trainers.assert_told(first["told"], expected)
+
+
+@needs_torchtitan
+def test_the_sinks_of_gpt_oss() -> None:
+    """Its attention over two documents, windowed and whole, as its own rescaling of (out, log-sum-exp) gives them."""
+    import torch
+    from torchtitan.models.gpt_oss.model import apply_attention_sink_rescale
+
+    from distca.integrations.torchtitan import document_edges, enable
+
+    spec = spec_of("gpt_oss")
+    windows = [layer.attention.inner_attention.window_size for layer in spec.model.layers]
+    assert windows[0] != windows[1] == (-1, 0)
+    lengths = [200, 56]
+    position = torch.cat([torch.arange(length) for length in lengths])[None]
+    for layer, (left, _) in zip(spec.model.layers, windows, strict=True):
+        layer.attention.inner_attention = enable(layer.attention.inner_attention)
+        attention = model_of(layer.attention).double()
+        seen: list[torch.Tensor] = []
+
+        def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int = left,
+                  sinks: torch.Tensor = attention.sinks) -> torch.Tensor:
+            outs = []
+            for qs, ks, vs in zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True):
+                keys, values = (x.repeat_interleave(qs.shape[1] // x.shape[1], dim=1) for x in (ks, vs))
+                mask = torch.ones(len(qs), len(qs), dtype=torch.bool).tril()
+                mask = mask if left == -1 else mask.triu(-left)
+                scores = (torch.einsum("qhd,khd->hqk", qs, keys) * scale).masked_fill(~mask, -torch.inf)
+                out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+                outs.append(apply_attention_sink_rescale(out, scores.logsumexp(-1).T, sinks))
+            return torch.cat(outs)[None]
+
+        attention.inner_attention.register_forward_hook(
+            lambda _, inputs, named, out, plain=plain, seen=seen: seen.extend([out, plain(*inputs, named["scale"])]),
+            with_kwargs=True)
+        with torch.no_grad():
+            attention.sinks.copy_(torch.linspace(-2, 3, len(attention.sinks)))
+        attention(torch.randn(1, sum(lengths), spec.model.dim).double(), document_edges(position), position)
+        out, expected = seen
+        parameters, dout = [attention.sinks, *attention.qkv_linear.parameters()], torch.randn_like(out)
+        actual, wanted = ((x, *torch.autograd.grad(x, parameters, dout, retain_graph=True)) for x in (out, expected))
+        for got, want in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
 
 
 @needs_torchtitan

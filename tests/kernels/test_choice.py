@@ -9,9 +9,10 @@ import torch
 
 import distca
 import distca.kernels
-from distca.kernels import TaskRows, choose, cudnn, hopper, kernel_named, sparing
+from distca.kernels import TaskRows, choose, cudnn, fa4, hopper, kernel_named, sparing
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs
+from distca.kernels.sdpa import SdpaKernel
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 
@@ -78,6 +79,48 @@ def test_auto_says_once_why_it_is_not_hopper(
     with pytest.raises(ValueError, match="kernel='hopper' cannot run here: ") as refused:
         choose("cuda", dtype, head_dim, window, name="hopper")
     assert reason in str(refused.value)
+
+
+def test_a_softcap_is_for_kernels_that_have_it(
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose("cpu", torch.float32, 64, softcap=50.0) == SdpaKernel(softcap=50.0)
+    with caplog.at_level(logging.INFO, logger="distca"):         # this GPU has no flash-attn-4
+        assert choose("cuda", torch.bfloat16, 128, softcap=50.0) == SdpaKernel(softcap=50.0)
+    assert "softcap 50.0" in caplog.text and "fa4: flash-attn-4 is not installed; pip install" in caplog.text
+    for name in ("hopper", "cudnn", "varlen"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot run here: softcap is 50.0, it takes None; use "):
+            choose("cuda", torch.bfloat16, 128, name=name, softcap=50.0)
+    with pytest.raises(ValueError, match=r"softcap=0\.0; give a positive number, or None"):
+        choose("cpu", torch.float32, 64, softcap=0.0)
+    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    for head_dim in (128, 256):
+        assert choose("cuda", torch.bfloat16, head_dim, 64, softcap=30.0) == fa4.Fa4Kernel(softcap=30.0)
+    gpu.capability = (10, 0)
+    assert choose("cuda", torch.bfloat16, 128, softcap=30.0).name == "fa4"
+    with pytest.raises(ValueError, match=r"softcap is 30\.0, for which FlashAttention-4 has no backward with"):
+        choose("cuda", torch.bfloat16, 256, name="fa4", softcap=30.0)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_flash_attention_4_is_told_of_the_softcap(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def forward(q: torch.Tensor, *_: Any, softcap: float | None, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        told.append(softcap)
+        return q, q.new_zeros(q.shape[1::-1])
+
+    def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, softcap: float, **__: Any) -> Any:
+        told.append(softcap)
+        return q, k, v
+
+    monkeypatch.setattr(fa4, "_interface", lambda: SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
+    kernel = fa4.Fa4Kernel(softcap=softcap)
+    prepared = kernel.prepare(TaskRows.documents([4]), torch.device("cpu"))
+    q, k = torch.zeros(4, 4, 8), torch.zeros(4, 2, 8)
+    out, lse = kernel.forward(q, k, k, prepared)
+    kernel.backward(BackwardInputs(q, q, k, k, out, lse), prepared)
+    assert told == [softcap, softcap or 0.0]                     # each direction has a word of its own for none
 
 
 @pytest.mark.parametrize("window", [None, 64])

@@ -23,9 +23,11 @@ from distca.kernels import cudnn as cudnn_module
 from distca.kernels import hopper as hopper_module
 from distca.kernels import packed_flash as packed_flash_module
 from distca.kernels import sdpa as sdpa_module
-from distca.kernels.accuracy import expected_attention
+from distca.kernels.accuracy import check_attention, expected_attention
+from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.packed_flash import PackedCall
+from distca.kernels.sdpa import SdpaKernel
 from distca.testing import qkv_of, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,7 +46,8 @@ def qkv(
 
 
 def by_the_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows, window: int | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows, window: int | None, scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query and one head at a time, from the list of keys that its rows show it; differentiable."""
     group = q.shape[1] // k.shape[1]
@@ -65,6 +68,8 @@ def by_the_rule(
                 lses.append(torch.tensor(-math.inf, dtype=q.dtype))
                 continue
             scores = k[keys, h // group] @ q[i, h] * scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
             outs.append(scores.softmax(dim=0) @ v[keys, h // group])
             lses.append(scores.logsumexp(dim=0))
     return torch.stack(outs).view(*q.shape[:2], -1), torch.stack(lses).view(q.shape[:2])
@@ -76,7 +81,8 @@ def assert_exact(
     *inputs, dout = tensors
     q, k, v = inputs
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    expected_out, expected_lse = by_the_rule(*qkv_of(leaves), rows, window, scale or inputs[0].shape[-1] ** -0.5)
+    expected_out, expected_lse = by_the_rule(*qkv_of(leaves), rows, window, scale or inputs[0].shape[-1] ** -0.5,
+                                             getattr(kernel, "softcap", None))
     expected = torch.autograd.grad(expected_out, leaves, dout, allow_unused=True, materialize_grads=True)
     prepared = kernel.prepare(rows, CPU, window)
     out, lse = kernel.forward(q, k, v, prepared, scale)
@@ -302,6 +308,37 @@ def test_random_rows(
 ) -> None:
     tensors = qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed)
     assert_exact(kernel, tensors, rows, takes(kernel, window), scale)
+
+
+@given(
+    rows=any_rows(),
+    kernel=st.sampled_from([DenseKernel(softcap=0.4), SdpaKernel(softcap=0.4), SdpaKernel(softcap=30.0)]),
+    window=st.none() | st.integers(1, 20),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    at_once=st.sampled_from([1, 3, 100]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_random_rows_with_a_softcap(
+    kernel: Kernel, rows: TaskRows, window: int | None, kv_heads: int, at_once: int, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa_module, "_queries_at_once", lambda q, k: at_once)
+        assert_exact(kernel, qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed), rows, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_softcap_in_low_precision_is_off_by_rounding_alone(dtype: torch.dtype) -> None:
+    rows, kernel = TaskRows.documents([70, 26]), SdpaKernel(softcap=2.0)
+    q, k, v, dout = (x.to(dtype) for x in qkv(96, 96))
+    q = 3 * q
+    prepared = kernel.prepare(rows, CPU)
+    out, lse = kernel.forward(q, k, v, prepared)
+    actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
+    check_attention(actual, q, k, v, dout, rows, softcap=2.0)
+    for other in (None, 2.2):                                    # the bounds tell these apart
+        with pytest.raises(AssertionError, match="rounding allows"):
+            check_attention(actual, q, k, v, dout, rows, softcap=other)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

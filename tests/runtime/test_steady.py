@@ -126,6 +126,24 @@ def test_one_rank_needs_nobody() -> None:
     assert_exact(rows, plan, 5)
 
 
+def test_sinks() -> None:
+    plan, sinks = scattered_plan(3, LAYOUTS[0], RANKS, MODEL), torch.tensor([0.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+    tensors = random_qkv(7, plan.layout.num_tokens)
+
+    def body(node: FakeNode) -> tuple[torch.Tensor, ...]:
+        index = row_index(plan.layout, node.rank)
+        row, own = qkv_of(x[index].requires_grad_() for x in tensors[:3]), sinks.clone().requires_grad_()
+        out = SteadyAttention(node, plan, SHAPES)(*row, own)
+        out.backward(tensors[3][index])
+        return out.detach(), *map(gradient, row), gradient(own)
+
+    *fields, dsinks = zip(*on_ranks(body), strict=True)
+    expected = dense_on_one(*tensors, plan.layout.lengths, sinks=sinks)
+    actual = [*(from_rows(field, plan.layout) for field in fields), torch.stack(dsinks).sum(dim=0)]
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
 def refusals(first: Plan, then: Callable[[int], Plan], **options: Any) -> list[str]:
     def body(node: FakeNode) -> str:
         steady = SteadyAttention(node, first, SHAPES, **options)

@@ -77,7 +77,7 @@ class Attention:
 
     def start(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, backward: Plan) -> Pending:
         forth, back = Call(self.notes, plan, False), Call(self.notes, backward, True)
-        pending = Pending(cast(Any, forth), cast(Any, back), (q, k, v))
+        pending = Pending(cast(Any, forth), cast(Any, back), (q, k, v, None))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
