@@ -61,7 +61,8 @@ struct Softmax {
         // Left alone, the compiler takes all products first, and in the end the special function unit, which is slow,
         // waits for itself. So products depend, by zero bits, on exponentials of some numbers before.
         constexpr int GROUP = D == 64 ? 4 : 8, LAG = D == 64 ? 8 : 12;
-        float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2, then0[SCORES / 4], then1[SCORES / 4];
+        float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2;
+        float then0[SCORES / 4], then1[SCORES / 4];
 #pragma unroll
         for (int i = 0; i < SCORES; i += 4) {
             if (i >= LAG && i % GROUP == 0) {

@@ -51,3 +51,26 @@ INLINE void issue_sums(float (&sums)[N], const u32 (&left)[COUNT / 4], u32 tile,
 INLINE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+
+// A warp writes its 16 rows from registers. Lanes trade pairs with their neighbours, so that each writes eight bytes of
+// a row and four of them 32 in a row.
+template <int DIM, class Rows>
+INLINE void write_rows(bf16* out, const float (&x)[DIM / 2], float factor0, float factor1, const Rows& rows, u32 warp,
+                       u32 lane) {
+    const bool odd = lane & 1;
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+        const int row = 16 * warp + lane / 4 + 4 * e;
+        const float factor = e ? factor1 : factor0;
+        uint2* to = reinterpret_cast<uint2*>(out + rows.place(row) * DIM + (odd ? 8 : 0) + (lane & 2) * 2);
+#pragma unroll
+        for (int i = 0; i < DIM / 2; i += 8) {
+            const float scaled[4] = {x[i + e] * factor, x[i + e + 1] * factor, x[i + e + 4] * factor,
+                                     x[i + e + 5] * factor};
+            u32 pairs[2];
+            round_pairs(pairs, scaled);
+            const u32 kept = odd ? pairs[1] : pairs[0], traded = __shfl_xor_sync(~0u, odd ? pairs[0] : pairs[1], 1);
+            if (row < rows.rows) to[i / 2] = odd ? make_uint2(traded, kept) : make_uint2(kept, traded);
+        }
+    }
+}

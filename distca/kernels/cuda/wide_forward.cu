@@ -1,9 +1,8 @@
 // Forward of wide heads: as forward.cu, with tiles for what dims beyond 128 leave of registers and shared memory.
 //
 // Outs of 256 columns take 128 registers a thread, so a tile has 80 keys then, and queries stay in shared memory, in one
-// slot: they are copied when the last scores of the tile before have been taken, behind its last values' products, and
-// outs go from registers to memory. The steps of all tiles are one stream here too: a tile is written under the first
-// scores of the next.
+// slot. The steps of all tiles are one stream here too: queries are copied once the last scores of the tile before have
+// been taken, and its outs go from registers to memory under the first scores of the next.
 
 constexpr int STAGES = 2;
 constexpr int AT_QUERIES = 0;                                       // two blocks
@@ -159,27 +158,6 @@ INLINE float2 finish_sums(float* lse, const Softmax& softmax, const Block& block
     return make_float2(sum0 > 0 ? __fdividef(1.f, sum0) : 0.f, sum1 > 0 ? __fdividef(1.f, sum1) : 0.f);
 }
 
-// A warp writes its 16 rows from registers. Lanes trade pairs with their neighbours, so that each writes eight bytes of
-// a row and four of them 32 in a row.
-INLINE void write_rows(bf16* out, const float (&o)[DV / 2], float2 factors, const Block& block, u32 warp, u32 lane) {
-    const bool odd = lane & 1;
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        const int row = 16 * warp + lane / 4 + 4 * e;
-        const float factor = e ? factors.y : factors.x;
-        uint2* to = reinterpret_cast<uint2*>(out + block.place(row) * DV + (odd ? 8 : 0) + (lane & 2) * 2);
-#pragma unroll
-        for (int i = 0; i < DV / 2; i += 8) {
-            const float scaled[4] = {o[i + e] * factor, o[i + e + 1] * factor, o[i + e + 4] * factor,
-                                     o[i + e + 5] * factor};
-            u32 pairs[2];
-            round_pairs(pairs, scaled);
-            const u32 kept = odd ? pairs[1] : pairs[0], traded = __shfl_xor_sync(~0u, odd ? pairs[0] : pairs[1], 1);
-            if (row < block.rows) to[i / 2] = odd ? make_uint2(traded, kept) : make_uint2(kept, traded);
-        }
-    }
-}
-
 INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, int half, int kv_heads,
                     float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
@@ -273,7 +251,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         const float2 factors = finish_sums(lse, softmax, block(ended), not_before(warp), not_before(lane));
         products_wait<1>();
         finish_values();
-        write_rows(out, o, factors, block(ended), not_before(warp), not_before(lane));
+        write_rows<DV>(out, o, factors.x, factors.y, block(ended), not_before(warp), not_before(lane));
         wait(barriers.queries_full(half), turn);  // long over; it keeps the writing in front of the wait for scores
         products_wait<0>();
     }
@@ -281,7 +259,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     products_wait<0>();
     finish_values();
     const float2 factors = finish_sums(lse, softmax, block(turn ^ 1), warp, lane);
-    write_rows(out, o, factors, block(turn ^ 1), warp, lane);
+    write_rows<DV>(out, o, factors.x, factors.y, block(turn ^ 1), warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
