@@ -5,10 +5,10 @@
 // shared memory, where each thread finds those of the same places, and makes dS and dK. So scores and dP have 64
 // columns each, and the left operands of dV and dK stay in registers: halves of one product in both warpgroups would
 // read shared memory half as often again as the tensor cores can wait for. For the same reason keys and values stay in
-// registers as far as there are any. Where shared memory is short, probabilities stand where the keys that are held were,
-// which leaves room for a third block of queries: a block is free only when dK has it, and the next but one would arrive
-// late. dQ has a kernel of its own (backward_dq.cu): with so few keys in a tile, adding it up in memory takes longer than
-// computing scores and dP twice.
+// registers as far as there are any. Where shared memory is short, probabilities stand where the keys that are held
+// were, which leaves room for a third block of queries: a block is free only when dK has it, and the next but one would
+// arrive late. dQ has a kernel of its own (backward_dq.cu): with so few keys in a tile, adding it up in memory takes
+// longer than computing scores and dP twice.
 
 INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) {
 #pragma unroll

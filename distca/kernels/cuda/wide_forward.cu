@@ -1,8 +1,8 @@
 // Forward of wide heads: as forward.cu, with tiles for what dims beyond 128 leave of registers and shared memory.
 //
-// Outs of 256 columns take 128 registers a thread, so a tile has 80 keys then, and queries stay in shared memory, in one
-// slot. The steps of all tiles are one stream here too: queries are copied once the last scores of the tile before have
-// been taken, and its outs go from registers to memory under the first scores of the next.
+// Outs of 256 columns take 128 registers a thread, so a tile has 80 keys then, and queries stay in shared memory, in
+// one slot. The steps of all tiles are one stream here too: queries are copied once the last scores of the tile before
+// have been taken, and its outs go from registers to memory under the first scores of the next.
 
 constexpr int STAGES = 2;
 constexpr int AT_QUERIES = 0;                                       // two blocks
