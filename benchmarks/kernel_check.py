@@ -6,8 +6,9 @@
 Without torch's cache every tensor is an allocation of its own, whose ends memcheck watches.
 
 Forward and backward for each head dim, with a window and without, in deterministic mode and out of it, on rows that
-share keys, share queries, end off the tile, hold one token or nothing. Random numbers and the expected results are made
-on the CPU, so that next to nothing but the kernel runs on the device. Ends with status 1 where results differ.
+share keys, share queries, end off the tile, hold one token or nothing; and on one row whose keys are split. Random
+numbers and the expected results are made on the CPU, so that next to nothing but the kernel runs on the device. Ends
+with status 1 where results differ.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from distca.kernels import Kernel, TaskRows, kernel_named
 from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
 
-NUM_Q, NUM_K = 470, 420
+NUM_Q, NUM_K = 470, 4_000
 HEADS, KV_HEADS = 8, 2
 HEAD_DIMS, WINDOWS = (64, 128, 192, 256), (None, 50)
+LONG = TaskRows.aligned([3], [31], [90], [4_000])  # in tiles of 128 or 80 keys, enough of them to be split
 VALUE_DIMS = {192: 128}  # of values, where it is not that of keys
 MOST = 0.01  # relative error, of which bfloat16 alone makes up to half
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -42,10 +44,10 @@ ROWS = TaskRows(
 
 
 def attend(
-    kernel: Kernel, tensors: list[torch.Tensor], window: int | None, device: torch.device
+    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None, device: torch.device
 ) -> list[torch.Tensor]:
     q, k, v, dout = tensors
-    prepared = kernel.prepare(ROWS, device, window)
+    prepared = kernel.prepare(rows, device, window)
     out, lse = kernel.forward(q, k, v, prepared)
     return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
 
@@ -75,22 +77,22 @@ def check(name: str, device: torch.device, head_dims: tuple[int, ...]) -> bool:
         raise ValueError(f"device is '{device}' but torch finds no GPU; give --device cpu --kernel sdpa")
     kernel, passed = kernel_named(name), True
     generator = torch.Generator().manual_seed(0)
-    for dim, window in itertools.product(head_dims, WINDOWS):
+    for dim, (rows, window) in itertools.product(head_dims, [*((ROWS, window) for window in WINDOWS), (LONG, None)]):
         value_dim = VALUE_DIMS.get(dim, dim)
         reason = kernel.supports(device, torch.bfloat16, dim, window, value_dim)
         if reason is not None:
             raise ValueError(f"kernel is {name!r}, which cannot run here: {reason}")
         shapes = (NUM_Q, HEADS, dim), (NUM_K, KV_HEADS, dim), (NUM_K, KV_HEADS, value_dim), (NUM_Q, HEADS, value_dim)
         tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
-        expected = attend(DenseKernel(), [x.double() for x in tensors], window, torch.device("cpu"))
+        expected = attend(DenseKernel(), [x.double() for x in tensors], rows, window, torch.device("cpu"))
         there = [x.to(device) for x in tensors]
         for deterministic in (False, True):
             with determinism(deterministic):
-                errors = relative_errors(attend(kernel, there, window, device), expected)
+                errors = relative_errors(attend(kernel, there, rows, window, device), expected)
             fine = max(errors.values()) <= MOST
             passed &= fine
             figures = ", ".join(f"{key} {value:.1e}" for key, value in errors.items())
-            print(f"{name}, head_dim {dim}, window {window}, deterministic {deterministic}: {figures}"
+            print(f"{name}, head_dim {dim}, {len(rows)} rows, window {window}, deterministic {deterministic}: {figures}"
                   f"{'' if fine else f'  MORE THAN {MOST}'}", flush=True)
     return passed
 

@@ -13,12 +13,13 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_FIRST = {"validation", "units", "formats", "columns", "spec", "models", "trace"}
+_FIRST = {"validation", "units", "formats", "columns", "dealing", "spec", "models", "trace"}
 _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
     "units": {"validation"},
     "columns": set(),
+    "dealing": set(),
     "formats": {"validation"},
     "spec": {"validation"},
     "models": {"validation", "spec"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "simulate": _PLANNING | {"baselines"},
     "paper": _PLANNING | {"baselines", "simulate"},
     "dispatch": _PLANNING,
-    "kernels": {"validation", "columns", "spec"},
+    "kernels": {"validation", "columns", "dealing", "spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
     "train": _PLANNING | {"baselines", "simulate", "dispatch", "kernels", "runtime"},

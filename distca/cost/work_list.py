@@ -3,8 +3,9 @@
 The Hopper kernel cuts a batch into items, forward tiles of queries and backward tiles of keys, and each multiprocessor
 draws the next one when it is done with its last, long ones first. With the 32 heads of a whole model there are so many
 items that the work spreads evenly. A tensor-parallel rank has 4 query heads and 1 KV head: then a few long items keep
-some multiprocessors busy while the others wait, and a batch may take twice its even share. `tail` deals the items of
-all servers at once and says by how much.
+some multiprocessors busy while the others wait. Forward cuts those where it is worth it (dealing.py, by which the
+kernel itself decides); backward may take twice its even share. `tail` deals the items of all servers at once and says
+by how much they end later.
 
 Keys of one document that several tasks of a server read are one row of items in backward, so documents matter there.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.columns import spread
+from distca.dealing import WORTH, by_row, cut, makespan
 from distca.validation import check_number, check_whole, short
 
 IntArray = npt.NDArray[np.int64]
@@ -26,7 +28,6 @@ FloatArray = npt.NDArray[np.float64]
 LENGTH_CLASSES = 16  # to a worker's share
 MOST_COUNT = 4_096  # of a GPU's multiprocessors and of an item's rows: several times what there is
 MOST_FACTOR = 1e3   # seconds to launch, and speed-up of an item
-MOST_ROUNDS = 40    # of dealing, unless there are more items than workers in each
 MOST_ITEMS = 2**15  # dealt in one call; where there are more, several items on as many workers count as one on one
 
 
@@ -91,10 +92,13 @@ class WorkList:
         merged = self.kv_heads * float(np.ceil(along).sum()) / MOST_ITEMS
         workers = max(1, round(self.num_workers / max(1.0, merged)))
         items = (self._key_items if backward else self._query_items)(tasks, self.num_workers / workers)
-        dealt = _by_server(*items, num_servers)
+        dealt = by_row(*items, num_servers)
         even = dealt.sum(axis=1) / workers
-        beyond = _makespan(_long_first(dealt, even), workers) - even
-        return np.asarray(np.maximum(beyond, 0.0) / self.idle_speedup[backward])
+        end = makespan(_long_first(dealt, even), workers)
+        late = np.flatnonzero(end > WORTH * even)
+        if not backward and len(late):                           # merging costs about as much as a launch
+            end[late] = cut(dealt[late], workers, self.launch_seconds[0])[1]
+        return np.asarray(np.maximum(end - even, 0.0) / self.idle_speedup[backward])
 
     @property
     def _tile(self) -> int:
@@ -144,37 +148,8 @@ def _both(field: str, value: object, least: float) -> tuple[float, float]:
             check_number(field, value[1], least=least, most=MOST_FACTOR))
 
 
-def _by_server(seconds: FloatArray, server: IntArray, num_servers: int) -> FloatArray:
-    """[servers, items], then zeros; `server` ascends."""
-    count = np.bincount(server, minlength=num_servers)
-    table = np.zeros((num_servers, int(count.max(initial=1))))
-    table[server, np.arange(len(server)) - (np.cumsum(count) - count)[server]] = seconds
-    return table
-
-
 def _long_first(items: FloatArray, even: FloatArray) -> FloatArray:
     """In the kernel's order: by length in sixteenths of a worker's share, as they came inside of one."""
     scale = LENGTH_CLASSES / np.where(even > 0, even, 1.0)
     length_class = np.minimum(items * scale[:, None], 2**15 - 1).astype(np.int16)
     return np.take_along_axis(items, np.argsort(-length_class, axis=1, kind="stable"), axis=1)
-
-
-def _makespan(items: FloatArray, workers: int) -> FloatArray:
-    """When the last is done, per row, if each item goes to the worker that is free first.
-
-    A quarter as many items as workers at a time, or more where they are many: the first of them to the least loaded
-    worker, and so on. Where one worker should have taken two of them, the bound of list scheduling holds: every item
-    starts before the mean load.
-    """
-    loads = np.zeros((len(items), workers))
-    first = items[:, :workers]
-    loads[:, :first.shape[1]] = first
-    done, total = loads.max(axis=1), loads.sum(axis=1)
-    some = min(workers, max(1, workers // 4, items.shape[1] // MOST_ROUNDS))
-    for at in range(workers, items.shape[1], some):
-        part = items[:, at:at + some]
-        loads.sort(axis=1)
-        loads[:, :part.shape[1]] += part
-        total += part.sum(axis=1)
-        done = np.maximum(done, np.minimum(loads.max(axis=1), total / workers + part.max(axis=1)))
-    return done

@@ -67,7 +67,7 @@ class HopperTasks:
         inside = joined(visible(rows, self.window), self.window)
         filled = {}
         for heads, tables in self.by_heads.items():
-            filled[heads] = tables_of(inside, self.window, heads, self.num_sms)
+            filled[heads] = tables_of(inside, self.window, heads, self.num_sms, tables.capacity.parts)
             reason = tables.capacity.holds(*filled[heads])
             if reason is not None:
                 raise ValueError(f"these rows do not fit where others were prepared: {reason}")
@@ -135,7 +135,11 @@ class HopperKernel:
     def prepare(
         self, rows: TaskRows, device: torch.device, window: int | None = None, most: Most | None = None
     ) -> HopperTasks:
-        """`most` makes room for any rows of so many queries, keys and rows whose queries are disjoint."""
+        """`most` makes room for any rows of so many queries, keys and rows whose queries are disjoint.
+
+        Keys of long tiles are split where these rows need it. Rows that are put there later have theirs split as far
+        as there is room for it, and not at all where these had none.
+        """
         return HopperTasks(rows, device, window, self.spare_multiprocessors, most)
 
     def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
@@ -153,7 +157,8 @@ class HopperKernel:
             out.zero_()
             lse.fill_(-torch.inf)
         if tables.num_blocks or capturing:
-            run_forward(q, k, v, out, lse, tables, prepared.window, scale)
+            num_parts = tables.capacity.parts if capturing else tables.num_parts
+            run_forward(q, k, v, out, lse, tables, num_parts, prepared.window, scale)
         return out, lse
 
     def backward(
@@ -171,7 +176,8 @@ class HopperKernel:
             dv.zero_()
         if tables.num_blocks or capturing:
             num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
-            run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, prepared.window, scale,
+            num_parts = tables.capacity.parts if capturing else tables.num_parts
+            run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, num_parts, prepared.window, scale,
                          torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
 

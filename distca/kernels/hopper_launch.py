@@ -36,6 +36,7 @@ SOURCES = Path(__file__).parent / "cuda"
 PANEL = 64  # columns that a tensor copy brings at once
 THREADS = 384
 SHARED_BYTES = 227 * 1024
+MERGE, MERGE_THREADS, MERGE_BLOCKS = "merge.cu", 128, 16  # blocks to a multiprocessor
 CALLS_KEPT = 512
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
@@ -51,8 +52,9 @@ class Tables:
     backward: torch.Tensor  # int32, see BackwardTables.pack
     counters: torch.Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
     num_blocks: int  # of queries in backward
+    num_parts: int  # of tiles whose keys are split
     num_sms: int  # multiprocessors that a launch takes
-    forward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where tiles and segments begin
+    forward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where tiles, segments and merges begin
     backward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where items, rows and blocks begin
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class Tables:
             _pinned(backward.pack(capacity), device).to(device, non_blocking=True),
             torch.zeros(3, dtype=torch.int32, device=device),
             len(backward.blocks),
+            forward.num_parts,
             num_sms,
         )
 
@@ -85,7 +88,7 @@ class Tables:
         """Other rows' tables, which must fit, in the same buffers."""
         for buffer, tables in ((self.forward, forward), (self.backward, backward)):
             buffer.copy_(_pinned(tables.pack(self.capacity), buffer.device), non_blocking=True)
-        return replace(self, num_blocks=len(backward.blocks))
+        return replace(self, num_blocks=len(backward.blocks), num_parts=forward.num_parts)
 
 
 def run_forward(
@@ -95,22 +98,34 @@ def run_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     tables: Tables,
+    num_parts: int,
     window: int | None,
     scale: float,
 ) -> None:
-    """Fill the rows' places in out and lse."""
+    """Fill the rows' places in out and lse; there is room for that many parts of tiles, or no tile has parts."""
     call = _forward_call(
         get_ident(), q.device, q.shape, k.shape, v.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(),
-        k.stride(), v.stride(), window is not None,
+        k.stride(), v.stride(), window is not None, num_parts > 0,
     )
     if call is None:
-        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, window, scale)
+        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, num_parts, window, scale)
         return
-    launch, device_index = call
+    launch, merge, device_index = call
+    kv_heads, stream = k.shape[1], torch._C._cuda_getCurrentRawStream(device_index)
+    table, counter, tiles_at, segments_at, merges_at = tables.forward_numbers
+    part_sums = part_references = 0
+    if merge is not None:
+        num_rows = num_parts * kv_heads * 2 * BLOCK_ROWS
+        workspace = new((num_rows * (v.shape[2] + 2),), torch.float32, q)()
+        part_sums = workspace.data_ptr()
+        part_references = part_sums + 4 * num_rows * v.shape[2]
     launch(
-        tables.num_sms, torch._C._cuda_getCurrentRawStream(device_index), out.data_ptr(), lse.data_ptr(),
-        *tables.forward_numbers, k.shape[1], scale, window or 0, k.data_ptr(), k.stride(0), k.stride(1),
+        tables.num_sms, stream, out.data_ptr(), lse.data_ptr(), table, counter, tiles_at, segments_at, kv_heads, scale,
+        window or 0, k.data_ptr(), k.stride(0), k.stride(1), part_sums, part_references,
     )
+    if merge is not None:
+        merge(MERGE_BLOCKS * tables.num_sms, stream, out.data_ptr(), lse.data_ptr(), part_sums, part_references, table,
+              merges_at, kv_heads)
 
 
 def run_backward(
@@ -118,13 +133,15 @@ def run_backward(
     gradients: tuple[torch.Tensor, ...],
     tables: Tables,
     num_blocks: int,
+    num_parts: int,
     window: int | None,
     scale: float,
     deterministic: bool,
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
 
-    Where it must be deterministic, or heads are wide, nothing is added up in memory: dQ comes from a kernel of its own.
+    Where it must be deterministic, or heads are wide, nothing is added up in memory: dQ comes from a kernel of its own,
+    for which there is room for that many parts of forward's tiles.
     """
     dout, q, k, v, out, lse = saved
     deterministic |= tiles_of(q.shape[2]).dq_apart
@@ -132,17 +149,19 @@ def run_backward(
     call = _backward_call(
         get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
         dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic,
+        deterministic and num_parts > 0,
     )
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
-        run_backward(saved, gradients, tables, num_blocks, window, scale, deterministic)
+        run_backward(saved, gradients, tables, num_blocks, num_parts, window, scale, deterministic)
         return
-    before, main, after, device_index, all_sms = call
+    before, main, after, merge, device_index, all_sms = call
     dq, dk, dv = gradients
     (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     num_numbers = num_q * heads
-    num_sums = 0 if deterministic else num_blocks * kv_heads * backward_block_rows(dim) * dim
+    num_rows = num_parts * 2 * BLOCK_ROWS if deterministic else num_blocks * backward_block_rows(dim)
+    num_sums = num_rows * kv_heads * dim
     workspace = new((num_sums + 2 * num_numbers,), torch.float32, q)()
     dq_sum = workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
@@ -150,18 +169,21 @@ def run_backward(
     table, counter, items_at, rows_at, blocks_at = tables.backward_numbers
     before(
         8 * all_sms, stream, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
-        num_sums // 4,
+        0 if deterministic else num_sums // 4,
     )
     main(
         tables.num_sms, stream, lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at,
         rows_at, kv_heads, scale, window or 0,
     )
     if deterministic:
-        forward_table, forward_counter, tiles_at, segments_at = tables.forward_numbers
+        forward_table, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
         after(
             tables.num_sms, stream, lse_log2, delta, dq.data_ptr(), forward_table, forward_counter + 8, tiles_at,
-            segments_at, kv_heads, scale, window or 0,
+            segments_at, kv_heads, scale, window or 0, dq_sum,
         )
+        if merge is not None:
+            merge(MERGE_BLOCKS * tables.num_sms, stream, dq.data_ptr(), dq_sum, forward_table, merges_at, kv_heads,
+                  scale)
     else:
         after(8 * all_sms, stream, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
 
@@ -196,20 +218,28 @@ def _loaded(
 
 
 @functools.cache
-def _forward_kernel(device: torch.device, head_dim: int, group: int, windowed: bool) -> _Kernel:
+def _forward_kernels(device: torch.device, head_dim: int, group: int, windowed: bool, split: bool) -> list[_Kernel]:
+    """The main kernel and, where keys of tiles are split, the one that merges their parts."""
     keys: list[type] = [c_void_p, c_int64, c_int64]  # where they lie; wide heads do not ask
-    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys]
+    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys] + [c_void_p] * 2
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
                "WINDOWED": windowed}
-    return _loaded(device, tiles.forward, defines, {"attention_forward": (types, SHARED_BYTES, THREADS)})[0]
+    kernels: dict[str, tuple[list[type], int, int]] = {"attention_forward": (types, SHARED_BYTES, THREADS)}
+    if not split:
+        return _loaded(device, tiles.forward, defines, kernels)
+    kernels["attention_merge"] = ([c_void_p] * 5 + [c_int32] * 2, 0, MERGE_THREADS)
+    return _loaded(device, (*tiles.forward, MERGE), {**defines, "SPLIT": 1}, kernels)
 
 
 @functools.cache
 def _backward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool
+    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool
 ) -> list[_Kernel]:
-    """What runs before, the main kernel, what runs after: dQ's own kernel, or the one that writes what was added."""
+    """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
+
+    After dQ's own, where keys of tiles are split, the one that merges their parts.
+    """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
     rows = {"ROWS": backward_block_rows(head_dim), "KEYS": tiles.backward_keys, "WITH_DQ": not deterministic}
@@ -222,10 +252,13 @@ def _backward_kernels(
     before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
     if not deterministic:
         return [before, backward, write_dq]
-    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32]
-    alone = {"attention_dq": (types, SHARED_BYTES, THREADS)}
-    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
-    return [before, backward, *_loaded(device, tiles.backward_dq, {**defines, **rows}, alone)]
+    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]
+    alone: dict[str, tuple[list[type], int, int]] = {"attention_dq": (types, SHARED_BYTES, THREADS)}
+    defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
+    if not split:
+        return [before, backward, *_loaded(device, tiles.backward_dq, defines, alone)]
+    alone["attention_merge_dq"] = ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, MERGE_THREADS)
+    return [before, backward, *_loaded(device, (*tiles.backward_dq, MERGE), {**defines, "SPLIT": 1}, alone)]
 
 
 Stride = tuple[int, ...]
@@ -245,8 +278,9 @@ def _forward_call(
     k_stride: Stride,
     v_stride: Stride,
     windowed: bool,
-) -> tuple[Launch, int] | None:
-    """A thread's launch for q, k, v in these places, to which layers and steps come back, and its device's index.
+    split: bool,
+) -> tuple[Launch, Launch | None, int] | None:
+    """A thread's launches for q, k, v in these places, to which layers and steps come back, and their device's index.
 
     None where a tensor cannot be mapped as it lies.
     """
@@ -260,8 +294,8 @@ def _forward_call(
         _key_map(v, v_shape, v_stride, tile_keys),
         _key_map(v, v_shape, v_stride, 1),
     )
-    kernel = _forward_kernel(device, q_shape[2], q_shape[1] // kv_heads, windowed)
-    return kernel.launch(*maps), kernel.device_index
+    kernel, *merge = _forward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, split)
+    return kernel.launch(*maps), merge[0].launch() if merge else None, kernel.device_index
 
 
 @functools.lru_cache(maxsize=CALLS_KEPT)
@@ -281,8 +315,9 @@ def _backward_call(
     v_stride: Stride,
     windowed: bool,
     deterministic: bool,
-) -> tuple[Launch, Launch, Launch, int, int] | None:
-    """The same for dout, q, k, v: three launches, and how many multiprocessors the device has."""
+    split: bool,
+) -> tuple[Launch, Launch, Launch, Launch | None, int, int] | None:
+    """The same for dout, q, k, v: three or four launches, and how many multiprocessors the device has."""
     _check_dims(q_shape, v_shape)
     places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
     if not all(_mappable(place, stride) for place, stride in places):
@@ -300,11 +335,13 @@ def _backward_call(
         _key_map(v, v_shape, v_stride, tiles.backward_keys),
         _key_map(v, v_shape, v_stride, 1),
     )
-    before, main, after = _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic)
+    before, main, after, *merge = _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic,
+                                                    split)
     alone = () if not deterministic else (
         _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
         _key_map(k, k_shape, k_stride, tiles.dq_keys), maps[5], _key_map(v, v_shape, v_stride, tiles.dq_keys), maps[7])
-    return before.launch(), main.launch(*maps), after.launch(*alone), main.device_index, main.num_sms
+    return (before.launch(), main.launch(*maps), after.launch(*alone), merge[0].launch() if merge else None,
+            main.device_index, main.num_sms)
 
 
 def _check_dims(q_shape: torch.Size, v_shape: torch.Size) -> None:
@@ -364,10 +401,10 @@ def free_multiprocessors(device: torch.device, spare: int) -> int:
 
 
 def tables_of(
-    rows: TaskRows, window: int | None, heads: Heads, num_sms: int
+    rows: TaskRows, window: int | None, heads: Heads, num_sms: int, most_parts: int | None = None
 ) -> tuple[ForwardTables, BackwardTables]:
     group, kv_heads, tiles = heads[0] // heads[1], heads[1], tiles_of(heads[2])
-    return (forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys),
+    return (forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys, most_parts),
             backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2]),
                             tiles.backward_keys))
 

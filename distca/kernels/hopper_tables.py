@@ -10,6 +10,8 @@ index q sees the key at buffer index k iff
 
     k_begin <= k < k_end   and   k <= q + shift   and, with a window w,   k > q + shift - w.
 
+Where a few tiles of queries would keep a launch waiting, their keys are split (hopper_split.py).
+
 Everything here is a handful of numpy calls: no loop over rows, tiles or pairs of them.
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from distca.columns import spread
+from distca.kernels.hopper_split import Split, Steps, num_parts
 from distca.kernels.interface import TaskRows
 
 TILE_KEYS = 128                                                  # keys of one matrix tile; fewer with wide heads
@@ -40,15 +43,17 @@ class Capacity:
     items: int
     rows: int
     blocks: int
+    parts: int = 0                                               # of tiles whose keys are split, in segments
 
     @classmethod
     def fitting(cls, forward: ForwardTables, backward: BackwardTables) -> Capacity:
         """Room for these tables and for a little more: every count rounded up to a power of two."""
-        return cls(**{name: 1 << max(0, count - 1).bit_length() for name, count in _counts(forward, backward).items()})
+        rooms = {name: 1 << max(0, count - 1).bit_length() for name, count in _counts(forward, backward).items()}
+        return cls(**{**rooms, "parts": rooms["parts"] if forward.num_parts else 0})
 
     @classmethod
     def bound(cls, num_q: int, num_k: int, num_rows: int, tokens_per_block: int, tile_keys: int) -> Capacity:
-        """Room for any rows whose queries are disjoint, with at most that many queries, keys and rows."""
+        """Room for any rows whose queries are disjoint, with at most that many queries, keys and rows; no parts."""
         most_rows = min(num_rows, num_q)
         most_regions = min(most_rows, num_k)
 
@@ -75,10 +80,11 @@ class Capacity:
                         "prepare with the largest step's rows")
         return None
 
-    def forward_offsets(self) -> tuple[int, int, int]:
-        """Where tiles and segments begin, and how long the whole is, in ints."""
-        segments_at = HEADER_INTS + 4 * self.tiles
-        return HEADER_INTS, segments_at, segments_at + 4 * self.segments
+    def forward_offsets(self) -> tuple[int, int, int, int]:
+        """Where tiles, segments and merges begin, and how long the whole is, in ints."""
+        segments_at = HEADER_INTS + 4 * (self.tiles + self.parts)
+        merges_at = segments_at + 4 * (self.segments + self.parts)
+        return HEADER_INTS, segments_at, merges_at, merges_at + 4 * (self.parts // 2)
 
     def backward_offsets(self) -> tuple[int, int, int, int]:
         """Where items, rows and blocks begin, and how long the whole is, in ints."""
@@ -89,16 +95,25 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class ForwardTables:
-    """Tiles of queries, long ones first, and the rows of keys that they walk."""
+    """Tiles of queries and parts of them, long ones first, the rows of keys that they walk, and what is merged.
+
+    A part's q_count has its number, counted from 1, times 256 besides, and its segments are for it alone.
+    """
 
     tiles: np.ndarray                                            # [tiles, 4] q_first, q_count, num_steps, segment_begin
     segments: np.ndarray                                         # [segments, 4] k_begin, k_end, shift, 0
+    merges: np.ndarray                                           # [split tiles, 4] q_first, q_count, first part, parts
+    num_part_segments: int
     heads_outer: bool                                            # all tiles of one KV head before the next head's
 
+    @property
+    def num_parts(self) -> int:
+        return int(self.merges[:, 3].sum())
+
     def pack(self, capacity: Capacity) -> np.ndarray:
-        """One flat int32 array: header, tiles, segments."""
-        header = [len(self.tiles), self.heads_outer]
-        return _packed(header, [self.tiles, self.segments], list(capacity.forward_offsets()))
+        """One flat int32 array: header, tiles, segments, merges."""
+        header = [len(self.tiles), self.heads_outer, len(self.merges)]
+        return _packed(header, [self.tiles, self.segments, self.merges], list(capacity.forward_offsets()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +145,13 @@ def tokens_per_block(group: int, block_rows: int = BLOCK_ROWS) -> int:
 
 
 def forward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS,
+    most_parts: int | None = None,
 ) -> ForwardTables:
-    """Tiles of two blocks of queries; each walks, row after row, the key tiles that its queries see."""
+    """Tiles of two blocks of queries; each walks, row after row, the key tiles that its queries see.
+
+    Keys of long tiles are split into no more than `most_parts` segments in all.
+    """
     tile_len = 2 * tokens_per_block(group)
     cut = _cut(rows)
     segment_count = np.bincount(cut.piece, minlength=len(cut.q_begin))
@@ -148,10 +167,21 @@ def forward_tables(
     k_begin = cut.k_begin[segment]
     steps = _ceil_div(hi - k_begin, tile_keys) - (lo - k_begin) // tile_keys
     num_steps = np.add.reduceat(steps, np.flatnonzero(number == 0))
-    order = np.argsort(-_length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms), kind="stable")
+    walked = Steps(tile, segment, steps, _ceil_div(hi - k_begin, tile_keys))
+    parts = num_parts(num_steps, walked, kv_heads, num_sms, most_parts)
+    split = Split.of(parts, num_steps, segment_begin[piece], walked, cut.k_begin, cut.k_end, tile_keys)
+    tile, num_steps = split.tile, split.num_steps                # of parts too
+    length_class = _length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms)
+    order = np.lexsort((tile, split.part, piece[tile], -length_class))  # parts with the same keys side by side
+    nothing = np.zeros(len(cut.shift) + len(split.from_segment), dtype=np.int64)
+    is_split = parts > 1
     return ForwardTables(
-        _table((q_first, q_count, num_steps, segment_begin[piece]), order),
-        _table((cut.k_begin, cut.k_end, cut.shift, np.zeros_like(cut.shift))),
+        _table((q_first[tile], q_count[tile] + 256 * split.slot, num_steps, split.segment_begin), order),
+        _table((np.append(cut.k_begin, split.k_begin), np.append(cut.k_end, split.k_end),
+                np.append(cut.shift, cut.shift[split.from_segment]), nothing)),
+        _table((q_first[is_split], q_count[is_split], (np.cumsum(parts * is_split) - parts)[is_split],
+                parts[is_split])),
+        len(split.from_segment),
         _heads_outer(num_steps, num_sms),
     )
 
@@ -284,11 +314,12 @@ def _table(columns: tuple[np.ndarray, ...], order: np.ndarray | slice = slice(No
 
 def _counts(forward: ForwardTables, backward: BackwardTables) -> dict[str, int]:
     return {
-        "tiles": len(forward.tiles),
-        "segments": len(forward.segments),
+        "tiles": len(forward.tiles) - forward.num_parts + len(forward.merges),
+        "segments": len(forward.segments) - forward.num_part_segments,
         "items": len(backward.items),
         "rows": len(backward.rows),
         "blocks": len(backward.blocks),
+        "parts": forward.num_part_segments,
     }
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
 from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
+from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling.timing import Run, in_turns, queued_samples, samples
@@ -240,12 +241,13 @@ def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any
     """What cost.work_list needs to know of this kernel and device; None of a kernel without a work list.
 
     A quarter of the multiprocessors get an item each, short ones and long ones: the launch is what items of no length
-    would take. Then all of them get a long one: the ratio of the times is the speed-up on an idle device.
+    would take. Then all of them get a long one: the ratio of the times is the speed-up on an idle device. The others
+    are spared, so that no item is split for them.
     """
-    sizes = getattr(chosen.kernel, "item_sizes", None)
-    if sizes is None or chosen.device.type != "cuda":
+    kernel = chosen.kernel
+    if not isinstance(kernel, HopperKernel) or chosen.device.type != "cuda":
         return None
-    query_rows, key_tokens = sizes(chosen.model.head_dim)
+    query_rows, key_tokens = kernel.item_sizes(chosen.model.head_dim)
     workers = torch.cuda.get_device_properties(chosen.device).multi_processor_count
     kv_heads = chosen.model.kv_heads_per_rank(chosen.tp)
     tile = query_rows * kv_heads // chosen.model.heads_per_rank(chosen.tp)
@@ -253,8 +255,9 @@ def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any
     def calls(num_items: int, length: int) -> list[Run]:
         """Forward and backward of items that walk so many tiles; all queries see all keys."""
         number, zero = max(1, num_items // kv_heads), np.zeros(1, dtype=np.int64)
+        only = replace(chosen, kernel=replace(kernel, spare_multiprocessors=max(0, workers - number * kv_heads)))
         sides = (number * tile, length * key_tokens), (length * tile, number * key_tokens)
-        return [_call(chosen, tensors, TaskRows(zero, zero + q, zero, zero + k, zero + k), bool(backward))
+        return [_call(only, tensors, TaskRows(zero, zero + q, zero, zero + k, zero + k), bool(backward))
                 for backward, (q, k) in enumerate(sides)]
 
     few = workers // 4

@@ -1,7 +1,6 @@
 """Attention's seconds: bounds by arithmetic, tails against items dealt one by one, heads that fit or are refused."""
 
 import functools
-import heapq
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from distca.cost import shipped_tables
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.cost.shipped_tables import shipped_names, shipped_table
-from distca.cost.work_list import WorkList, _makespan
+from distca.cost.work_list import WorkList
 from distca.models import model_named
 from distca.spec import ModelShape
 
@@ -178,12 +177,29 @@ def test_servers_do_not_disturb_each_other(batch: Tasks, backward: bool) -> None
 
 @pytest.mark.parametrize(("num_items", "waves"), [(4, 1), (132, 1), (133, 2), (264, 2), (265, 3), (1_056, 8)])
 def test_equal_items_take_whole_waves(num_items: int, waves: int) -> None:
-    """Forward, one KV head, 4 query heads: an item is 32 queries; backward it is 128 keys."""
-    one = 32 * 65_536 / 1e11 * 132
-    (found,) = WITH_LIST.servers(*columns([32 * num_items], [65_536], [0]), 1, aligned=np.array([False]))
-    assert found == pytest.approx(waves * one + 8e-6, rel=0.01)
+    """Backward, one KV head: an item is 128 keys."""
     (found,) = WITH_LIST.servers(*columns([256], [128 * num_items], [0]), 1, True, aligned=np.array([False]))
     assert found == pytest.approx(waves * 2 * 256 * 128 / 1e11 * 132 + 24e-6, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_items", "waves"), [
+    (4, 1 / 33), (64, 1 / 2), (120, 1), (132, 1), (192, 3 / 2), (250, 2), (264, 2), (1_056, 8),
+])
+def test_long_items_are_split_in_forward(num_items: int, waves: float) -> None:
+    """4 query heads: an item is 32 queries. Whole waves of parts come near the even share, where that is far.
+
+    4 items in 33 parts and 64 in 2 are one wave, 192 in 2 three of half the length. 120 and 250 end 10 and 6 % late at
+    most, which cutting would not gain. A launch and a part cost 8 and 3 µs more.
+    """
+    one = 32 * 65_536 / 1e11 * 132
+    (found,) = WITH_LIST.servers(*columns([32 * num_items], [65_536], [0]), 1, aligned=np.array([False]))
+    assert found == pytest.approx(waves * one + 8e-6, rel=0.01, abs=20e-6)
+
+
+def test_items_too_short_to_split_take_the_time_of_the_longest() -> None:
+    """One tile of 32 queries before 256 keys: 11 µs, of which no part would be worth 8 of merging."""
+    (found,) = WITH_LIST.servers(*columns([32], [256], [0]), 1, aligned=np.array([False]))
+    assert found == pytest.approx(32 * 256 / 1e11 * 132 + 8e-6, rel=0.01)
 
 
 def test_the_longest_item_bounds_a_document_in_backward() -> None:
@@ -203,22 +219,6 @@ def test_tasks_that_share_keys_share_items() -> None:
     item = 2 * 512 * 128 / 1e11 * 132
     assert apart == pytest.approx(2 * item + 24e-6, rel=0.01) == behind
     assert together == pytest.approx(4 * item + 24e-6, rel=0.01)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=400), st.integers(1, 30))
-def test_makespan_is_near_that_of_items_dealt_one_by_one(seconds: list[float], workers: int) -> None:
-    items = np.array(seconds)
-    (found,) = _makespan(items[None], workers)
-    free = [0.0] * workers
-    for one in items:
-        heapq.heapreplace(free, free[0] + one)
-    even = items.sum() / workers
-    assert found >= items[:workers].max() - 1e-12
-    assert max(even, found) <= (even + items.max()) * (1 + 1e-9)
-    assert max(even, found) == pytest.approx(max(free), rel=0.35)
-    if len(items) <= workers:
-        assert found == items.max()
 
 
 @given(st.integers(2, 12))

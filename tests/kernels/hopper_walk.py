@@ -25,29 +25,32 @@ def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int,
 def walk_forward(
     packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS,
     step_keys: int | None = None,
-) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """(head, q_first, q_count, k_tile_first, k_lo, k_hi, shift) of every step: its keys are [k_lo, k_hi).
+) -> Iterator[tuple[int, int, int, int, int, int, int, int]]:
+    """(head, q_first, q_count, part, k_tile_first, k_lo, k_hi, shift) of every step: its keys are [k_lo, k_hi).
 
-    The table counts in tiles of tile_keys; where dQ is computed by itself, steps have step_keys.
+    Parts of tiles are counted from 1; a whole tile is part 0. The table counts in tiles of tile_keys; where dQ is
+    computed by itself, steps have step_keys.
     """
     step_keys = step_keys or tile_keys
     ints = packed.tolist()
-    tiles_at, segments_at, total = capacity.forward_offsets()
+    tiles_at, segments_at, _, total = capacity.forward_offsets()
     assert len(ints) == total
     num_tiles, heads_outer = ints[:2]
     for tile, head in work(num_tiles, kv_heads, heads_outer):
         q_first, q_count, num_steps, segment = ints[tiles_at + 4 * tile : tiles_at + 4 * tile + 4]
+        part, q_count = divmod(q_count, 256)
         assert 0 < q_count <= 2 * (BLOCK_ROWS // group)
         assert num_steps > 0
         while num_steps > 0:
-            assert segment < capacity.segments
+            assert segment < capacity.segments + capacity.parts
             k_begin, k_end, shift, _ = ints[segments_at + 4 * segment : segments_at + 4 * segment + 4]
             hi = min(k_end, q_first + q_count + shift)
             lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
             n_hi, n_lo = -(-(hi - k_begin) // step_keys), (lo - k_begin) // step_keys
             for n in range(n_hi - 1, n_lo - 1, -1):
                 k_tile_first = k_begin + n * step_keys
-                yield head, q_first, q_count, k_tile_first, k_tile_first, min(k_end, k_tile_first + step_keys), shift
+                k_hi = min(k_end, k_tile_first + step_keys)
+                yield head, q_first, q_count, part, k_tile_first, k_tile_first, k_hi, shift
             num_steps -= max(0, -(-(hi - k_begin) // tile_keys) - (lo - k_begin) // tile_keys)
             segment += 1
         assert num_steps == 0, "a tile ends inside a segment"
@@ -109,16 +112,19 @@ def launch_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     tables: Tables,
+    num_parts: int,
     window: int | None,
     scale: float,
 ) -> None:
-    """hopper_launch.run_forward, with an online softmax over the steps of a tile."""
+    """hopper_launch.run_forward, with an online softmax over the steps of a tile, and over its parts."""
+    assert num_parts >= tables.num_parts
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
     walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window,
                         tiles_of(q.shape[2]).forward_keys)
-    for (head, q_first, q_count), steps in groupby(walk, key=lambda step: step[:3]):
+    parts = {}
+    for (head, q_first, q_count, part), steps in groupby(walk, key=lambda step: step[:4]):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         top = lse.new_full((q_count, group), -torch.inf)
         total, acc = torch.zeros_like(top), lse.new_zeros((q_count, group, v.shape[2]))
@@ -131,8 +137,29 @@ def launch_forward(
             p, less = torch.exp(scores - finite[..., None]), torch.exp(top - finite)
             total, top = total * less + p.sum(dim=-1), higher
             acc = acc * less[..., None] + torch.einsum("qhk,kd->qhd", p, v[k_lo:k_hi, head])
+        if part:
+            assert (part, head) not in parts, "two work items are the same part"
+            parts[part, head] = top, total, acc
+            continue
         write_once(out[queries, heads], acc / total[..., None], written[queries, heads])
         lse[queries, heads] = top + total.log()
+    for head, q_first, q_count, numbers in merges(tables, kv_heads):
+        queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
+        tops, totals, accs = (torch.stack(x) for x in zip(*(parts.pop((n, head)) for n in numbers), strict=True))
+        by = torch.exp(tops - tops.amax(dim=0))
+        total = (by * totals).sum(dim=0)
+        acc = (by[..., None] * accs).sum(dim=0)
+        write_once(out[queries, heads], acc / total[..., None], written[queries, heads])
+        lse[queries, heads] = tops.amax(dim=0) + total.log()
+    assert not parts, "parts that nobody merges"
+
+
+def merges(tables: Tables, kv_heads: int) -> Iterator[tuple[int, int, int, range]]:
+    """(head, q_first, q_count, parts) of every tile whose keys are split."""
+    packed, (*_, merges_at, _) = tables.forward.numpy(), tables.capacity.forward_offsets()
+    for q_first, q_count, first, count in packed[merges_at : merges_at + 4 * packed[2]].reshape(-1, 4).tolist():
+        for head in range(kv_heads):
+            yield head, q_first, q_count, range(first + 1, first + 1 + count)
 
 
 def launch_backward(
@@ -140,6 +167,7 @@ def launch_backward(
     gradients: tuple[torch.Tensor, ...],
     tables: Tables,
     num_blocks: int,
+    num_parts: int,
     window: int | None,
     scale: float,
     deterministic: bool,
@@ -151,6 +179,7 @@ def launch_backward(
     packed, (_, _, blocks_at, _) = tables.backward.numpy(), tables.capacity.backward_offsets()
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     assert num_blocks >= packed[2] == tables.num_blocks
+    assert num_parts >= tables.num_parts
     block_rows = backward_block_rows(q.shape[2])
     sums = lse.new_zeros((num_blocks, kv_heads, block_rows // group, group, q.shape[2]))
     written = torch.zeros(k.shape[:2], dtype=torch.bool)
@@ -187,7 +216,8 @@ def write_dq(
     tiles = tiles_of(q.shape[2])
     walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window, tiles.forward_keys,
                         tiles.dq_keys)
-    for (head, q_first, q_count), steps in groupby(walk, key=lambda step: step[:3]):
+    parts = {}
+    for (head, q_first, q_count, part), steps in groupby(walk, key=lambda step: step[:4]):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         total = q.new_zeros((q_count, group, q.shape[2]))
         for *_, k_lo, k_hi, shift in steps:
@@ -195,7 +225,15 @@ def write_dq(
             shown = seen(queries, torch.arange(k_lo, k_hi), shift, window)
             _, ds = differentiated(saved, queries, heads, tile, head, shown, scale)
             total += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
-        write_once(dq[queries, heads], total, written[queries, heads])
+        if part:
+            parts[part, head] = total
+        else:
+            write_once(dq[queries, heads], total, written[queries, heads])
+    for head, q_first, q_count, numbers in merges(tables, kv_heads):
+        queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
+        write_once(dq[queries, heads], torch.stack([parts.pop((n, head)) for n in numbers]).sum(dim=0),
+                   written[queries, heads])
+    assert not parts, "parts that nobody merges"
 
 
 def differentiated(

@@ -5,6 +5,7 @@ multiprocessors to spare, and what is refused.
 """
 
 import importlib
+import itertools
 import logging
 import re
 import sys
@@ -168,9 +169,9 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """A launch's storages are read while other threads run, as autograd's."""
     monkeypatch.setattr(hopper_launch, "tensor_map", lambda *_: cuda_driver.TensorMap())
     kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
-    monkeypatch.setattr(hopper_launch, "_forward_kernel", lambda *_: kernel)
+    monkeypatch.setattr(hopper_launch, "_forward_kernels", lambda *_: [kernel])
     place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), torch.Size([9, 2, 64]), 16, 32, 48,
-                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False)
+                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False, False)
     first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
     assert first is not None and again is first
     assert elsewhere is not None and elsewhere[0] is not first[0]
@@ -221,13 +222,13 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     device, shape = torch.device("cuda", 0), (head_dim, group)
     with caplog.at_level(logging.WARNING, logger="distca"):
-        for windowed in (False, True):
-            forward: Any = hopper_launch._forward_kernel.__wrapped__(device, *shape, windowed)
-            assert forward.function == "attention_forward"
+        for windowed, split in itertools.product((False, True), (False, True)):
+            forward: Any = hopper_launch._forward_kernels.__wrapped__(device, *shape, windowed, split)
+            assert [x.function for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
             for deterministic in (False, True):
                 backward: Any = hopper_launch._backward_kernels.__wrapped__(
-                    device, *shape, windowed, deterministic)
-                last = "attention_dq" if deterministic else "attention_write_dq"
-                assert [x.function for x in backward] == ["attention_delta", "attention_backward", last]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 8
+                    device, *shape, windowed, deterministic, split and deterministic)
+                last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
+                assert [x.function for x in backward] == ["attention_delta", "attention_backward", *last]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 12
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

@@ -74,7 +74,7 @@ def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_s
     expected = named(rows, window)
     forward, backward, capacity = both(rows, window, group, (2, num_sms))
     count = np.zeros((2, NUM_Q, NUM_K), dtype=int)
-    for head, q0, q_count, k_tile, k_lo, k_hi, shift in hopper_walk.walk_forward(
+    for head, q0, q_count, _, k_tile, k_lo, k_hi, shift in hopper_walk.walk_forward(
         forward.pack(capacity), capacity, group, 2, window
     ):
         assert k_tile <= k_lo < k_hi <= k_tile + TILE_KEYS

@@ -73,7 +73,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             }
         }
         if (tile.z == 0) return;
-        const int q_first = tile.x, q_end = tile.x + tile.y;
+        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
         int left = tile.z;  // in steps of forward
         bool is_first = true;
         for (int number = tile.w; left > 0; number++) {
@@ -150,8 +150,8 @@ INLINE void hide(float (&p)[SCORES], int4 step, int token0, int token1, int wind
     }
 }
 
-INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const float* delta, bf16* dq, int half,
-                    int kv_heads, float scale, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const float* delta, bf16* dq,
+                    float4* part_sums, int half, int kv_heads, float scale, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
     const float scale_log2 = scale * LOG2E;
@@ -218,9 +218,13 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
         arrive(barriers.douts_empty(half));
         blocks_full ^= 1;
         const u32 staging = base + AT_STAGING + half * ROW_TILE;
-        stage_rows(staging, ROW_PANEL, sum, scale, scale, warp, lane);
-        write_block(dq, staging, block, warp, lane);
-        __syncwarp();
+        if (SPLIT && is_part(tile)) {
+            write_part(part_sums, sum, part_block(tile, half, kv_heads));
+        } else {
+            stage_rows(staging, ROW_PANEL, sum, scale, scale, warp, lane);
+            write_block(dq, staging, block, warp, lane);
+            __syncwarp();
+        }
         if (!STAGED_APART) {
             fence_async_proxy();
             arrive(barriers.queries_empty(half));
@@ -233,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                  const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                  const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
                  const float* lse, const float* delta, bf16* dq, const int* table, u32* counter, int tiles_at,
-                 int segments_at, int kv_heads, float scale, int window) {
+                 int segments_at, int kv_heads, float scale, int window, float4* part_sums) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -264,6 +268,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     } else {
         take_registers<232>();
-        compute(base, barriers, lse, delta, dq, warpgroup - 1, kv_heads, scale, window);
+        compute(base, barriers, lse, delta, dq, part_sums, warpgroup - 1, kv_heads, scale, window);
     }
 }

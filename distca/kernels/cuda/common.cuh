@@ -1,7 +1,8 @@
 // What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
 //
 // Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
-// WINDOWED defined, backward with WITH_DQ too; wide heads (wide.cuh) with KEYS and DV besides. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
+// WINDOWED defined, backward with WITH_DQ too; wide heads (wide.cuh) with KEYS and DV besides; SPLIT where tiles of
+// queries may have their keys in parts. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
 // bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled`
 // names it for the rest.
 
@@ -19,6 +20,9 @@ struct alignas(64) TensorMap {
 #ifndef DV
 #define DV D  // head dim of values, where it is not that of queries and keys
 #endif
+#ifndef SPLIT
+#define SPLIT 0
+#endif
 
 constexpr int TOKENS = ROWS / G;  // in a block, whose rows are pairs of a token and a query head
 constexpr int PANELS = D / 64;
@@ -30,6 +34,7 @@ constexpr int READERS = 256;  // threads that compute
 constexpr float LOG2E = 1.4426950408889634f;
 
 #define INFINITE __int_as_float(0x7F800000)
+#define NONE -1e30f  // below all references of exponentials
 #define INLINE __device__ __forceinline__
 
 INLINE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
@@ -308,6 +313,30 @@ INLINE uint4 load_shared(u32 address) {
     return x;
 }
 
+// Where the keys of long tiles come in parts, each an item of its own, a tile's q_count has the part's number above its
+// lowest byte, counted from 1.
+INLINE int queries_of(int q_count) { return SPLIT ? q_count & 255 : q_count; }
+
+INLINE bool is_part(int4 tile) { return tile.y > 255; }
+
+struct Parts {  // as they wait to be merged
+    float4* sums;
+    float2* references;  // of a row's exponentials, and their sum
+};
+
+// Which block of sums is a part's: [parts, heads, halves].
+INLINE long part_block(int4 tile, int half, int kv_heads) {
+    return (static_cast<long>((tile.y >> 8) - 1) * kv_heads + tile.w) * 2 + half;
+}
+
+// A warpgroup's sums of a part, in the order in which they lie in registers; merge.cu puts a tile's parts together.
+template <int N>
+INLINE void write_part(float4* sums, const float (&x)[N], long block) {
+    float4* to = sums + block * (N / 4) * 128 + (threadIdx.x & 127);
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) to[i * 128] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+
 // One of the two blocks of a tile of queries, as it lies in memory.
 struct Block {
     int rows;
@@ -315,7 +344,7 @@ struct Block {
     int skip;    // from token to token
 
     INLINE Block(int4 tile, int half, int kv_heads)  // tile: q_first, q_count, steps, head
-        : rows(min(TOKENS, tile.y - half * TOKENS) * G),
+        : rows(min(TOKENS, queries_of(tile.y) - half * TOKENS) * G),
           first(static_cast<long>(tile.x + half * TOKENS) * kv_heads * G + tile.w * G),
           skip((kv_heads - 1) * G) {}
     INLINE long place(int row) const { return first + row + (row / G) * skip; }

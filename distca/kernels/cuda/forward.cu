@@ -62,7 +62,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         int entry, head;
         locate(work, item, kv_heads, entry, head);
         const int4 tile = tiles[entry];
-        const int q_first = tile.x, q_end = tile.x + tile.y;
+        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
         if (lane == 0) {
             *said = make_int4(tile.x, tile.y, tile.z, head);
             arrive_expecting(barriers.queries_full(slot), 2 * TOKENS * G * D * 2);
@@ -145,26 +145,10 @@ INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     products_commit();
 }
 
-// What a tile's sums are to be divided by; the log-sum-exp is written here.
-INLINE float2 finish_sums(float* lse, const Softmax& softmax, int4 tile, int half, int kv_heads, u32 warp, u32 lane) {
-    float sum0 = softmax.sum0, sum1 = softmax.sum1;
-#pragma unroll
-    for (int hop = 1; hop <= 2; hop++) {
-        sum0 += __shfl_xor_sync(~0u, sum0, hop);
-        sum1 += __shfl_xor_sync(~0u, sum1, hop);
-    }
-    const Block block = {tile, half, kv_heads};
-    const int row = 16 * warp + lane / 4;
-    if ((lane & 3) == 0 && row < block.rows) lse[block.place(row)] = (softmax.from0 + log2f(sum0)) * (1 / LOG2E);
-    if ((lane & 3) == 0 && row + 8 < block.rows)
-        lse[block.place(row + 8)] = (softmax.from1 + log2f(sum1)) * (1 / LOG2E);
-    return make_float2(sum0 > 0 ? __fdividef(1.f, sum0) : 0.f, sum1 > 0 ? __fdividef(1.f, sum1) : 0.f);
-}
-
 // The steps of all tiles are one stream: the first scores of a tile are issued with the last values of the one before,
 // whose results are written while the other warpgroup's products run.
-INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, int half, int kv_heads,
-                    float scale_log2, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,
+                    int half, int kv_heads, float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const u32 my_queries = base + AT_QUERIES + half * ROW_TILE;
     Ring<SLOTS> slots;
@@ -234,13 +218,18 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         value_ring.advance();
     };
     auto finish_tile = [&] {
-        return finish_sums(lse, softmax, load_said(base + AT_TILES + 16 * slot), half, kv_heads, not_before(warp),
-                           not_before(lane));
+        return finish_sums(lse, parts, softmax, load_said(base + AT_TILES + 16 * slot), half, kv_heads,
+                           not_before(warp), not_before(lane));
     };
     auto write = [&](float2 factors) {
         const u32 w = not_before(warp), l = not_before(lane), staging = my_queries + not_before(slot) * QUERY_SLOT;
-        stage_rows(staging, ROW_PANEL, o, factors.x, factors.y, w, l);
-        write_block(out, staging, Block(load_said(base + AT_TILES + 16 * slot), half, kv_heads), w, l);
+        const auto tile = [&] { return load_said(base + AT_TILES + 16 * slot); };
+        if (SPLIT && is_part(tile())) {
+            write_part(parts.sums, o, part_block(tile(), half, kv_heads));
+        } else {
+            stage_rows(staging, ROW_PANEL, o, factors.x, factors.y, w, l);
+            write_block(out, staging, Block(tile(), half, kv_heads), w, l);
+        }
         fence_async_proxy();
         arrive(barriers.queries_empty(slot));
     };
@@ -288,7 +277,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride) {
+                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride, float4* part_sums,
+                      float2* part_references) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -317,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<232>();
-        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, warpgroup - 1, kv_heads, scale * LOG2E,
-                window);
+        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
+                warpgroup - 1, kv_heads, scale * LOG2E, window);
     }
 }

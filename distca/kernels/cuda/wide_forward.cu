@@ -72,7 +72,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             copy_tile(shared, base, barriers, queries, tile, head, turn, lane);
             return;
         }
-        const int q_first = tile.x, q_end = tile.x + tile.y;
+        const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
         int value_first = 0, value_count = 0;  // values are copied one step behind their keys
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
@@ -85,7 +85,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
                 const int diagonal = q_first + shift - first;  // the last key that the first query sees
-                bool masked = diagonal < KEYS - 1 || count < KEYS || tile.y < 2 * TOKENS;
+                bool masked = diagonal < KEYS - 1 || count < KEYS || q_end - q_first < 2 * TOKENS;
                 if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
                 const u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
@@ -143,23 +143,8 @@ INLINE void quieten(float (&s)[SCORES], int rows, u32 warp, u32 lane) {
         if (row + ((i & 2) ? 8 : 0) >= rows) s[i] = 0;
 }
 
-// What a tile's sums are to be divided by; the log-sum-exp is written here.
-INLINE float2 finish_sums(float* lse, const Softmax& softmax, const Block& block, u32 warp, u32 lane) {
-    float sum0 = softmax.sum0, sum1 = softmax.sum1;
-#pragma unroll
-    for (int hop = 1; hop <= 2; hop++) {
-        sum0 += __shfl_xor_sync(~0u, sum0, hop);
-        sum1 += __shfl_xor_sync(~0u, sum1, hop);
-    }
-    const int row = 16 * warp + lane / 4;
-    if ((lane & 3) == 0 && row < block.rows) lse[block.place(row)] = (softmax.from0 + log2f(sum0)) * (1 / LOG2E);
-    if ((lane & 3) == 0 && row + 8 < block.rows)
-        lse[block.place(row + 8)] = (softmax.from1 + log2f(sum1)) * (1 / LOG2E);
-    return make_float2(sum0 > 0 ? __fdividef(1.f, sum0) : 0.f, sum1 > 0 ? __fdividef(1.f, sum1) : 0.f);
-}
-
-INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, int half, int kv_heads,
-                    float scale_log2, int window) {
+INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,
+                    int half, int kv_heads, float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
     const u32 queries = base + AT_QUERIES + half * ROW_TILE;
     Ring<STAGES> key_ring, value_ring;
@@ -168,9 +153,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     Softmax softmax;
     int flags;  // of the step whose probabilities are in p
 
-    auto block = [&](u32 of_turn) {
-        return Block(load_said(base + AT_TILES + 16 * (2 * half + not_before(of_turn))), half, kv_heads);
-    };
+    auto tile_said = [&](u32 of_turn) { return load_said(base + AT_TILES + 16 * (2 * half + not_before(of_turn))); };
     auto begin_scores = [&] {
         hold(s);
         products_begin();
@@ -192,7 +175,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         const u32 zero = flags >> 31;  // which the compiler does not know
         auto mask = [&] {
             softmax.mask(s, step, half, window, not_before(warp), not_before(lane));
-            const int rows = block(turn).rows;
+            const int rows = Block(tile_said(turn), half, kv_heads).rows;
             if (rows < ROWS) quieten(s, rows, not_before(warp), not_before(lane));
         };
         if (flags & MASKED) mask();
@@ -218,6 +201,18 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         wait(barriers.queries_full(half), turn);
         wait(barriers.keys_full(key_ring.stage), key_ring.full);
     };
+    auto finish_tile = [&] {  // the one before this turn's
+        return finish_sums(lse, parts, softmax, tile_said(turn ^ 1), half, kv_heads, not_before(warp),
+                           not_before(lane));
+    };
+    auto write = [&](float2 factors) {
+        const int4 tile = tile_said(turn ^ 1);
+        if (SPLIT && is_part(tile))
+            write_part(parts.sums, o, part_block(tile, half, kv_heads));
+        else
+            write_rows<DV>(out, o, factors.x, factors.y, Block(tile, half, kv_heads), not_before(warp),
+                           not_before(lane));
+    };
     auto step_said = [&] { return load_said(base + AT_STEPS + 16 * key_ring.stage); };
 
     wait(barriers.queries_full(half), turn);
@@ -242,31 +237,30 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
             softmax.rescale(o);
             round_pairs(p, s);
         }
-        const u32 ended = turn;
         turn ^= 1;
         if (!(flags & MORE)) break;
         begin_values();
         begin_tile();
         begin_scores();
-        const float2 factors = finish_sums(lse, softmax, block(ended), not_before(warp), not_before(lane));
+        const float2 factors = finish_tile();
         products_wait<1>();
         finish_values();
-        write_rows<DV>(out, o, factors.x, factors.y, block(ended), not_before(warp), not_before(lane));
+        write(factors);
         wait(barriers.queries_full(half), turn);  // long over; it keeps the writing in front of the wait for scores
         products_wait<0>();
     }
     begin_values();
     products_wait<0>();
     finish_values();
-    const float2 factors = finish_sums(lse, softmax, block(turn ^ 1), warp, lane);
-    write_rows<DV>(out, o, factors.x, factors.y, block(turn ^ 1), warp, lane);
+    write(finish_tile());
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride) {
+                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride,
+                      float4* part_sums, float2* part_references) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -293,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<240>();
-        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, warpgroup - 1, kv_heads, scale * LOG2E,
-                window);
+        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
+                warpgroup - 1, kv_heads, scale * LOG2E, window);
     }
 }

@@ -1,0 +1,97 @@
+
+// Tiles whose keys were split: their parts' sums in float32, put together in the order of the parts.
+//
+// Forward's parts have references of their own, from which a row's exponentials were taken; what a row saw no key of
+// has none and adds nothing. Parts of dQ are added up. A block of threads takes eight columns of 64 rows, as a
+// warpgroup's accumulators hold them: four numbers a thread, of two rows.
+
+constexpr int AHEAD = 8;  // parts that are loaded at once
+
+// A thread's sums of the parts so far: two columns of each of two rows.
+struct Merged {
+    float from[2] = {NONE, NONE}, sum[2] = {0, 0};  // references of exponentials, and their sums
+    float total[4] = {0, 0, 0, 0};
+
+    INLINE void add(float4 x, float2 upper, float2 lower) {
+        const float reference[2] = {upper.x, lower.x}, more[2] = {upper.y, lower.y}, numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float now = fmaxf(from[i], reference[i]);
+            const float keep = exp2_fast(from[i] - now), by = exp2_fast(reference[i] - now);
+            sum[i] = sum[i] * keep + more[i] * by;
+            from[i] = now;
+#pragma unroll
+            for (int j = 2 * i; j < 2 * i + 2; j++) total[j] = total[j] * keep + (by > 0 ? numbers[j] * by : 0.f);
+        }
+    }
+    INLINE void add(float4 x) {
+        total[0] += x.x;
+        total[1] += x.y;
+        total[2] += x.z;
+        total[3] += x.w;
+    }
+};
+
+template <int DIM, bool WEIGHTED>
+INLINE void merge(bf16* out, float* lse, const Parts& parts, float factor, const int* table, int merges_at,
+                  int kv_heads) {
+    constexpr int CHUNKS = DIM / 8;
+    const int4* merges = reinterpret_cast<const int4*>(table + merges_at);  // q_first, q_count, first part, parts
+    const u32 lane = threadIdx.x & 31;
+    const int row = 16 * (threadIdx.x >> 5) + lane / 4, items = table[2] * kv_heads * 2 * CHUNKS;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int chunk = item % CHUNKS, half = item / CHUNKS % 2, head = item / (2 * CHUNKS) % kv_heads;
+        const int4 tile = merges[item / (2 * CHUNKS * kv_heads)];
+        const Block block = {make_int4(tile.x, tile.y, 0, head), half, kv_heads};
+        const long first = (static_cast<long>(tile.z) * kv_heads + head) * 2 + half, skip = 2 * kv_heads;
+        const float4* sums = parts.sums + (first * CHUNKS + chunk) * 128 + threadIdx.x;
+        const float2* references = parts.references + first * ROWS + row;
+        Merged merged;
+        for (int part = 0; part < tile.w; part += AHEAD) {
+            float4 x[AHEAD];
+            float2 upper[AHEAD], lower[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const bool is_there = part + i < tile.w;  // else it adds nothing, so that no load waits for a branch
+                const long at = (part + i) * skip;
+                x[i] = is_there ? sums[at * CHUNKS * 128] : make_float4(0, 0, 0, 0);
+                if (WEIGHTED) upper[i] = is_there ? references[at * ROWS] : make_float2(NONE, 0);
+                if (WEIGHTED) lower[i] = is_there ? references[at * ROWS + 8] : make_float2(NONE, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (WEIGHTED)
+                    merged.add(x[i], upper[i], lower[i]);
+                else
+                    merged.add(x[i]);
+            }
+        }
+        float scaled[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float sum = merged.sum[j / 2];
+            scaled[j] = merged.total[j] * (!WEIGHTED ? factor : sum == 0 ? 0.f : 1 / sum);
+        }
+        u32 pairs[2];
+        round_pairs(pairs, scaled);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (row + 8 * i >= block.rows) continue;
+            const long place = block.place(row + 8 * i);
+            reinterpret_cast<u32*>(out + place * DIM + 8 * chunk)[lane & 3] = pairs[i];
+            if (WEIGHTED && chunk == 0 && (lane & 3) == 0)
+                lse[place] = (merged.from[i] + log2f(merged.sum[i])) * (1 / LOG2E);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    attention_merge(bf16* out, float* lse, float4* part_sums, float2* part_references, const int* table, int merges_at,
+                    int kv_heads) {
+    merge<DV, true>(out, lse, {part_sums, part_references}, 1.f, table, merges_at, kv_heads);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    attention_merge_dq(bf16* dq, float4* part_sums, const int* table, int merges_at, int kv_heads, float scale) {
+    merge<D, false>(dq, nullptr, {part_sums, nullptr}, scale, table, merges_at, kv_heads);
+}

@@ -1,0 +1,155 @@
+"""Keys of one tile split over work items: every pair is computed once by one part, and only where it is worth it.
+
+Tables are walked and launches played by hopper_walk.py, on the CPU. Tiles of 8 keys make long tiles of short rows.
+"""
+
+import importlib
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.kernels import TaskRows, hopper, hopper_launch, hopper_split
+from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper_tables import Capacity, ForwardTables, backward_tables, forward_tables
+from distca.kernels.interface import BackwardInputs, joined, visible
+
+sys.path.insert(0, str(Path(__file__).parent))
+accuracy, hopper_walk = importlib.import_module("hopper_accuracy"), importlib.import_module("hopper_walk")
+
+CPU = torch.device("cpu")
+HOPPER = HopperKernel()
+KEYS = 8
+
+
+def forward(rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, keys: int = KEYS,
+            most_parts: int | None = None) -> ForwardTables:
+    return forward_tables(joined(visible(rows, window), window), window, group, kv_heads, num_sms, keys, most_parts)
+
+
+def capacity_of(rows: TaskRows, window: int | None, group: int, tables: ForwardTables) -> Capacity:
+    inside = joined(visible(rows, window), window)
+    return Capacity.fitting(tables, backward_tables(inside, window, group, 1, 1))
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.none() | st.integers(100, 900), st.sampled_from([1, 4, 7]),
+       st.sampled_from([1, 2]), st.sampled_from([1e-3, 2.0]))
+@settings(max_examples=80, deadline=None)
+def test_parts_have_every_pair_of_their_tile_once(
+    seed: int, apart: bool, window: int | None, group: int, kv_heads: int, merge_steps: float
+) -> None:
+    """And keys from the last to the first over all parts of a tile, as the tile itself would walk them."""
+    rows = accuracy.random_rows(seed, 4, 150, 900, apart)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_split, "MERGE_STEPS", merge_steps)
+        split = forward(rows, window, group, kv_heads, 132)
+    whole = forward(rows, window, group, kv_heads, 132, most_parts=0)
+    assert whole.num_parts == 0 and len(whole.merges) == 0
+    steps = []
+    for tables in (split, whole):
+        capacity, found = capacity_of(rows, window, group, tables), defaultdict(list)
+        for head, q_first, q_count, part, *step in hopper_walk.walk_forward(
+            tables.pack(capacity), capacity, group, kv_heads, window, KEYS
+        ):
+            found[head, q_first, q_count].append((part, *step))
+        steps.append(found)
+    assert steps[0].keys() == steps[1].keys()
+    numbers = {(q_first, q_count): range(first + 1, first + 1 + count)
+               for q_first, q_count, first, count in split.merges.tolist()}
+    for (head, *tile), expected in steps[1].items():
+        walked = sorted(steps[0][head, *tile], key=lambda step: step[0])  # stable: steps of a part stay in order
+        assert [step[1:] for step in walked] == [step[1:] for step in expected]
+        assert sorted({step[0] for step in walked}) == list(numbers.get(tuple(tile), [0]))
+        lengths = np.bincount([step[0] for step in walked])
+        assert lengths.max() - lengths[lengths > 0].min() <= 1
+    parts = sorted(number for tile in numbers.values() for number in tile)
+    assert parts == list(range(1, split.num_parts + 1))
+
+
+def test_two_shards_before_512k_keys_fill_the_multiprocessors() -> None:
+    """64 tiles of 4,096 steps on 132: in halves, 2,048 steps where the even share is 1,986."""
+    shard = np.arange(2)
+    tables = forward(TaskRows.aligned(128 * shard, 128 * shard + 128, 2**19 * shard, 2**19 * (shard + 1)), None, 4, 8,
+                     132, 128)
+    assert tables.tiles[:, 2].tolist() == [2_048] * 16
+    assert tables.merges[:, 3].tolist() == [2] * 8
+    first = tables.segments[tables.tiles[:, 3]][:, :2].tolist()
+    assert first[0] == first[1] == first[2] == first[3] != first[4]  # tiles with the same keys side by side
+
+
+def test_one_tile_is_spread_over_all() -> None:
+    tables = forward(TaskRows.aligned([0], [32], [0], [2**19]), None, 4, 1, 132, 128)
+    assert len(tables.merges) == 1
+    assert 115 <= tables.num_parts <= 132
+
+
+@pytest.mark.parametrize("lengths", [[32_768], [8_192] * 4, [1_024] * 32, [20_001, 7_777, 3_333, 1_111, 300, 129, 17]])
+@pytest.mark.parametrize(("group", "kv_heads"), [(4, 8), (4, 1), (1, 32)])
+def test_batches_that_spread_evenly_are_not_split(lengths: list[int], group: int, kv_heads: int) -> None:
+    assert forward(TaskRows.documents(lengths), None, group, kv_heads, 132, 128).num_parts == 0
+
+
+def test_short_tiles_are_not_split() -> None:
+    """What merging costs, 8 steps, is more than what is gained."""
+    assert forward(TaskRows.aligned([0], [32], [0], [2_000]), None, 4, 1, 132, 128).num_parts == 0
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.integers(0, 60))
+@settings(max_examples=40, deadline=None)
+def test_no_more_parts_than_there_is_room_for(seed: int, apart: bool, most_parts: int) -> None:
+    rows = accuracy.random_rows(seed, 4, 150, 900, apart)
+    assert forward(rows, None, 4, 1, 132, KEYS, most_parts).num_part_segments <= most_parts
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches played on the CPU, tables as for 132 multiprocessors and as if merging cost next to nothing."""
+    monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
+    monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
+    monkeypatch.setattr(hopper, "free_multiprocessors", lambda device, spare: 132 - spare)
+    monkeypatch.setattr(hopper_split, "MERGE_STEPS", 0.1)
+
+
+def attend(tensors: list[torch.Tensor], prepared: HopperTasks) -> list[torch.Tensor]:
+    q, k, v, dout = tensors
+    out, lse = HOPPER.forward(q, k, v, prepared)
+    return [out, lse, *HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
+
+
+def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_launch.Tables:
+    q, k, v, _ = tensors
+    return prepared.kind(q, k, v, capturing=False).tables
+
+
+@pytest.mark.parametrize("window", [None, 400])
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_split_calls_are_exact(many: None, dim: int, window: int | None) -> None:
+    """Wide heads compute dQ by itself on forward's parts, in steps of other lengths."""
+    for seed in range(2):
+        rows = accuracy.random_rows(seed, 5, 60, 900, apart=bool(seed))
+        tensors = [x.double() for x in accuracy.random_inputs(60, 900, 2, 1, dim, CPU, seed)]
+        prepared = HOPPER.prepare(rows, CPU, window)
+        accuracy.assert_exact(attend(tensors, prepared), tensors, rows, window)
+        assert tables_of(tensors, prepared).num_parts > 0
+
+
+def test_rows_are_split_as_far_as_the_first_ones_made_room(many: None) -> None:
+    """More parts, or fewer, are no reason to refuse rows."""
+    tensors = [x.double() for x in accuracy.random_inputs(60, 2_000, 4, 1, 16, CPU)]
+    long, longer, short = (TaskRows.aligned([0], [q_len], [0], [kv_len])
+                           for q_len, kv_len in ((32, 800), (60, 2_000), (32, 100)))
+    for first, has_room in ((long, True), (short, False)):
+        prepared = HOPPER.prepare(first, CPU, most=(60, 2_000, 9))
+        attend(tensors, prepared)
+        room = tables_of(tensors, prepared).capacity.parts
+        assert (room > 0) is has_room
+        for rows in (longer, short, long):
+            HOPPER.refill(prepared, rows)
+            accuracy.assert_exact(attend(tensors, prepared), tensors, rows)
+            assert tables_of(tensors, prepared).num_parts <= room
+            assert (tables_of(tensors, prepared).num_parts > 0) == (has_room and rows is not short)
