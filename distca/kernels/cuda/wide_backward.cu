@@ -21,28 +21,6 @@ INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) 
     }
 }
 
-// Keys or values of this warp's rows, as left operands.
-template <int COUNT>
-INLINE void load_rows(u32 (&to)[COUNT][4], u32 tile, u32 warp, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        load_matrices(to[i], tile + i / 4 * KEY_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
-}
-
-// Products of 64 keys with a block over DIM: transposed scores, or those of values and output gradients.
-template <int DIM, int COUNT>
-INLINE void issue_transposed(float (&s)[SCORES], const u32 (&held)[COUNT][4], u32 tile, u32 block) {
-#pragma unroll
-    for (int i = 0; i < DIM / 16; i++) {
-        const u64 b = inner_descriptor(block + i / 4 * ROW_PANEL) + i % 4 * INNER_STEP;
-        if (i < COUNT)
-            product<0>(s, held[i][0], held[i][1], held[i][2], held[i][3], b, i > 0);
-        else
-            product<0, 0>(s, inner_descriptor(tile + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b, true);
-    }
-    products_commit();
-}
-
 struct KeyRows {  // of a tile, as they lie in memory
     int rows;
     long first;
@@ -69,7 +47,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         if (tile.z == 0) return;
         float s[SCORES], sums[DV / 2];
         u32 keys[HELD_KEYS][4], p[SCORES / 2];
-        load_rows(keys, base + AT_KEYS, warp, lane);
+        load_rows(keys, base + AT_KEYS, KEY_PANEL, warp, lane);
         if (P_OVER_KEYS)
             sync_named(1, 128);  // all warps have theirs
         else
@@ -81,7 +59,8 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             wait(barriers.queries_full(query_ring.stage), query_ring.full);
             hold(s);
             products_begin();
-            issue_transposed<D>(s, keys, base + AT_KEYS, base + AT_QUERIES + query_ring.stage * ROW_TILE);
+            issue_rows<D, HELD_KEYS>(s, base + AT_KEYS, KEY_PANEL, base + AT_QUERIES + query_ring.stage * ROW_TILE,
+                                     ROW_PANEL, keys);
         };
         auto finish_scores = [&] {
             hold(s);
@@ -164,7 +143,7 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
         tile_full ^= 1;
         float dp[SCORES], sums[D / 2];
         u32 values[HELD_VALUES][4], ds[SCORES / 2];
-        load_rows(values, base + AT_VALUES, warp, lane);
+        load_rows(values, base + AT_VALUES, KEY_PANEL, warp, lane);
         if (HELD_VALUES == DV / 16) arrive(barriers.values_empty());
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sums[i] = 0;
@@ -173,7 +152,8 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
             wait(barriers.douts_full(dout_ring.stage), dout_ring.full);
             hold(dp);
             products_begin();
-            issue_transposed<DV>(dp, values, base + AT_VALUES, base + AT_DOUTS + dout_ring.stage * DOUT_TILE);
+            issue_rows<DV, HELD_VALUES>(dp, base + AT_VALUES, KEY_PANEL, base + AT_DOUTS + dout_ring.stage * DOUT_TILE,
+                                        ROW_PANEL, values);
         };
         auto make_ds = [&] {
             const u32 delta = base + AT_DELTA + dout_ring.stage * ROWS * 4 + columns;
