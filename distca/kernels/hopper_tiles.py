@@ -27,7 +27,7 @@ class Tiles:
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
 
 
-_WIDE_FORWARD = ("common.cuh", "wide.cuh", "wide_forward.cu")
+_WIDE_FORWARD = ("common.cuh", "wide.cuh", "forward_softmax.cuh", "wide_forward.cu")
 _WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_maps.cuh", "wide_backward_copy.cuh", "wide_backward.cu",
                   "backward_ends.cu")
 

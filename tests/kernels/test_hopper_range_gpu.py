@@ -27,6 +27,7 @@ accuracy = importlib.import_module("hopper_accuracy")
 GPU = torch.device("cuda")
 HOPPER = HopperKernel()
 random_inputs = partial(accuracy.random_inputs, device=GPU)
+DIMS = (64, 128, 192, 256)
 MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 
@@ -52,7 +53,7 @@ def assert_forward_exact(tensors: list[torch.Tensor], rows: TaskRows, window: in
 
 @gpu
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_scores_grow_beyond_the_range_of_what_came_before(dim: int, window: int | None) -> None:
     rows = TaskRows.aligned(np.array([0, 300, 800]), np.array([300, 800, 900]), np.array([0, 0, 100]),
                             np.array([700, 900, 500]))
@@ -65,18 +66,19 @@ def test_scores_grow_beyond_the_range_of_what_came_before(dim: int, window: int 
 
 
 @gpu
+@pytest.mark.parametrize("dim", DIMS[1:])
 @pytest.mark.parametrize("group", [1, 7])
-def test_rows_that_meet_no_visible_key_at_first(group: int) -> None:
+def test_rows_that_meet_no_visible_key_at_first(group: int, dim: int) -> None:
     """Tiles of queries end just behind a tile of keys, so that their first rows see none of the first keys met."""
-    lengths = np.array([129, 130, 191, 257, 385])
+    lengths = np.array([81, 129, 130, 161, 191, 257, 385])
     ends = np.cumsum(lengths)
     rows = TaskRows.aligned(ends - lengths, ends, ends - lengths, ends)
-    tensors = growing(random_inputs(int(ends[-1]), int(ends[-1]), 2 * group, 2, 128), 30.0)
+    tensors = growing(random_inputs(int(ends[-1]), int(ends[-1]), 2 * group, 2, dim), 30.0)
     assert_forward_exact(tensors, rows)
 
 
 @gpu
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS)
 def test_a_row_of_nan_leaves_the_others_of_its_warp_as_they_are(dim: int) -> None:
     rows = TaskRows.documents([700])
     q, k, v, _ = random_inputs(700, 700, 4, 1, dim)

@@ -126,6 +126,18 @@ INLINE void exponentiate(float (&s)[SCORES], float lse0, float lse1, float scale
     }
 }
 
+// x, not before this place: with zero bits from a barrier that is full. The compiler would put exponentials in front of
+// the products that are issued before them.
+INLINE float behind(float x, u32 barrier, u32 parity) {
+    u32 bits;
+    asm volatile(
+        "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.b32 %0, 0, 1, done;\n}"
+        : "=r"(bits)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return __uint_as_float(__float_as_uint(x) | bits);
+}
+
 INLINE void hide(float (&p)[SCORES], int4 step, int token0, int token1, int window, u32 lane) {
     const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
     const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
@@ -172,7 +184,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
             const int4 step = load_said(base + AT_STEPS + 16 * stage);
             products_begin();
             issue_rows<DV>(dp, douts, ROW_PANEL, base + AT_VALUES + value_ring.stage * VALUE_TILE, KEY_PANEL);
-            exponentiate(s, lse0, lse1, scale_log2);
+            exponentiate(s, lse0, lse1, behind(scale_log2, barriers.values_full(value_ring.stage), value_ring.full));
             if (step.z) hide(s, step, token0, token1, window, lane);
             products_wait<0>();
             hold(dp);

@@ -145,29 +145,6 @@ INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     products_commit();
 }
 
-// What a tile's sums are to be divided by; the log-sum-exp is written here.
-INLINE float2 finish_sums(float* lse, const Parts& parts, const Softmax& softmax, int4 tile, int half, int kv_heads,
-                          u32 warp, u32 lane) {
-    float sum0 = softmax.sum0, sum1 = softmax.sum1;
-#pragma unroll
-    for (int hop = 1; hop <= 2; hop++) {
-        sum0 += __shfl_xor_sync(~0u, sum0, hop);
-        sum1 += __shfl_xor_sync(~0u, sum1, hop);
-    }
-    const Block block = {tile, half, kv_heads};
-    const int row = 16 * warp + lane / 4;
-    if (SPLIT && is_part(tile)) {
-        float2* to = parts.references + part_block(tile, half, kv_heads) * ROWS + row;
-        if ((lane & 3) == 0) to[0] = make_float2(softmax.from0, sum0);
-        if ((lane & 3) == 0) to[8] = make_float2(softmax.from1, sum1);
-        return make_float2(1.f, 1.f);
-    }
-    if ((lane & 3) == 0 && row < block.rows) lse[block.place(row)] = (softmax.from0 + log2f(sum0)) * (1 / LOG2E);
-    if ((lane & 3) == 0 && row + 8 < block.rows)
-        lse[block.place(row + 8)] = (softmax.from1 + log2f(sum1)) * (1 / LOG2E);
-    return make_float2(sum0 > 0 ? __fdividef(1.f, sum0) : 0.f, sum1 > 0 ? __fdividef(1.f, sum1) : 0.f);
-}
-
 // The steps of all tiles are one stream: the first scores of a tile are issued with the last values of the one before,
 // whose results are written while the other warpgroup's products run.
 INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,

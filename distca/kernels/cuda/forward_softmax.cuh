@@ -5,7 +5,8 @@
 // and later steps need not look for theirs. A sum beyond MOST says that it was not near enough; the warp then does the
 // step again with its own largest score.
 
-constexpr float MOST = 1e18f;   // of a sum: far from where numbers end, and no score of a model comes near
+constexpr float MOST = 1e18f;     // of a sum: far from where numbers end, and no score of a model comes near
+constexpr int SCORES = KEYS / 2;  // of a thread
 
 INLINE float depending(float x, float on, u32 zero) {
     return __uint_as_float(__float_as_uint(x) | (__float_as_uint(on) & zero));
@@ -17,12 +18,12 @@ struct Softmax {
     float sum0 = 0, sum1 = 0;          // this lane's parts
     float keep0 = 1, keep1 = 1;        // what earlier sums are to be scaled by where references have moved
 
-    INLINE void mask(float (&s)[64], int4 step, int half, int window, u32 warp, u32 lane) {
+    INLINE void mask(float (&s)[SCORES], int4 step, int half, int window, u32 warp, u32 lane) {
         const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
         const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
         const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
 #pragma unroll
-        for (int i = 0; i < 64; i++) {
+        for (int i = 0; i < SCORES; i++) {
             const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
             bool hidden = column > ((i & 2) ? last1 : last0);
             if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
@@ -32,10 +33,10 @@ struct Softmax {
 
     INLINE bool lacks_references() const { return __any_sync(~0u, from0 == NONE || from1 == NONE); }
 
-    INLINE void find_references(const float (&s)[64], float scale_log2) {
+    INLINE void find_references(const float (&s)[SCORES], float scale_log2) {
         float high0 = -INFINITE, high1 = -INFINITE;
 #pragma unroll
-        for (int i = 0; i < 64; i += 4) {
+        for (int i = 0; i < SCORES; i += 4) {
             high0 = fmaxf(high0, fmaxf(s[i], s[i + 1]));
             high1 = fmaxf(high1, fmaxf(s[i + 2], s[i + 3]));
         }
@@ -55,13 +56,14 @@ struct Softmax {
     }
 
     // Exponentials in place, and their sums; false, and no sums, where they are out of range and may be done again.
-    INLINE bool exponentiate(float (&s)[64], float scale_log2, u32 zero, bool is_last_try) {
+    INLINE bool exponentiate(float (&s)[SCORES], float scale_log2, u32 zero, bool is_last_try) {
         // Left alone, the compiler takes all products first, and in the end the special function unit, which is slow,
         // waits for itself. So products depend, by zero bits, on exponentials of some numbers before.
         constexpr int GROUP = D == 64 ? 4 : 8, LAG = D == 64 ? 8 : 12;
-        float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2, then0[16], then1[16];
+        float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2;
+        float then0[SCORES / 4], then1[SCORES / 4];
 #pragma unroll
-        for (int i = 0; i < 64; i += 4) {
+        for (int i = 0; i < SCORES; i += 4) {
             if (i >= LAG && i % GROUP == 0) {
                 factor0 = depending(scale_log2, then0[(i - LAG) / 4], zero);
                 factor1 = depending(scale_log2, then1[(i - LAG) / 4], zero);
@@ -79,11 +81,34 @@ struct Softmax {
         return true;
     }
 
-    INLINE void rescale(float (&o)[D / 2]) const {
+    INLINE void rescale(float (&o)[DV / 2]) const {
         if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f)) {
 #pragma unroll
-            for (int i = 0; i < D / 2; i++) o[i] *= (i & 2) ? keep1 : keep0;
+            for (int i = 0; i < DV / 2; i++) o[i] *= (i & 2) ? keep1 : keep0;
         }
     }
 };
+
+// What a tile's sums are to be divided by; the log-sum-exp is written here.
+INLINE float2 finish_sums(float* lse, const Parts& parts, const Softmax& softmax, int4 tile, int half, int kv_heads,
+                          u32 warp, u32 lane) {
+    float sum0 = softmax.sum0, sum1 = softmax.sum1;
+#pragma unroll
+    for (int hop = 1; hop <= 2; hop++) {
+        sum0 += __shfl_xor_sync(~0u, sum0, hop);
+        sum1 += __shfl_xor_sync(~0u, sum1, hop);
+    }
+    const Block block = {tile, half, kv_heads};
+    const int row = 16 * warp + lane / 4;
+    if (SPLIT && is_part(tile)) {
+        float2* to = parts.references + part_block(tile, half, kv_heads) * ROWS + row;
+        if ((lane & 3) == 0) to[0] = make_float2(softmax.from0, sum0);
+        if ((lane & 3) == 0) to[8] = make_float2(softmax.from1, sum1);
+        return make_float2(1.f, 1.f);
+    }
+    if ((lane & 3) == 0 && row < block.rows) lse[block.place(row)] = (softmax.from0 + log2f(sum0)) * (1 / LOG2E);
+    if ((lane & 3) == 0 && row + 8 < block.rows)
+        lse[block.place(row + 8)] = (softmax.from1 + log2f(sum1)) * (1 / LOG2E);
+    return make_float2(sum0 > 0 ? __fdividef(1.f, sum0) : 0.f, sum1 > 0 ? __fdividef(1.f, sum1) : 0.f);
+}
 

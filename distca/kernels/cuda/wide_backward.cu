@@ -5,8 +5,10 @@
 // shared memory, where each thread finds those of the same places, and makes dS and dK. So scores and dP have 64
 // columns each, and the left operands of dV and dK stay in registers: halves of one product in both warpgroups would
 // read shared memory half as often again as the tensor cores can wait for. For the same reason keys and values stay in
-// registers as far as there are any. dQ has a kernel of its own (backward_dq.cu): with so few keys in a tile, adding it
-// up in memory takes longer than computing scores and dP twice.
+// registers as far as there are any. Where shared memory is short, probabilities stand where the keys that are held
+// were, which leaves room for a third block of queries: a block is free only when dK has it, and the next but one would
+// arrive late. dQ has a kernel of its own (backward_dq.cu): with so few keys in a tile, adding it up in memory takes
+// longer than computing scores and dP twice.
 
 INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) {
 #pragma unroll
@@ -19,63 +21,23 @@ INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) 
     }
 }
 
-// Keys or values of this warp's rows, as left operands.
-template <int COUNT>
-INLINE void load_rows(u32 (&to)[COUNT][4], u32 tile, u32 warp, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        load_matrices(to[i], tile + i / 4 * KEY_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
-}
+struct KeyRows {  // of a tile, as they lie in memory
+    int rows;
+    long first;
+    int skip;
 
-// Products of 64 keys with a block over DIM: transposed scores, or those of values and output gradients.
-template <int DIM, int COUNT>
-INLINE void issue_transposed(float (&s)[SCORES], const u32 (&held)[COUNT][4], u32 tile, u32 block) {
-#pragma unroll
-    for (int i = 0; i < DIM / 16; i++) {
-        const u64 b = inner_descriptor(block + i / 4 * ROW_PANEL) + i % 4 * INNER_STEP;
-        if (i < COUNT)
-            product<0>(s, held[i][0], held[i][1], held[i][2], held[i][3], b, i > 0);
-        else
-            product<0, 0>(s, inner_descriptor(tile + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b, true);
-    }
-    products_commit();
-}
-
-// A warp writes its 16 keys' gradients, 64 columns at a time.
-template <int DIM>
-INLINE void write_keys(bf16* out, u32 staging, const float (&x)[DIM / 2], float factor, int4 tile, int kv_heads,
-                       u32 warp, u32 lane) {
-    const u32 staged_row = 16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7);
-#pragma unroll
-    for (int panel = 0; panel < DIM / 64; panel++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float scaled[8];
-#pragma unroll
-            for (int e = 0; e < 8; e++) scaled[e] = x[32 * panel + 8 * j + e] * factor;
-            u32 pairs[4];
-            round_pairs(pairs, scaled);
-            store_matrices(staging + swizzled(staged_row, 2 * j + (lane >> 4)), pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = 16 * warp + 4 * i + lane / 8, chunk = lane % 8;
-            const uint4 numbers = load_shared(staging + swizzled(row, chunk));
-            if (row < tile.y)
-                reinterpret_cast<uint4*>(out + (static_cast<long>(tile.x + row) * kv_heads + tile.w) * DIM +
-                                         panel * 64)[chunk] = numbers;
-        }
-        __syncwarp();
-    }
-}
+    INLINE KeyRows(int4 tile, int kv_heads)
+        : rows(tile.y), first(static_cast<long>(tile.x) * kv_heads + tile.w), skip(kv_heads) {}
+    INLINE long place(int row) const { return first + row * skip; }
+};
 
 // Probabilities and dV.
 INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_heads, float scale_log2, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int row = 16 * warp + lane / 4;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
-    Ring<STAGES> ring;
+    Ring<QUERY_STAGES> query_ring;
+    Ring<DOUT_STAGES> dout_ring;
     Ring<2> p_ring;
     u32 tile_full = 0;
     while (true) {
@@ -85,21 +47,25 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         if (tile.z == 0) return;
         float s[SCORES], sums[DV / 2];
         u32 keys[HELD_KEYS][4], p[SCORES / 2];
-        load_rows(keys, base + AT_KEYS, warp, lane);
-        if (HELD_KEYS == D / 16) arrive(barriers.keys_empty());
+        load_rows(keys, base + AT_KEYS, KEY_PANEL, warp, lane);
+        if (P_OVER_KEYS)
+            sync_named(1, 128);  // all warps have theirs
+        else
+            arrive(barriers.keys_empty());
 #pragma unroll
         for (int i = 0; i < DV / 2; i++) sums[i] = 0;
 
         auto begin_scores = [&] {
-            wait(barriers.queries_full(ring.stage), ring.full);
+            wait(barriers.queries_full(query_ring.stage), query_ring.full);
             hold(s);
             products_begin();
-            issue_transposed<D>(s, keys, base + AT_KEYS, base + AT_QUERIES + ring.stage * ROW_TILE);
+            issue_rows<D, HELD_KEYS>(s, base + AT_KEYS, KEY_PANEL, base + AT_QUERIES + query_ring.stage * ROW_TILE,
+                                     ROW_PANEL, keys);
         };
         auto finish_scores = [&] {
             hold(s);
-            const int masked = load_said(base + AT_BLOCKS + 32 * ring.stage + 16).x;
-            const u32 lse = base + AT_LSE + ring.stage * ROWS * 4 + columns;
+            const int masked = load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).x;
+            const u32 lse = base + AT_LSE + query_ring.stage * ROWS * 4 + columns;
 #pragma unroll
             for (int i = 0; i < SCORES; i += 4) {
                 const float2 less = load_pair(lse + i * 8);
@@ -108,8 +74,8 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
                 s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
                 s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
             }
-            if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * ring.stage), row, window, lane);
-            arrive(barriers.queries_empty(ring.stage));
+            if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * query_ring.stage), row, window, lane);
+            arrive(barriers.queries_empty(query_ring.stage));
         };
         auto hand_over = [&] {
             round_pairs(p, s);
@@ -121,18 +87,19 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             arrive(barriers.p_full(p_ring.stage));
             p_ring.advance();
         };
-        auto begin_dv = [&](const Ring<STAGES>& at) {
-            wait(barriers.douts_full(at.stage), at.full);
+        auto begin_dv = [&] {
+            wait(barriers.douts_full(dout_ring.stage), dout_ring.full);
             hold(p);
             hold(sums);
             products_begin();
-            issue_sums<ROWS>(sums, p, base + AT_DOUTS + at.stage * DOUT_TILE, ROW_PANEL);
+            issue_sums<ROWS>(sums, p, base + AT_DOUTS + dout_ring.stage * DOUT_TILE, ROW_PANEL);
         };
-        auto finish_dv = [&](u32 stage) {
+        auto finish_dv = [&] {
             products_wait<0>();
             hold(sums);
             hold(p);
-            arrive(barriers.douts_empty(stage));
+            arrive(barriers.douts_empty(dout_ring.stage));
+            dout_ring.advance();
         };
 
         begin_scores();
@@ -140,20 +107,22 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         finish_scores();
         hand_over();
         for (int left = tile.z - 1; left > 0; left--) {
-            const Ring<STAGES> at = ring;
-            ring.advance();
+            query_ring.advance();
             begin_scores();
-            begin_dv(at);
+            begin_dv();
             products_wait<1>();
             finish_scores();
-            finish_dv(at.stage);
+            finish_dv();
             hand_over();
         }
-        if (HELD_KEYS < D / 16) arrive(barriers.keys_empty());
-        begin_dv(ring);
-        finish_dv(ring.stage);
-        ring.advance();
-        write_keys<DV>(dv, base + AT_STAGING, sums, 1.f, tile, kv_heads, warp, lane);
+        query_ring.advance();
+        if (P_OVER_KEYS) {
+            fence_async_proxy();
+            arrive(barriers.keys_empty());
+        }
+        begin_dv();
+        finish_dv();
+        write_rows<DV>(dv, sums, 1.f, 1.f, KeyRows(tile, kv_heads), warp, lane);
     }
 }
 
@@ -161,31 +130,33 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
 INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const u32 columns = 2 * (lane & 3) * 4;
-    Ring<STAGES> ring;
+    Ring<QUERY_STAGES> query_ring;
+    Ring<DOUT_STAGES> dout_ring;
     Ring<2> p_ring;
     u32 tile_full = 0;
     while (true) {
         wait(barriers.keys_full(), tile_full);
         const int4 tile = load_said(base + AT_TILE);
-        arrive(barriers.keys_empty());
+        if (!P_OVER_KEYS) arrive(barriers.keys_empty());
         if (tile.z == 0) return;
         wait(barriers.values_full(), tile_full);
         tile_full ^= 1;
         float dp[SCORES], sums[D / 2];
         u32 values[HELD_VALUES][4], ds[SCORES / 2];
-        load_rows(values, base + AT_VALUES, warp, lane);
+        load_rows(values, base + AT_VALUES, KEY_PANEL, warp, lane);
         if (HELD_VALUES == DV / 16) arrive(barriers.values_empty());
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sums[i] = 0;
 
         auto begin_dp = [&] {
-            wait(barriers.douts_full(ring.stage), ring.full);
+            wait(barriers.douts_full(dout_ring.stage), dout_ring.full);
             hold(dp);
             products_begin();
-            issue_transposed<DV>(dp, values, base + AT_VALUES, base + AT_DOUTS + ring.stage * DOUT_TILE);
+            issue_rows<DV, HELD_VALUES>(dp, base + AT_VALUES, KEY_PANEL, base + AT_DOUTS + dout_ring.stage * DOUT_TILE,
+                                        ROW_PANEL, values);
         };
         auto make_ds = [&] {
-            const u32 delta = base + AT_DELTA + ring.stage * ROWS * 4 + columns;
+            const u32 delta = base + AT_DELTA + dout_ring.stage * ROWS * 4 + columns;
             wait(barriers.p_full(p_ring.stage), p_ring.full);
 #pragma unroll
             for (int i = 0; i < SCORES / 8; i++) {
@@ -201,20 +172,22 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
             }
             arrive(barriers.p_empty(p_ring.stage));
             p_ring.advance();
-            arrive(barriers.douts_empty(ring.stage));
+            arrive(barriers.douts_empty(dout_ring.stage));
+            dout_ring.advance();
             round_pairs(ds, dp);
         };
         auto begin_dk = [&] {
-            wait(barriers.queries_full(ring.stage), ring.full);
+            wait(barriers.queries_full(query_ring.stage), query_ring.full);
             hold(ds);
             hold(sums);
             products_begin();
-            issue_sums<ROWS>(sums, ds, base + AT_QUERIES + ring.stage * ROW_TILE, ROW_PANEL);
+            issue_sums<ROWS>(sums, ds, base + AT_QUERIES + query_ring.stage * ROW_TILE, ROW_PANEL);
         };
-        auto finish_dk = [&](u32 stage) {
+        auto finish_dk = [&] {
             hold(sums);
             hold(ds);
-            arrive(barriers.queries_empty(stage));
+            arrive(barriers.queries_empty(query_ring.stage));
+            query_ring.advance();
         };
 
         begin_dp();
@@ -223,21 +196,22 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
         for (int left = tile.z - 1; left > 0; left--) {
             make_ds();
             begin_dk();
-            const u32 stage = ring.stage;
-            ring.advance();
             begin_dp();
             products_wait<1>();
-            finish_dk(stage);
+            finish_dk();
             products_wait<0>();
             hold(dp);
         }
         make_ds();
+        if (P_OVER_KEYS) {
+            fence_async_proxy();
+            arrive(barriers.keys_empty());
+        }
         if (HELD_VALUES < DV / 16) arrive(barriers.values_empty());
         begin_dk();
         products_wait<0>();
-        finish_dk(ring.stage);
-        ring.advance();
-        write_keys<D>(dk, base + AT_STAGING + KEY_PANEL, sums, scale, tile, kv_heads, warp, lane);
+        finish_dk();
+        write_rows<D>(dk, sums, scale, scale, KeyRows(tile, kv_heads), warp, lane);
     }
 }
 
@@ -264,9 +238,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_init(barriers.p_full(i), READERS / 2);
             barrier_init(barriers.p_empty(i), READERS / 2);
         }
-        for (u32 i = 0; i < STAGES; i++) {
+        for (u32 i = 0; i < QUERY_STAGES; i++) {
             barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
             barrier_init(barriers.queries_empty(i), READERS);
+        }
+        for (u32 i = 0; i < DOUT_STAGES; i++) {
             barrier_init(barriers.douts_full(i), 33);
             barrier_init(barriers.douts_empty(i), READERS);
         }

@@ -1,25 +1,29 @@
 // The copying warp of wide heads' backward: where everything stands in shared memory, and what is brought there.
 
-constexpr int STAGES = D == 256 ? 2 : 3;
+constexpr int QUERY_STAGES = D == 256 ? 3 : 4;             // a block of queries is needed for longer than its gradients
+constexpr int DOUT_STAGES = D == 256 ? 2 : 4;
 constexpr int DOUT_TILE = ROW_PANEL * (DV / 64);
 constexpr int SCORES = ROWS / 2;                           // of a thread
-constexpr int HELD_KEYS = D == 256 ? 6 : D / 16;           // steps of 16 columns; two more would spill
+constexpr int HELD_KEYS = D == 256 ? 8 : D / 16;           // steps of 16 columns; two more would serialise products
 constexpr int HELD_VALUES = DV == 256 ? 6 : DV / 16;
+constexpr bool P_OVER_KEYS = HELD_KEYS < D / 16;           // probabilities stand where the keys that are held were
 constexpr int P_TILE = 4 * 128 * 16;
 constexpr int AT_KEYS = 0;
 constexpr int AT_VALUES = AT_KEYS + KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + VALUE_TILE;
-constexpr int AT_DOUTS = AT_QUERIES + STAGES * ROW_TILE;
-constexpr int AT_P = AT_DOUTS + STAGES * DOUT_TILE;        // two uint4 [4][threads]
-constexpr int AT_STAGING = AT_P + 2 * P_TILE;              // 64 columns of dV, and of dK
-constexpr int AT_LSE = AT_STAGING + 2 * KEY_PANEL;         // stages of float[ROWS], times log2(e)
-constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;       // rowsum(dO * O), likewise
-constexpr int AT_TILE = AT_DELTA + STAGES * ROWS * 4;      // int4: k_first, k_count, blocks, head
+constexpr int AT_DOUTS = AT_QUERIES + QUERY_STAGES * ROW_TILE;
+constexpr int BEHIND_DOUTS = AT_DOUTS + DOUT_STAGES * DOUT_TILE;
+constexpr int AT_P = P_OVER_KEYS ? AT_KEYS : BEHIND_DOUTS;  // two uint4 [4][threads]
+constexpr int AT_LSE = P_OVER_KEYS ? BEHIND_DOUTS : AT_P + 2 * P_TILE;  // stages of float[ROWS], times log2(e)
+constexpr int AT_DELTA = AT_LSE + QUERY_STAGES * ROWS * 4;  // rowsum(dO * O), likewise
+constexpr int AT_TILE = AT_DELTA + DOUT_STAGES * ROWS * 4;  // int4: k_first, k_count, blocks, head
 constexpr int AT_BLOCKS = AT_TILE + 16;                    // two int4 of a stage
-constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
+constexpr int AT_BARRIERS = AT_BLOCKS + QUERY_STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;                     // of dQ's sum, where it is added up
 static_assert(ROWS == 64 && KEYS == 64, "one product has the scores of a block");
-static_assert(AT_BARRIERS + (8 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+static_assert(!P_OVER_KEYS || 2 * P_TILE <= HELD_KEYS / 4 * KEY_PANEL, "keys that are not held stay");
+static_assert(AT_BARRIERS + (8 + 2 * QUERY_STAGES + 2 * DOUT_STAGES) * 8 + 1023 <= 227 * 1024,
+              "more shared memory than a multiprocessor has");
 
 struct Barriers {
     u32 base;
@@ -30,9 +34,9 @@ struct Barriers {
     INLINE u32 p_full(u32 place) const { return base + 32 + 8 * place; }
     INLINE u32 p_empty(u32 place) const { return base + 48 + 8 * place; }
     INLINE u32 queries_full(u32 stage) const { return base + 64 + 8 * stage; }
-    INLINE u32 queries_empty(u32 stage) const { return base + 64 + 8 * (STAGES + stage); }
-    INLINE u32 douts_full(u32 stage) const { return base + 64 + 8 * (2 * STAGES + stage); }
-    INLINE u32 douts_empty(u32 stage) const { return base + 64 + 8 * (3 * STAGES + stage); }
+    INLINE u32 queries_empty(u32 stage) const { return base + 64 + 8 * (QUERY_STAGES + stage); }
+    INLINE u32 douts_full(u32 stage) const { return base + 64 + 8 * (2 * QUERY_STAGES + stage); }
+    INLINE u32 douts_empty(u32 stage) const { return base + 64 + 8 * (2 * QUERY_STAGES + DOUT_STAGES + stage); }
 };
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
@@ -43,7 +47,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
     int4* said = reinterpret_cast<int4*>(shared + AT_TILE);
     const u32 items = work.count * kv_heads;
-    Ring<STAGES> ring;
+    Ring<QUERY_STAGES> query_ring;
+    Ring<DOUT_STAGES> dout_ring;
     u32 next = 0, tile_empty = 1;
     if (lane == 0) next = draw(counter, items);
     while (true) {
@@ -79,8 +84,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
                 bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
                 if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
-                const u32 stage = ring.stage;
-                wait(barriers.queries_empty(stage), ring.empty());
+                const u32 stage = query_ring.stage, dout_stage = dout_ring.stage;
+                wait(barriers.queries_empty(stage), query_ring.empty());
                 if (lane == 0) {
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
@@ -96,17 +101,18 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                     copy_keys(base + AT_KEYS, maps.keys, maps.key_rows, barriers.keys_full(), k_first, tile.y, head,
                               lane);
                 }
-                wait(barriers.douts_empty(stage), ring.empty());
-                copy_queries<DV>(base + AT_DOUTS + stage * DOUT_TILE, maps.douts, maps.dout_rows,
-                                 barriers.douts_full(stage), q_first, q_count, head, lane);
-                copy_numbers(base + AT_DELTA + stage * ROWS * 4, delta, barriers.douts_full(stage), q_first, q_count,
-                             head, kv_heads, lane);
+                wait(barriers.douts_empty(dout_stage), dout_ring.empty());
+                copy_queries<DV>(base + AT_DOUTS + dout_stage * DOUT_TILE, maps.douts, maps.dout_rows,
+                                 barriers.douts_full(dout_stage), q_first, q_count, head, lane);
+                copy_numbers(base + AT_DELTA + dout_stage * ROWS * 4, delta, barriers.douts_full(dout_stage), q_first,
+                             q_count, head, kv_heads, lane);
                 if (left == tile.z) {
                     wait(barriers.values_empty(), tile_empty);
                     copy_keys<DV>(base + AT_VALUES, maps.values, maps.value_rows, barriers.values_full(), k_first,
                                   tile.y, head, lane);
                 }
-                ring.advance();
+                query_ring.advance();
+                dout_ring.advance();
             }
         }
         tile_empty ^= 1;

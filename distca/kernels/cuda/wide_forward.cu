@@ -1,17 +1,19 @@
 // Forward of wide heads: as forward.cu, with tiles for what dims beyond 128 leave of registers and shared memory.
 //
-// Outs of 256 columns take 128 registers a thread, so a tile has 80 keys then, and queries stay in shared memory, in one
-// slot: a tile's first keys are copied before its queries, which wait for the tile before to be written.
+// Outs of 256 columns take 128 registers a thread, so a tile has 80 keys then, and queries stay in shared memory, in
+// one slot. The steps of all tiles are one stream here too: queries are copied once the last scores of the tile before
+// have been taken, and its outs go from registers to memory under the first scores of the next.
 
 constexpr int STAGES = 2;
-constexpr int SCORES = KEYS / 2;                                    // of a thread
-constexpr int AT_QUERIES = 0;                                       // two blocks; outs on their way
+constexpr int AT_QUERIES = 0;                                       // two blocks
 constexpr int AT_KEYS = AT_QUERIES + 2 * ROW_TILE;
 constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
-constexpr int AT_TILES = AT_VALUES + STAGES * VALUE_TILE;           // int4 of a half: q_first, q_count, steps, head
-constexpr int AT_STEPS = AT_TILES + 2 * 16;                         // int4 of a stage: diagonal, keys, masked
+constexpr int AT_TILES = AT_VALUES + STAGES * VALUE_TILE;           // two int4 of a half: q_first, q_count, steps, head
+constexpr int AT_STEPS = AT_TILES + 4 * 16;                         // int4 of a stage: diagonal, keys, first, flags
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 16;
 static_assert(AT_BARRIERS + 12 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
+
+constexpr int MASKED = 1, LAST = 2, MORE = 4, HEADS_FROM = 3;  // flags of a step; above them is the head
 
 struct Barriers {
     u32 base;
@@ -25,20 +27,20 @@ struct Barriers {
 
 // Both blocks of a tile, whole: what they have beyond its queries comes to rows that nobody writes.
 INLINE void copy_tile(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* queries, int4 tile,
-                      int head, u32 empty, u32 lane) {
+                      int head, u32 turn, u32 lane) {
     for (int half = 0; half < 2; half++) {
         const u32 full = barriers.queries_full(half);
-        wait(barriers.queries_empty(half), empty);
+        wait(barriers.queries_empty(half), turn ^ 1);
         if (lane == 0) {
-            reinterpret_cast<int4*>(shared + AT_TILES)[half] = make_int4(tile.x, tile.y, tile.z, head);
+            reinterpret_cast<int4*>(shared + AT_TILES)[2 * half + turn] = make_int4(tile.x, tile.y, tile.z, head);
             if (tile.z == 0) {
                 arrive(full);
-            } else {
-                arrive_expecting(full, TOKENS * G * D * 2);
-                for (int i = 0; i < PANELS; i++)
-                    copy_4d(base + AT_QUERIES + half * ROW_TILE + i * ROW_PANEL, queries, full, i * 64, 0, head,
-                            tile.x + half * TOKENS);
+                continue;
             }
+            arrive_expecting(full, TOKENS * G * D * 2);
+            for (int i = 0; i < PANELS; i++)
+                copy_4d(base + AT_QUERIES + half * ROW_TILE + i * ROW_PANEL, queries, full, i * 64, 0, head,
+                        tile.x + half * TOKENS);
         }
     }
 }
@@ -59,7 +61,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
     const u32 items = work.count * kv_heads;
     Ring<STAGES> key_ring, value_ring;
-    u32 next = 0, tile_empty = 1;
+    u32 next = 0, turn = 0;
     if (lane == 0) next = draw(counter, items);
     while (true) {
         const u32 item = __shfl_sync(~0u, next, 0);
@@ -67,7 +69,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         locate(work, item, kv_heads, entry, head);
         const int4 tile = item < items ? tiles[entry] : make_int4(0, 0, 0, 0);
         if (tile.z == 0) {
-            copy_tile(shared, base, barriers, queries, tile, head, tile_empty, lane);
+            copy_tile(shared, base, barriers, queries, tile, head, turn, lane);
             return;
         }
         const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
@@ -83,12 +85,14 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
                 const int diagonal = q_first + shift - first;  // the last key that the first query sees
-                bool masked = diagonal < KEYS - 1 || count < KEYS;
+                bool masked = diagonal < KEYS - 1 || count < KEYS || q_end - q_first < 2 * TOKENS;
                 if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
                 const u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
                 if (lane == 0) {
-                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, 0);
+                    const int flags = masked * MASKED + (left == 1) * LAST + (next < items) * MORE;
+                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] =
+                        make_int4(diagonal, count, first, (head << HEADS_FROM) + flags);
                     arrive_expecting(barriers.keys_full(stage), KEY_TILE);
                     for (int i = 0; i < PANELS; i++)
                         copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage),
@@ -98,183 +102,165 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (value_count)
                     copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
                 else
-                    copy_tile(shared, base, barriers, queries, tile, head, tile_empty, lane);
+                    copy_tile(shared, base, barriers, queries, tile, head, turn, lane);
                 value_first = first;
                 value_count = count;
             }
         }
         copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
-        tile_empty ^= 1;
+        turn ^= 1;
     }
 }
 
-// Two rows of a lane: running maximum and this lane's part of the sum, and what the earlier sum is to be scaled by.
-struct Softmax {
-    float max0 = -INFINITE, max1 = -INFINITE, sum0 = 0, sum1 = 0, keep0 = 0, keep1 = 0;
-
-    INLINE void mask(float (&s)[SCORES], int4 step, int token0, int token1, int window, u32 lane) {
-        const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
-        const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
-#pragma unroll
-        for (int i = 0; i < SCORES; i++) {
-            const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-            bool hidden = column > ((i & 2) ? last1 : last0);
-            if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
-            if (hidden) s[i] = -INFINITE;
-        }
-    }
-
-    INLINE void exponentiate(float (&s)[SCORES], float scale_log2) {
-        float high0 = max0, high1 = max1;
-#pragma unroll
-        for (int i = 0; i < SCORES; i += 4) {
-            high0 = fmaxf(high0, fmaxf(s[i], s[i + 1]));
-            high1 = fmaxf(high1, fmaxf(s[i + 2], s[i + 3]));
-        }
-#pragma unroll
-        for (int hop = 1; hop <= 2; hop++) {
-            high0 = fmaxf(high0, __shfl_xor_sync(~0u, high0, hop));
-            high1 = fmaxf(high1, __shfl_xor_sync(~0u, high1, hop));
-        }
-        const float from0 = high0 == -INFINITE ? 0.f : high0, from1 = high1 == -INFINITE ? 0.f : high1;
-        keep0 = exp2_fast((max0 - from0) * scale_log2);
-        keep1 = exp2_fast((max1 - from1) * scale_log2);
-        max0 = high0;
-        max1 = high1;
-        sum0 *= keep0;
-        sum1 *= keep1;
-        const float less0 = from0 * scale_log2, less1 = from1 * scale_log2;
-#pragma unroll
-        for (int i = 0; i < SCORES; i += 4) {
-            s[i] = exp2_fast(s[i] * scale_log2 - less0);
-            s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less0);
-            s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less1);
-            s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less1);
-            sum0 += s[i] + s[i + 1];
-            sum1 += s[i + 2] + s[i + 3];
-        }
-    }
-
-    INLINE void rescale(float (&o)[DV / 2]) const {
-        if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f)) {
-#pragma unroll
-            for (int i = 0; i < DV / 2; i++) o[i] *= (i & 2) ? keep1 : keep0;
-        }
-    }
+struct Keys {  // as they lie in memory, in numbers
+    const bf16* first;
+    long token_stride, head_stride;
 };
 
-INLINE void write_tile(bf16* out, float* lse, const Parts& parts, u32 staging, const float (&o)[DV / 2],
-                       const Softmax& softmax, int4 tile, int half, int kv_heads, float scale_log2, u32 warp,
-                       u32 lane) {
-    float sum0 = softmax.sum0, sum1 = softmax.sum1;
+// A warp's scores again, by itself, keys from memory: what it does again the others need not know of.
+INLINE void repeat_scores(float (&s)[SCORES], u32 queries, const Keys& keys, int4 step, u32 warp, u32 lane) {
+    const bf16* head = keys.first + (step.w >> HEADS_FROM) * keys.head_stride + 2 * (lane & 3);
 #pragma unroll
-    for (int hop = 1; hop <= 2; hop++) {
-        sum0 += __shfl_xor_sync(~0u, sum0, hop);
-        sum1 += __shfl_xor_sync(~0u, sum1, hop);
-    }
-    if (SPLIT && is_part(tile)) {
-        const long block = part_block(tile, half, kv_heads);
-        write_part(parts.sums, o, block);
-        float2* to = parts.references + block * ROWS + 16 * warp + lane / 4;
-        if ((lane & 3) == 0) to[0] = make_float2(fmaxf(softmax.max0 * scale_log2, NONE), sum0);
-        if ((lane & 3) == 0) to[8] = make_float2(fmaxf(softmax.max1 * scale_log2, NONE), sum1);
-        return;
-    }
-    const Block block = {tile, half, kv_heads};
-    stage_rows(staging, ROW_PANEL, o, sum0 > 0 ? 1 / sum0 : 0.f, sum1 > 0 ? 1 / sum1 : 0.f, warp, lane);
-    write_block<DV>(out, staging, block, warp, lane);
-    if ((lane & 3) == 0) {
-        const int row = 16 * warp + lane / 4;
-        if (row < block.rows) lse[block.place(row)] = (softmax.max0 * scale_log2 + log2f(sum0)) / LOG2E;
-        if (row + 8 < block.rows) lse[block.place(row + 8)] = (softmax.max1 * scale_log2 + log2f(sum1)) / LOG2E;
+    for (int j = 0; j < KEYS / 8; j++) {
+        const int key = step.z + min(8 * j + static_cast<int>(lane >> 2), step.y - 1);
+        const u32* row = reinterpret_cast<const u32*>(head + key * keys.token_stride);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[4 * j + e] = 0;
+#pragma unroll 1
+        for (int i = 0; i < D / 16; i++) {
+            u32 q[4];
+            load_matrices(q, queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
+            product_of_warp(s + 4 * j, q, row[8 * i], row[8 * i + 4]);
+        }
     }
 }
 
-INLINE void compute(u32 base, const Barriers& barriers, bf16* out, float* lse, const Parts& parts, int half,
-                    int kv_heads, float scale_log2, int window) {
+// Whatever stands behind a block's last row, NaN too, must not be taken for scores out of range.
+INLINE void quieten(float (&s)[SCORES], int rows, u32 warp, u32 lane) {
+    const int row = 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+        if (row + ((i & 2) ? 8 : 0) >= rows) s[i] = 0;
+}
+
+INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,
+                    int half, int kv_heads, float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-    const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
-    const int my_turn = 1 + half, other_turn = 2 - half;
     const u32 queries = base + AT_QUERIES + half * ROW_TILE;
     Ring<STAGES> key_ring, value_ring;
-    u32 tile_full = 0;
-    if (half == 1) arrive_named(other_turn, 256);
-    while (true) {
-        wait(barriers.queries_full(half), tile_full);
-        tile_full ^= 1;
-        const int4 tile = load_said(base + AT_TILES + 16 * half);
-        if (tile.z == 0) return;
-        float s[SCORES], o[DV / 2];
-        u32 p[KEYS / 4];
-#pragma unroll
-        for (int i = 0; i < DV / 2; i++) o[i] = 0;
-        Softmax softmax;
-        {
-            const u32 stage = key_ring.stage;
-            wait(barriers.keys_full(stage), key_ring.full);
-            const int4 step = load_said(base + AT_STEPS + 16 * stage);
-            hold(s);
-            products_begin();
-            issue_rows<D>(s, queries, ROW_PANEL, base + AT_KEYS + stage * KEY_TILE, KEY_PANEL);
-            products_wait<0>();
-            hold(s);
-            arrive(barriers.keys_empty(stage));
-            key_ring.advance();
-            if (step.z) softmax.mask(s, step, token0, token1, window, lane);
-            softmax.exponentiate(s, scale_log2);
-            round_pairs(p, s);
-        }
-        for (int left = tile.z - 1; left > 0; left--) {
-            const u32 stage = key_ring.stage, value_stage = value_ring.stage;
-            wait(barriers.keys_full(stage), key_ring.full);
-            const int4 step = load_said(base + AT_STEPS + 16 * stage);
-            sync_named(my_turn, 256);
-            hold(s);
-            hold(o);
-            hold(p);
-            products_begin();
-            issue_rows<D>(s, queries, ROW_PANEL, base + AT_KEYS + stage * KEY_TILE, KEY_PANEL);
-            wait(barriers.values_full(value_stage), value_ring.full);
-            products_begin();
-            issue_sums<KEYS>(o, p, base + AT_VALUES + value_stage * VALUE_TILE, KEY_PANEL);
-            arrive_named(other_turn, 256);
-            products_wait<1>();
-            hold(s);
-            arrive(barriers.keys_empty(stage));
-            key_ring.advance();
-            if (step.z) softmax.mask(s, step, token0, token1, window, lane);
-            softmax.exponentiate(s, scale_log2);
-            products_wait<0>();
-            hold(o);
-            hold(p);
-            arrive(barriers.values_empty(value_stage));
-            value_ring.advance();
-            softmax.rescale(o);
-            round_pairs(p, s);
-        }
-        const u32 stage = value_ring.stage;
-        wait(barriers.values_full(stage), value_ring.full);
+    u32 turn = 0, p[SCORES / 2];
+    float s[SCORES], o[DV / 2];
+    Softmax softmax;
+    int flags;  // of the step whose probabilities are in p
+
+    auto tile_said = [&](u32 of_turn) { return load_said(base + AT_TILES + 16 * (2 * half + not_before(of_turn))); };
+    auto begin_scores = [&] {
+        hold(s);
+        products_begin();
+        issue_rows<D>(s, queries, ROW_PANEL, base + AT_KEYS + key_ring.stage * KEY_TILE, KEY_PANEL);
+    };
+    auto begin_values = [&] {
+        wait(barriers.values_full(value_ring.stage), value_ring.full);
         hold(o);
         hold(p);
         products_begin();
-        issue_sums<KEYS>(o, p, base + AT_VALUES + stage * VALUE_TILE, KEY_PANEL);
-        products_wait<0>();
+        issue_sums<KEYS>(o, p, base + AT_VALUES + value_ring.stage * VALUE_TILE, KEY_PANEL);
+    };
+    auto finish_scores = [&](int4 step, bool is_first) {  // no product writes s any more
+        hold(s);
+        softmax.keep0 = softmax.keep1 = 1;
+        arrive(barriers.keys_empty(key_ring.stage));
+        key_ring.advance();
+        flags = step.w;
+        const u32 zero = flags >> 31;  // which the compiler does not know
+        auto mask = [&] {
+            softmax.mask(s, step, half, window, not_before(warp), not_before(lane));
+            const int rows = Block(tile_said(turn), half, kv_heads).rows;
+            if (rows < ROWS) quieten(s, rows, not_before(warp), not_before(lane));
+        };
+        if (flags & MASKED) mask();
+        if (is_first || softmax.lacks_references()) softmax.find_references(s, scale_log2);
+        if (!softmax.exponentiate(s, scale_log2, zero, is_first)) {
+            repeat_scores(s, queries, keys, step, not_before(warp), not_before(lane));
+            if (flags & MASKED) mask();
+            softmax.find_references(s, scale_log2);
+            softmax.exponentiate(s, scale_log2, zero, true);
+        }
+        hold(s);
+        if (flags & LAST) arrive(barriers.queries_empty(half));
+        // This branch, and the vote on sums, keep the exponentials in front of the wait for values.
+        else wait(barriers.keys_full(key_ring.stage), key_ring.full);
+    };
+    auto finish_values = [&] {
         hold(o);
         hold(p);
-        arrive(barriers.values_empty(stage));
+        arrive(barriers.values_empty(value_ring.stage));
         value_ring.advance();
-        sync_named(3 + half, 128);  // no warp reads this block's queries any more
-        write_tile(out, lse, parts, queries, o, softmax, tile, half, kv_heads, scale_log2, warp, lane);
-        fence_async_proxy();
-        arrive(barriers.queries_empty(half));
+    };
+    auto begin_tile = [&] {
+        wait(barriers.queries_full(half), turn);
+        wait(barriers.keys_full(key_ring.stage), key_ring.full);
+    };
+    auto finish_tile = [&] {  // the one before this turn's
+        return finish_sums(lse, parts, softmax, tile_said(turn ^ 1), half, kv_heads, not_before(warp),
+                           not_before(lane));
+    };
+    auto write = [&](float2 factors) {
+        const int4 tile = tile_said(turn ^ 1);
+        if (SPLIT && is_part(tile))
+            write_part(parts.sums, o, part_block(tile, half, kv_heads));
+        else
+            write_rows<DV>(out, o, factors.x, factors.y, Block(tile, half, kv_heads), not_before(warp),
+                           not_before(lane));
+    };
+    auto step_said = [&] { return load_said(base + AT_STEPS + 16 * key_ring.stage); };
+
+    wait(barriers.queries_full(half), turn);
+    if (load_said(base + AT_TILES + 32 * half).z == 0) return;
+    begin_tile();
+    begin_scores();
+    products_wait<0>();
+    while (true) {
+#pragma unroll
+        for (int i = 0; i < DV / 2; i++) o[i] = 0;
+        softmax = Softmax();
+        finish_scores(step_said(), true);
+        round_pairs(p, s);
+        while (!(flags & LAST)) {
+            const int4 step = step_said();
+            begin_scores();
+            begin_values();
+            products_wait<1>();
+            finish_scores(step, false);
+            products_wait<0>();
+            finish_values();
+            softmax.rescale(o);
+            round_pairs(p, s);
+        }
+        turn ^= 1;
+        if (!(flags & MORE)) break;
+        begin_values();
+        begin_tile();
+        begin_scores();
+        const float2 factors = finish_tile();
+        products_wait<1>();
+        finish_values();
+        write(factors);
+        wait(barriers.queries_full(half), turn);  // long over; it keeps the writing in front of the wait for scores
+        products_wait<0>();
     }
+    begin_values();
+    products_wait<0>();
+    finish_values();
+    write(finish_tile());
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16*, long, long, float4* part_sums, float2* part_references) {
+                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride,
+                      float4* part_sums, float2* part_references) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -301,6 +287,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
         take_registers<240>();
-        compute(base, barriers, out, lse, {part_sums, part_references}, warpgroup - 1, kv_heads, scale * LOG2E, window);
+        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
+                warpgroup - 1, kv_heads, scale * LOG2E, window);
     }
 }
