@@ -67,8 +67,9 @@ class HopperTasks:
         inside = joined(visible(rows, self.window), self.window)
         filled = {}
         for heads, tables in self.by_heads.items():
-            filled[heads] = tables_of(inside, self.window, heads, self.num_sms, tables.capacity.parts)
-            reason = tables.capacity.holds(*filled[heads])
+            filled[heads] = tables_of(inside, self.window, heads, self.num_sms, tables.capacity.parts,
+                                      tables.tall is not None)
+            reason = tables.capacity.holds(*filled[heads][:2])
             if reason is not None:
                 raise ValueError(f"these rows do not fit where others were prepared: {reason}")
         for heads, content in filled.items():

@@ -21,6 +21,7 @@ import torch
 from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin, tensor_map
 from distca.kernels.hopper_tables import (
     BLOCK_ROWS,
+    TILE_BLOCKS,
     BackwardTables,
     Capacity,
     ForwardTables,
@@ -29,12 +30,12 @@ from distca.kernels.hopper_tables import (
     forward_tables,
     tokens_per_block,
 )
-from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
+from distca.kernels.hopper_tiles import DIMS_TEXT, TALL_GAIN, TILES, tiles_of
 from distca.kernels.interface import TaskRows, dims_text
 
 SOURCES = Path(__file__).parent / "cuda"
 PANEL = 64  # columns that a tensor copy brings at once
-THREADS = 384
+WARPGROUP, THREADS = 128, 384
 SHARED_BYTES = 227 * 1024
 MERGE, MERGE_THREADS, MERGE_BLOCKS = "merge.cu", 128, 16  # blocks to a multiprocessor
 CALLS_KEPT = 512
@@ -49,18 +50,22 @@ class Tables:
 
     capacity: Capacity
     forward: torch.Tensor  # int32, see ForwardTables.pack
+    tall: torch.Tensor | None  # the same in tall tiles, for forward alone, where they are faster
     backward: torch.Tensor  # int32, see BackwardTables.pack
     counters: torch.Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
     num_blocks: int  # of queries in backward
     num_parts: int  # of tiles whose keys are split
     num_sms: int  # multiprocessors that a launch takes
     forward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where tiles, segments and merges begin
+    dq_table: int = field(init=False)  # where dQ is computed by itself
     backward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where items, rows and blocks begin
 
     def __post_init__(self) -> None:
         counters = self.counters.data_ptr()
         forward, backward = self.capacity.forward_offsets(), self.capacity.backward_offsets()
-        object.__setattr__(self, "forward_numbers", (self.forward.data_ptr(), counters, *forward[:-1]))
+        table = self.forward if self.tall is None else self.tall
+        object.__setattr__(self, "forward_numbers", (table.data_ptr(), counters, *forward[:-1]))
+        object.__setattr__(self, "dq_table", self.forward.data_ptr())
         object.__setattr__(self, "backward_numbers", (self.backward.data_ptr(), counters + 4, *backward[:-1]))
 
     @classmethod
@@ -69,7 +74,7 @@ class Tables:
         most: Most | None = None,
     ) -> Tables:
         """With room for a little more, or for any rows up to `most`."""
-        forward, backward = tables_of(rows, window, heads, num_sms)
+        forward, backward, tall = tables_of(rows, window, heads, num_sms)
         capacity = Capacity.fitting(forward, backward)
         if most is not None:
             block_len = tokens_per_block(heads[0] // heads[1])
@@ -77,6 +82,7 @@ class Tables:
         return cls(
             capacity,
             _pinned(forward.pack(capacity), device).to(device, non_blocking=True),
+            None if tall is None else _pinned(tall.pack(capacity), device).to(device, non_blocking=True),
             _pinned(backward.pack(capacity), device).to(device, non_blocking=True),
             torch.zeros(3, dtype=torch.int32, device=device),
             len(backward.blocks),
@@ -84,10 +90,11 @@ class Tables:
             num_sms,
         )
 
-    def refilled(self, forward: ForwardTables, backward: BackwardTables) -> Tables:
+    def refilled(self, forward: ForwardTables, backward: BackwardTables, tall: ForwardTables | None) -> Tables:
         """Other rows' tables, which must fit, in the same buffers."""
-        for buffer, tables in ((self.forward, forward), (self.backward, backward)):
-            buffer.copy_(_pinned(tables.pack(self.capacity), buffer.device), non_blocking=True)
+        for buffer, tables in ((self.forward, forward), (self.backward, backward), (self.tall, tall)):
+            if buffer is not None and tables is not None:
+                buffer.copy_(_pinned(tables.pack(self.capacity), buffer.device), non_blocking=True)
         return replace(self, num_blocks=len(backward.blocks), num_parts=forward.num_parts)
 
 
@@ -103,9 +110,10 @@ def run_forward(
     scale: float,
 ) -> None:
     """Fill the rows' places in out and lse; there is room for that many parts of tiles, or no tile has parts."""
+    is_tall = tables.tall is not None  # tall tiles have no parts
     call = _forward_call(
         get_ident(), q.device, q.shape, k.shape, v.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(),
-        k.stride(), v.stride(), window is not None, num_parts > 0,
+        k.stride(), v.stride(), window is not None, num_parts > 0 and not is_tall, is_tall,
     )
     if call is None:
         run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, num_parts, window, scale)
@@ -176,13 +184,13 @@ def run_backward(
         rows_at, kv_heads, scale, window or 0,
     )
     if deterministic:
-        forward_table, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
+        _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
         after(
-            tables.num_sms, stream, lse_log2, delta, dq.data_ptr(), forward_table, forward_counter + 8, tiles_at,
+            tables.num_sms, stream, lse_log2, delta, dq.data_ptr(), tables.dq_table, forward_counter + 8, tiles_at,
             segments_at, kv_heads, scale, window or 0, dq_sum,
         )
         if merge is not None:
-            merge(MERGE_BLOCKS * tables.num_sms, stream, dq.data_ptr(), dq_sum, forward_table, merges_at, kv_heads,
+            merge(MERGE_BLOCKS * tables.num_sms, stream, dq.data_ptr(), dq_sum, tables.dq_table, merges_at, kv_heads,
                   scale)
     else:
         after(8 * all_sms, stream, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
@@ -218,14 +226,18 @@ def _loaded(
 
 
 @functools.cache
-def _forward_kernels(device: torch.device, head_dim: int, group: int, windowed: bool, split: bool) -> list[_Kernel]:
+def _forward_kernels(
+    device: torch.device, head_dim: int, group: int, windowed: bool, split: bool, is_tall: bool
+) -> list[_Kernel]:
     """The main kernel and, where keys of tiles are split, the one that merges their parts."""
     keys: list[type] = [c_void_p, c_int64, c_int64]  # where they lie; wide heads do not ask
     types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys] + [c_void_p] * 2
     tiles = tiles_of(head_dim)
+    blocks = tiles.tall_blocks if is_tall else TILE_BLOCKS
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
-               "WINDOWED": windowed}
-    kernels: dict[str, tuple[list[type], int, int]] = {"attention_forward": (types, SHARED_BYTES, THREADS)}
+               "BLOCKS": blocks, "WINDOWED": windowed}
+    kernels: dict[str, tuple[list[type], int, int]] = {
+        "attention_forward": (types, SHARED_BYTES, WARPGROUP * (blocks + 1))}
     if not split:
         return _loaded(device, tiles.forward, defines, kernels)
     kernels["attention_merge"] = ([c_void_p] * 5 + [c_int32] * 2, 0, MERGE_THREADS)
@@ -279,6 +291,7 @@ def _forward_call(
     v_stride: Stride,
     windowed: bool,
     split: bool,
+    is_tall: bool,
 ) -> tuple[Launch, Launch | None, int] | None:
     """A thread's launches for q, k, v in these places, to which layers and steps come back, and their device's index.
 
@@ -294,7 +307,7 @@ def _forward_call(
         _key_map(v, v_shape, v_stride, tile_keys),
         _key_map(v, v_shape, v_stride, 1),
     )
-    kernel, *merge = _forward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, split)
+    kernel, *merge = _forward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, split, is_tall)
     return kernel.launch(*maps), merge[0].launch() if merge else None, kernel.device_index
 
 
@@ -401,12 +414,20 @@ def free_multiprocessors(device: torch.device, spare: int) -> int:
 
 
 def tables_of(
-    rows: TaskRows, window: int | None, heads: Heads, num_sms: int, most_parts: int | None = None
-) -> tuple[ForwardTables, BackwardTables]:
+    rows: TaskRows, window: int | None, heads: Heads, num_sms: int, most_parts: int | None = None,
+    is_tall: bool | None = None,
+) -> tuple[ForwardTables, BackwardTables, ForwardTables | None]:
+    """Forward, backward, and forward in tall tiles: where it is faster, or as is asked for."""
     group, kv_heads, tiles = heads[0] // heads[1], heads[1], tiles_of(heads[2])
-    return (forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys, most_parts),
-            backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2]),
-                            tiles.backward_keys))
+    forward = forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys, most_parts)
+    backward = backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2]),
+                               tiles.backward_keys)
+    if is_tall is False or tiles.tall_blocks == TILE_BLOCKS or (is_tall is None and forward.num_parts):
+        return forward, backward, None
+    tall = forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys, 0, tiles.tall_blocks)
+    taken, usual = (x.latest_end(kv_heads, num_sms) * blocks
+                    for x, blocks in ((tall, tiles.tall_blocks), (forward, TILE_BLOCKS)))
+    return forward, backward, tall if is_tall or taken < TALL_GAIN * usual else None
 
 
 def _pinned(packed: np.ndarray, device: torch.device) -> torch.Tensor:

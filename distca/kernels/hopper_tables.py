@@ -28,6 +28,7 @@ from distca.kernels.interface import TaskRows
 
 TILE_KEYS = 128                                                  # keys of one matrix tile; fewer with wide heads
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
+TILE_BLOCKS = 2                                                  # of queries in a tile; three in tall ones
 WIDE_BLOCK_ROWS = 128                                            # the same backward, where head dims leave room
 HEADER_INTS = 16
 LATE = 1.075                                                     # of the even share, for what the cache gains
@@ -106,6 +107,11 @@ class ForwardTables:
     num_part_segments: int
     heads_outer: bool                                            # all tiles of one KV head before the next head's
 
+    def latest_end(self, kv_heads: int, num_sms: int) -> float:
+        """When the last item ends, in steps, where each begins when all before it are dealt out evenly."""
+        length = self.tiles[:, 2].astype(np.int64)
+        return float(((kv_heads * np.cumsum(length) - length) / num_sms + length).max(initial=0))
+
     @property
     def num_parts(self) -> int:
         return int(self.merges[:, 3].sum())
@@ -146,13 +152,13 @@ def tokens_per_block(group: int, block_rows: int = BLOCK_ROWS) -> int:
 
 def forward_tables(
     rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS,
-    most_parts: int | None = None,
+    most_parts: int | None = None, blocks: int = TILE_BLOCKS,
 ) -> ForwardTables:
-    """Tiles of two blocks of queries; each walks, row after row, the key tiles that its queries see.
+    """Tiles of some blocks of queries; each walks, row after row, the key tiles that its queries see.
 
     Keys of long tiles are split into no more than `most_parts` segments in all.
     """
-    tile_len = 2 * tokens_per_block(group)
+    tile_len = blocks * tokens_per_block(group)
     cut = _cut(rows)
     segment_count = np.bincount(cut.piece, minlength=len(cut.q_begin))
     segment_begin = np.cumsum(segment_count) - segment_count     # [pieces]

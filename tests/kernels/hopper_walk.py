@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distca.kernels.hopper_launch import Tables
-from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_KEYS, Capacity, backward_block_rows
+from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS, Capacity, backward_block_rows
 from distca.kernels.hopper_tiles import tiles_of
 
 
@@ -24,7 +24,7 @@ def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int,
 
 def walk_forward(
     packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS,
-    step_keys: int | None = None,
+    step_keys: int | None = None, blocks: int = TILE_BLOCKS,
 ) -> Iterator[tuple[int, int, int, int, int, int, int, int]]:
     """(head, q_first, q_count, part, k_tile_first, k_lo, k_hi, shift) of every step: its keys are [k_lo, k_hi).
 
@@ -39,7 +39,7 @@ def walk_forward(
     for tile, head in work(num_tiles, kv_heads, heads_outer):
         q_first, q_count, num_steps, segment = ints[tiles_at + 4 * tile : tiles_at + 4 * tile + 4]
         part, q_count = divmod(q_count, 256)
-        assert 0 < q_count <= 2 * (BLOCK_ROWS // group)
+        assert 0 < q_count <= blocks * (BLOCK_ROWS // group)
         assert num_steps > 0
         while num_steps > 0:
             assert segment < capacity.segments + capacity.parts
@@ -121,8 +121,9 @@ def launch_forward(
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
-    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window,
-                        tiles_of(q.shape[2]).forward_keys)
+    tiles, table = tiles_of(q.shape[2]), tables.forward if tables.tall is None else tables.tall
+    walk = walk_forward(table.numpy(), tables.capacity, group, kv_heads, window, tiles.forward_keys,
+                        blocks=TILE_BLOCKS if tables.tall is None else tiles.tall_blocks)
     parts = {}
     for (head, q_first, q_count, part), steps in groupby(walk, key=lambda step: step[:4]):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
@@ -143,7 +144,7 @@ def launch_forward(
             continue
         write_once(out[queries, heads], acc / total[..., None], written[queries, heads])
         lse[queries, heads] = top + total.log()
-    for head, q_first, q_count, numbers in merges(tables, kv_heads):
+    for head, q_first, q_count, numbers in merges(tables, kv_heads) if tables.tall is None else ():
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         tops, totals, accs = (torch.stack(x) for x in zip(*(parts.pop((n, head)) for n in numbers), strict=True))
         by = torch.exp(tops - tops.amax(dim=0))

@@ -171,7 +171,7 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
     monkeypatch.setattr(hopper_launch, "_forward_kernels", lambda *_: [kernel])
     place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), torch.Size([9, 2, 64]), 16, 32, 48,
-                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False, False)
+                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False, False, False)
     first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
     assert first is not None and again is first
     assert elsewhere is not None and elsewhere[0] is not first[0]

@@ -51,7 +51,7 @@ def test_head_dims_without_tiles_are_refused_by_name(
     assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, None, value_dim) == refusal
     q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._forward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False, False)
+        hopper_launch._forward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False, False, False)
     with pytest.raises(ValueError, match=refusal):
         hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, False, False, False)
 

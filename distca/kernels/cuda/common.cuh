@@ -23,6 +23,9 @@ struct alignas(64) TensorMap {
 #ifndef SPLIT
 #define SPLIT 0
 #endif
+#ifndef BLOCKS
+#define BLOCKS 2  // of queries in a tile, one for each warpgroup that computes
+#endif
 
 constexpr int TOKENS = ROWS / G;  // in a block, whose rows are pairs of a token and a query head
 constexpr int PANELS = D / 64;
@@ -30,7 +33,7 @@ constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
 constexpr int KEY_TILE = KEY_PANEL * PANELS;
 constexpr int ROW_TILE = ROW_PANEL * PANELS;
-constexpr int READERS = 256;  // threads that compute
+constexpr int READERS = 128 * BLOCKS;  // threads that compute
 constexpr float LOG2E = 1.4426950408889634f;
 
 #define INFINITE __int_as_float(0x7F800000)

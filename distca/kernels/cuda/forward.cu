@@ -1,14 +1,18 @@
-// Forward: tiles of two blocks of queries, each against its keys from the last to the first.
+// Forward: tiles of two or three blocks of queries, each against its keys from the last to the first.
 //
-// A persistent block of three warpgroups per multiprocessor. One warp draws tiles, long ones first, and copies queries,
-// keys and values ahead; two warpgroups compute, one block of queries each, and need not keep step. A warpgroup issues
-// the next scores before the last values, and takes exponentials while those products run. Queries are held in
-// registers, which spares a fifth of the reads of shared memory and the power for them. The copying warp also says for
-// every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+// A persistent block of three or four warpgroups per multiprocessor. One warp draws tiles, long ones first, and copies
+// queries, keys and values ahead; the other warpgroups compute, one block of queries each, and need not keep step. A
+// warpgroup issues the next scores before the last values, and takes exponentials while those products run. The copying
+// warp also says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+//
+// Two warpgroups hold their queries in registers, which spares a fifth of the reads of shared memory and the power for
+// them. With dim 64 exponentials take as long as products, and three warpgroups fill each other's gaps better; they
+// have 160 registers a thread and leave their queries in shared memory.
 
 constexpr int STAGES = D == 64 ? 4 : 2;  // of keys, and of values
 constexpr int SLOTS = 3;                 // of tiles: one is written, one computed, one copied
-constexpr int QUERY_SLOT = 2 * ROW_TILE;
+constexpr bool QUERIES_HELD = BLOCKS == 2;
+constexpr int QUERY_SLOT = BLOCKS * ROW_TILE;
 constexpr int AT_QUERIES = 0;
 constexpr int AT_KEYS = AT_QUERIES + SLOTS * QUERY_SLOT;
 constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
@@ -45,10 +49,18 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const u32 items = work.count * kv_heads;
     Ring<SLOTS> slots;
     Ring<STAGES> key_ring, value_ring;
-    u32 next = 0;
+    // A tile's number and its entry are a trip to memory each, begun with one of the last steps of the tile before.
+    u32 next = 0, item = 0, trips = 1;  // to make
+    int4 tile = make_int4(0, 0, 0, 0);
     if (lane == 0) next = draw(counter, items);
+    auto look_up = [&] {
+        item = __shfl_sync(~0u, next, 0);
+        int entry, head;
+        locate(work, item, kv_heads, entry, head);
+        if (item < items) tile = tiles[entry];
+    };
     while (true) {
-        u32 item = __shfl_sync(~0u, next, 0);
+        if (trips > 0) look_up();
         u32 slot = slots.stage;
         wait(barriers.queries_empty(slot), slots.empty());
         int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
@@ -61,18 +73,18 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         }
         int entry, head;
         locate(work, item, kv_heads, entry, head);
-        const int4 tile = tiles[entry];
         const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
         if (lane == 0) {
             *said = make_int4(tile.x, tile.y, tile.z, head);
-            arrive_expecting(barriers.queries_full(slot), 2 * TOKENS * G * D * 2);
-            for (int i = 0; i < 2 * PANELS; i++)
+            arrive_expecting(barriers.queries_full(slot), BLOCKS * TOKENS * G * D * 2);
+            for (int i = 0; i < BLOCKS * PANELS; i++)
                 copy_4d(base + AT_QUERIES + slot * QUERY_SLOT + i * ROW_PANEL, queries, barriers.queries_full(slot),
                         (i % PANELS) * 64, 0, head, q_first + (i / PANELS) * TOKENS);
         }
         slots.advance();
         int value_first = 0, value_count = 0;  // values are copied one step behind their keys
         int left = tile.z;
+        trips = 2;
         for (int number = tile.w; left > 0; number++) {
             const int4 segment = segments[number];
             const int k_begin = segment.x, k_end = segment.y, shift = segment.z;
@@ -80,7 +92,13 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
             const int stop = (low - k_begin) / KEYS;
             for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--, left--) {
-                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
+                if (left <= 3 && trips > 0) {  // not earlier: others may be free before
+                    if (trips == 1)
+                        look_up();
+                    else if (lane == 0)
+                        next = draw(counter, items);
+                    trips--;
+                }
                 const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
                 const int diagonal = q_first + shift - first;  // the last key that the first query sees
                 bool masked = diagonal < KEYS - 1 || count < KEYS;
@@ -114,14 +132,33 @@ INLINE void issue_scores(float (&s)[64], const u32 (&q)[D / 16][4], u32 keys) {
     products_commit();
 }
 
+// The same from queries in shared memory.
+INLINE void issue_scores(float (&s)[64], u32 queries, u32 keys) {
+#pragma unroll
+    for (int i = 0; i < D / 16; i++)
+        product<0, 0>(s, inner_descriptor(queries + i / 4 * ROW_PANEL) + i % 4 * INNER_STEP,
+                      inner_descriptor(keys + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, i > 0);
+    products_commit();
+}
+
 struct Keys {  // as they lie in memory, in numbers
     const bf16* first;
     long token_stride, head_stride;
 };
 
-// The same by the warp alone, for its 16 rows, from memory: what a warp does again the others need not know of. It is
+// Sixteen columns of the warp's 16 rows of queries.
+INLINE void load_queries(u32 (&q)[4], u32 queries, int i, u32 warp, u32 lane) {
+    load_matrices(q, queries + i / 4 * ROW_PANEL + swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
+}
+
+INLINE void store_zeros(u32 to) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
+// Scores by the warp alone, for its 16 rows, from memory: what a warp does again the others need not know of. It is
 // rare and may be slow; a product waits for the one before, by way of zero bits, so that keys take few registers.
-INLINE void repeat_scores(float (&s)[64], const u32 (&q)[D / 16][4], const Keys& keys, int4 step, u32 zero, u32 lane) {
+template <typename Queries>
+INLINE void repeat_scores(float (&s)[64], const Queries& queries, const Keys& keys, int4 step, u32 zero, u32 lane) {
     const bf16* head = keys.first + (step.w >> 1) * keys.head_stride + 2 * (lane & 3);
 #pragma unroll
     for (int j = 0; j < KEYS / 8; j++) {
@@ -131,7 +168,9 @@ INLINE void repeat_scores(float (&s)[64], const u32 (&q)[D / 16][4], const Keys&
         for (int e = 0; e < 4; e++) s[4 * j + e] = 0;
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            product_of_warp(s + 4 * j, q[i], row[8 * i], row[8 * i + 4]);
+            u32 q[4];
+            queries(q, i);
+            product_of_warp(s + 4 * j, q, row[8 * i], row[8 * i + 4]);
             if (i % 2 == 1) row += __float_as_uint(s[4 * j]) & zero;
         }
     }
@@ -156,24 +195,36 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     u32 q[D / 16][4], p[32];
     float s[64], o[D / 2];
     Softmax softmax;
-    u32 slot;  // of the tile whose sums are in o
-    int left;  // steps of the tile whose probabilities are in p, without those
+    u32 slot;         // of the tile whose sums are in o
+    u32 scores_slot;  // of the tile whose scores are in s
+    int left;         // steps of the tile whose probabilities are in p, without those
 
-    auto begin_tile = [&] {  // this warp's 16 rows of queries; whether there is a tile
+    auto begin_tile = [&] {  // whether there is a tile
         wait(barriers.queries_full(slots.stage), slots.full);
         const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
         left = tile.z;
         if (left == 0) return false;
-#pragma unroll
-        for (int i = 0; i < D / 16; i++)
-            load_matrices(q[i], my_queries + slots.stage * QUERY_SLOT + i / 4 * ROW_PANEL +
-                                    swizzled(16 * warp + (lane & 15), i % 4 * 2 + (lane >> 4)));
+        scores_slot = slots.stage;
+        const u32 queries = my_queries + scores_slot * QUERY_SLOT;
         const int row = 16 * warp + lane / 4, rows = Block(tile, half, kv_heads).rows;
-        if (rows < ROWS) {  // whatever stands behind the last, NaN too, must not be taken for scores out of range
+        // What stands behind the last row, NaN too, must not be taken for scores out of range: it becomes zero.
+        if (QUERIES_HELD) {
 #pragma unroll
-            for (int i = 0; i < D / 16; i++)
+            for (int i = 0; i < D / 16; i++) load_queries(q[i], queries, i, warp, lane);
+            if (rows < ROWS) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) q[i][e] = row + 8 * (e & 1) < rows ? q[i][e] : 0;
+                for (int i = 0; i < D / 16; i++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) q[i][e] = row + 8 * (e & 1) < rows ? q[i][e] : 0;
+            }
+        } else {
+            const int mine = (threadIdx.x & 127) / 2;
+            if (mine >= rows)
+#pragma unroll
+                for (int i = 0; i < 4 * PANELS; i++)
+                    store_zeros(queries + i / 4 * ROW_PANEL + mine * 128 + (lane & 1) * 64 + i % 4 * 16);
+            fence_async_proxy();
+            sync_named(1 + half, 128);
         }
         slots.advance();
         wait(barriers.keys_full(key_ring.stage), key_ring.full);
@@ -182,7 +233,19 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     auto begin_scores = [&] {
         hold(s);
         products_begin();
-        issue_scores(s, q, base + AT_KEYS + key_ring.stage * KEY_TILE);
+        const u32 keys_at = base + AT_KEYS + key_ring.stage * KEY_TILE;
+        if (QUERIES_HELD)
+            issue_scores(s, q, keys_at);
+        else
+            issue_scores(s, my_queries + scores_slot * QUERY_SLOT, keys_at);
+    };
+    auto queries = [&](u32 (&to)[4], int i) {
+        if (QUERIES_HELD) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) to[e] = q[i][e];
+        } else {
+            load_queries(to, my_queries + scores_slot * QUERY_SLOT, i, not_before(warp), not_before(lane));
+        }
     };
     auto begin_values = [&] {
         wait(barriers.values_full(value_ring.stage), value_ring.full);
@@ -201,7 +264,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         if (masked) softmax.mask(s, step, half, window, warp, lane);
         if (softmax.lacks_references()) softmax.find_references(s, scale_log2);
         if (!softmax.exponentiate(s, scale_log2, zero, is_first)) {
-            repeat_scores(s, q, keys, step, zero, not_before(lane));
+            repeat_scores(s, queries, keys, step, zero, not_before(lane));
             if (masked) softmax.mask(s, step, half, window, warp, not_before(lane));
             softmax.find_references(s, scale_log2);
             softmax.exponentiate(s, scale_log2, zero, true);
@@ -224,6 +287,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     auto write = [&](float2 factors) {
         const u32 w = not_before(warp), l = not_before(lane), staging = my_queries + not_before(slot) * QUERY_SLOT;
         const auto tile = [&] { return load_said(base + AT_TILES + 16 * slot); };
+        if (!QUERIES_HELD) sync_named(1 + half, 128);  // no warp reads this block's queries any more
         if (SPLIT && is_part(tile())) {
             write_part(parts.sums, o, part_block(tile(), half, kv_heads));
         } else {
@@ -273,12 +337,12 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     write(finish_tile());
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
                       float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride, float4* part_sums,
-                      float2* part_references) {
+                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride,
+                      float4* part_sums, float2* part_references) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -301,12 +365,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
-        give_registers<40>();
+        give_registers<QUERIES_HELD ? 40 : 32>();
         if (threadIdx.x < 32)
             copy_ahead(shared, base, barriers, &queries, &keys, &values, &value_rows, table, counter, tiles_at,
                        segments_at, kv_heads, window, threadIdx.x);
     } else {
-        take_registers<232>();
+        take_registers<QUERIES_HELD ? 232 : 160>();
         compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
                 warpgroup - 1, kv_heads, scale * LOG2E, window);
     }
