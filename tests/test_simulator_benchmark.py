@@ -92,9 +92,11 @@ def test_measures_what_fits_the_budget_and_keeps_it(tmp_path: Path, monkeypatch:
     options = {"device": torch.device("cpu"), "kernel_name": "sdpa", "model_name": "llama3-8b", "tp": 8, "scale": scale}
     found = replay.measure(tmp_path / "found.json", budget_seconds=600.0, **options)
     assert found["complete"] and json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(found))
-    assert turns == [6] * 5 + [2] and len(found["measured"]) == 16  # two nano-batches of 8 ranks
-    assert {(one["half"], one["rank"]) for one in found["measured"]} == {(half, rank) for half in (0, 1)
-                                                                          for rank in range(8)}
+    planned = {(about["half"], server) for about, tasks, _ in replay.planned_calls(scale, MODEL, 8)
+               for server in tasks.server[tasks.kv_stop > tasks.kv_start].tolist()}
+    assert {half for half, _ in planned} == {0, 1} and {server for _, server in planned} == set(range(8))
+    assert sorted((one["half"], one["rank"]) for one in found["measured"]) == sorted(planned)  # each once
+    assert sum(turns) == 2 * len(planned) and set(turns[:-1]) == {6}  # forward and backward of three batches in turns
     late = replay.measure(tmp_path / "late.json", budget_seconds=0.0, **options)
     assert not late["complete"] and not late["measured"]
 
