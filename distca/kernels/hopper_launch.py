@@ -25,7 +25,6 @@ from distca.kernels.hopper_tables import (
     BackwardTables,
     Capacity,
     ForwardTables,
-    backward_block_rows,
     backward_tables,
     forward_tables,
     tokens_per_block,
@@ -168,7 +167,7 @@ def run_backward(
     (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     num_numbers = num_q * heads
-    num_rows = num_parts * 2 * BLOCK_ROWS if deterministic else num_blocks * backward_block_rows(dim)
+    num_rows = (2 * num_parts if deterministic else num_blocks) * BLOCK_ROWS
     num_sums = num_rows * kv_heads * dim
     workspace = new((num_sums + 2 * num_numbers,), torch.float32, q)()
     dq_sum = workspace.data_ptr()
@@ -254,11 +253,12 @@ def _backward_kernels(
     """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
-    rows = {"ROWS": backward_block_rows(head_dim), "KEYS": tiles.backward_keys, "WITH_DQ": not deterministic}
+    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks,
+            "WITH_DQ": not deterministic}
     main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
-        "attention_backward": (main, SHARED_BYTES, THREADS),
+        "attention_backward": (main, SHARED_BYTES, WARPGROUP * (tiles.backward_blocks + 1)),
         "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
     }
     before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
@@ -337,7 +337,7 @@ def _backward_call(
         return None
     kv_heads, tiles = k_shape[1], tiles_of(q_shape[2])
     dout_shape = torch.Size((*q_shape[:2], v_shape[2]))
-    block_len = tokens_per_block(q_shape[1] // kv_heads, backward_block_rows(q_shape[2]))
+    block_len = tokens_per_block(q_shape[1] // kv_heads)
     maps = (
         _query_map(q, q_shape, q_stride, kv_heads, block_len),
         _query_map(q, q_shape, q_stride, kv_heads, 1),
@@ -420,8 +420,7 @@ def tables_of(
     """Forward, backward, and forward in tall tiles: where it is faster, or as is asked for."""
     group, kv_heads, tiles = heads[0] // heads[1], heads[1], tiles_of(heads[2])
     forward = forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys, most_parts)
-    backward = backward_tables(rows, window, group, kv_heads, num_sms, backward_block_rows(heads[2]),
-                               tiles.backward_keys)
+    backward = backward_tables(rows, window, group, kv_heads, num_sms, tiles.backward_keys)
     if is_tall is False or tiles.tall_blocks == TILE_BLOCKS or (is_tall is None and forward.num_parts):
         return forward, backward, None
     tall = forward_tables(rows, window, group, kv_heads, num_sms, tiles.forward_keys, 0, tiles.tall_blocks)

@@ -29,7 +29,6 @@ from distca.kernels.interface import TaskRows
 TILE_KEYS = 128                                                  # keys of one matrix tile; fewer with wide heads
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
 TILE_BLOCKS = 2                                                  # of queries in a tile; three in tall ones
-WIDE_BLOCK_ROWS = 128                                            # the same backward, where head dims leave room
 HEADER_INTS = 16
 LATE = 1.075                                                     # of the even share, for what the cache gains
 LARGEST = 2**30                                                  # a query's index plus its row's shift stays an int32
@@ -138,16 +137,11 @@ class BackwardTables:
         return _packed(header, [self.items, self.rows, self.blocks], list(capacity.backward_offsets()))
 
 
-def backward_block_rows(head_dim: int) -> int:
-    """Half as many steps, each with half as much waiting, where dK and dV take half the registers."""
-    return WIDE_BLOCK_ROWS if head_dim <= 64 else BLOCK_ROWS
-
-
-def tokens_per_block(group: int, block_rows: int = BLOCK_ROWS) -> int:
+def tokens_per_block(group: int) -> int:
     """Tokens whose query heads of one KV head fill a block."""
     if not 1 <= group <= BLOCK_ROWS:
         raise ValueError(f"group={group} query heads share a KV head; give 1 to {BLOCK_ROWS}, or choose another kernel")
-    return block_rows // group
+    return BLOCK_ROWS // group
 
 
 def forward_tables(
@@ -193,11 +187,10 @@ def forward_tables(
 
 
 def backward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, block_rows: int = BLOCK_ROWS,
-    tile_keys: int = TILE_KEYS,
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS
 ) -> BackwardTables:
     """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
-    block_len = tokens_per_block(group, block_rows)
+    block_len = tokens_per_block(group)
     cut = _cut(rows)
     region, region_begin, region_end = _regions(cut.k_begin, cut.k_end)
     item_region, number = spread(_ceil_div(region_end - region_begin, tile_keys))

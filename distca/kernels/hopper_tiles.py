@@ -21,6 +21,7 @@ class Tiles:
     forward_keys: int = TILE_KEYS
     tall_blocks: int = TILE_BLOCKS  # of queries in a tile of forward, where rows are long enough
     backward_keys: int = TILE_KEYS
+    backward_blocks: int = TILE_BLOCKS  # warpgroups that compute backward
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
     forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward.cu")
@@ -34,7 +35,7 @@ _WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_maps.cuh", "wide_backward_
                   "backward_ends.cu")
 
 TILES = {  # by the head dim of queries and keys
-    64: Tiles(64, tall_blocks=3),
+    64: Tiles(64, tall_blocks=3, backward_keys=192, backward_blocks=3),
     128: Tiles(128),
     192: Tiles(128, backward_keys=64, dq_keys=64, dq_apart=True, forward=_WIDE_FORWARD, backward=_WIDE_BACKWARD),
     256: Tiles(256, forward_keys=80, backward_keys=64, dq_keys=64, dq_apart=True, forward=_WIDE_FORWARD,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distca.kernels.hopper_launch import Tables
-from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS, Capacity, backward_block_rows
+from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS, Capacity
 from distca.kernels.hopper_tiles import tiles_of
 
 
@@ -57,7 +57,7 @@ def walk_forward(
 
 
 def walk_backward(
-    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, block_rows: int = BLOCK_ROWS,
+    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None,
     tile_keys: int = TILE_KEYS,
 ) -> Iterator[tuple[int, int, int, int, int, int, int, int, int]]:
     """(head, k_first, k_count, block_id, q_first, q_count, k_begin, k_end, shift) of every block that an item visits.
@@ -67,7 +67,7 @@ def walk_backward(
     ints = packed.tolist()
     items_at, rows_at, blocks_at, total = capacity.backward_offsets()
     assert len(ints) == total
-    block_len = block_rows // group
+    block_len = BLOCK_ROWS // group
     num_items, heads_outer, num_table_blocks = ints[:3]
     for item, head in work(num_items, kv_heads, heads_outer):
         k_first, k_count, num_blocks, row = ints[items_at + 4 * item : items_at + 4 * item + 4]
@@ -181,11 +181,10 @@ def launch_backward(
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     assert num_blocks >= packed[2] == tables.num_blocks
     assert num_parts >= tables.num_parts
-    block_rows = backward_block_rows(q.shape[2])
-    sums = lse.new_zeros((num_blocks, kv_heads, block_rows // group, group, q.shape[2]))
+    sums = lse.new_zeros((num_blocks, kv_heads, BLOCK_ROWS // group, group, q.shape[2]))
     written = torch.zeros(k.shape[:2], dtype=torch.bool)
     tiles = tiles_of(q.shape[2])
-    walk = walk_backward(packed, tables.capacity, group, kv_heads, window, block_rows, tiles.backward_keys)
+    walk = walk_backward(packed, tables.capacity, group, kv_heads, window, tiles.backward_keys)
     for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
         heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
         dk_sum, dv_sum = (lse.new_zeros((k_count, x.shape[2])) for x in (k, v))

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from distca.kernels.hopper_tables import (
     HEADER_INTS,
     TILE_KEYS,
-    WIDE_BLOCK_ROWS,
     BackwardTables,
     Capacity,
     ForwardTables,
@@ -275,14 +274,14 @@ def test_heads_come_one_after_another_backward_where_none_ends_late(num_sms: int
 
 @given(rows=any_rows() | disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
 @settings(max_examples=40)
-def test_wide_blocks_are_exact_too(rows: TaskRows, window: int | None, group: int) -> None:
+def test_wider_tiles_of_keys_are_exact_too(rows: TaskRows, window: int | None, group: int) -> None:
     expected = named(rows, window)
     inside = joined(visible(rows, window), window)
     forward = forward_tables(inside, window, group, 2, 4)
-    backward = backward_tables(inside, window, group, 2, 4, WIDE_BLOCK_ROWS)
+    backward = backward_tables(inside, window, group, 2, 4, 192)
     capacity, count = exact(forward, backward), np.zeros((2, NUM_Q, NUM_K), dtype=int)
     for head, k_first, k_count, _, q_first, q_count, k_begin, k_end, shift in hopper_walk.walk_backward(
-        backward.pack(capacity), capacity, group, 2, window, WIDE_BLOCK_ROWS
+        backward.pack(capacity), capacity, group, 2, window, 192
     ):
         keys = max(k_first, k_begin), min(k_first + k_count, k_end)
         add_tile(count[head], (q_first, q_first + q_count), keys, shift, window)

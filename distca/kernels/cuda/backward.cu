@@ -5,19 +5,18 @@
 // place. As in forward one warp copies ahead and two warpgroups compute, 64 keys each, on transposed scores: rows are
 // keys, columns are queries, and the rounded probabilities are left operands without leaving their registers. Only dS
 // goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
-// block later, when the other's half has long been written, so that the two need not keep step.
+// block later, when the other's half has long been written, so that the two need not keep step. With dim 64 there are
+// three warpgroups, and one of them makes all of a block's dQ, in turn.
 //
 // Adds to memory are slow to leave their registers: those may not be what the next product writes to, and adds may not
-// stand shortly before a fence, which waits for them, nor before loads, which wait behind them. So with dim 128 dQ is
-// computed beside the next block's dV, in the registers of its dP, and added under the scores of the block after that,
-// when what its exponentials need has been loaded; dP's products then run under the exponentials. With dim 64, where a
-// block has more exponentials and no registers to spare, dQ's products run under those.
+// stand shortly before a fence, which waits for them, nor before loads, which wait behind them. So dQ is computed beside
+// the next block's dV, in the registers of its dP, and added under the scores of the block after that, when what its
+// exponentials need has been loaded; dP's products then run under the exponentials.
 //
 // Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
 
-constexpr int SUMS = ROWS * D / 256;  // numbers of dQ that a thread makes: of half the columns, or of half the rows
-constexpr bool DQ_BESIDE_DV = WITH_DQ && D == 128, DQ_BESIDE_SCORES = WITH_DQ && D == 64;
-constexpr bool DP_UNDER_SCORES = DQ_BESIDE_DV;  // under their exponentials, or behind them
+constexpr bool IN_TURN = BLOCKS == 3;                        // dQ of a block is one warpgroup's, or half of it each one's
+constexpr int SUMS = ROWS * D / (IN_TURN ? 128 : 256);       // numbers of dQ that a thread makes
 
 // Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
 // never true but not known to be false, they take the very registers that s has.
@@ -47,10 +46,10 @@ INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
         product<0, 1>(dk, inner_descriptor(ds + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b + i * OUTER_STEP, true);
 }
 
-// Half of dQ, from all keys of the tile: of its rows where there are 128, else of its columns.
+// dQ from all keys of the tile, or half of its columns.
 INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half, bool add) {
-    const u64 a = outer_descriptor(ROWS == 128 ? ds + half * KEY_PANEL : ds, KEY_PANEL);
-    const u64 b = outer_descriptor(ROWS == 128 ? keys : keys + half * KEY_PANEL, KEY_PANEL);
+    const u64 a = outer_descriptor(ds, KEY_PANEL);
+    const u64 b = outer_descriptor(IN_TURN ? keys : keys + half * KEY_PANEL, KEY_PANEL);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0 || add);
 }
@@ -66,9 +65,9 @@ INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane
     }
 }
 
-// A half's part of one block of dQ, added to the others' in global memory, in any order.
+// One block of dQ, or a half's part of it, added to the others' in global memory, in any order.
 INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
-    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + half * (BLOCK_FLOATS / 2) + thread * 4;
+    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + (IN_TURN ? 0 : half * (BLOCK_FLOATS / 2)) + thread * 4;
 #pragma unroll
     for (int i = 0; i < SUMS / 4; i++)
         asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
@@ -128,18 +127,18 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         int left = load_said(base + AT_TILES + 16 * slots.stage).z;
         if (left == 0) return;
         const u32 keys = base + AT_KEYS + slots.stage * KEY_TILE, my_keys = keys + half * 64 * 128;
-        float s[ROWS / 2], dp[ROWS / 2], apart[SUMS], dk_sum[D / 2], dv_sum[D / 2];
-        float(&dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(DQ_BESIDE_DV ? dp : apart));
-        float(&last_dq)[SUMS] = reinterpret_cast<float(&)[SUMS]>(*(DQ_BESIDE_DV ? s : apart));
+        float s[ROWS / 2], dp[ROWS / 2], dk_sum[D / 2], dv_sum[D / 2];
+        static_assert(SUMS == ROWS / 2, "dQ stands where dP or scores were");
+        float(&dq)[SUMS] = dp, (&last_dq)[SUMS] = s;
         u32 ds[ROWS / 4];
         int place;  // of this block in dQ's sums
-        const bool never = DQ_BESIDE_DV && left < 0;
+        const bool never = WITH_DQ && left < 0;
         const u32 zero = never ? ~0u : 0;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) dk_sum[i] = dv_sum[i] = 0;
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++)
-            if (DQ_BESIDE_DV) dp[i] = 0;
+            if (WITH_DQ) dp[i] = 0;
 
         // Scores of the block at the ring's position, as products under way.
         auto begin_scores = [&] {
@@ -193,12 +192,12 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             u32 p[ROWS / 4];
-            if (!DP_UNDER_SCORES) wait(barriers.douts_full(ring.stage), ring.full);
+            if (!WITH_DQ) wait(barriers.douts_full(ring.stage), ring.full);
             round_pairs(p, s);
             hold(p);
             hold(dv_sum);
             products_begin();
-            if (!DP_UNDER_SCORES) issue_transposed(dp, my_values, douts);
+            if (!WITH_DQ) issue_transposed(dp, my_values, douts);
             issue_dv(dv_sum, p, douts);
             products_commit();
             products_wait<1>();
@@ -228,7 +227,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         begin_scores();
         products_wait<0>();
         hold(s);
-        if constexpr (DP_UNDER_SCORES) {
+        if constexpr (WITH_DQ) {
             wait(barriers.values_full(), values_full);
             begin_dp();
             finish_scores(load_block(), load_lse);
@@ -240,15 +239,16 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         Ring<2> due = ds_ring;  // where the dS of the block before stands, whose dQ is to be computed or added
         int due_place = 0;
         auto add_due = [&] { add_dq(dq_sum, dq, due_place, half, thread); };
-        auto next_block = [&](bool is_due) {
+        bool is_due = false;  // a dQ in registers that is to be added
+        int turn = 0;         // of the warpgroup that makes this block's dQ
+        auto next_block = [&](bool with_dq) {
             const u32 stage = ring.stage;
             const Ring<2> last = ds_ring;
             const int last_place = place;
             ring.advance();
             begin_scores();
-            if (DQ_BESIDE_SCORES && is_due) begin_dq(dq, due, false);
             begin_dk(stage, last.stage);
-            if constexpr (DP_UNDER_SCORES) {
+            if constexpr (WITH_DQ) {
                 float2 lse[ROWS / 8];
                 u32 bits = 0;
 #pragma unroll
@@ -257,51 +257,44 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
                     bits |= __float_as_uint(lse[i].x) | __float_as_uint(lse[i].y);
                 }
                 const int masked = load_block();
-                if (is_due || (bits & zero)) add_due();  // by zero bits, or loads would be moved behind adds
+                if (!(IN_TURN && with_dq) && (is_due || (bits & zero)))  // by zero bits, or loads would be moved behind
+                    add_due();
                 products_wait<1>();
                 hold(s);
                 begin_dp();
                 finish_scores(masked, [&](int i) { return lse[i / 4]; });
                 products_wait<1>();
             } else {
-                if (DQ_BESIDE_SCORES && is_due)
-                    products_wait<2>();
-                else
-                    products_wait<1>();
+                products_wait<1>();
                 hold(s);
                 finish_scores(load_block(), load_lse);
                 products_wait<0>();
             }
             finish_dk(stage);
-            if (DQ_BESIDE_SCORES && is_due) {
-                finish_dq(dq, due.stage);
-                add_due();
-            }
             due = last;
             due_place = last_place;
             ds_ring.advance();
-            middle(--left == 0, DQ_BESIDE_DV, due);
+            middle(--left == 0, with_dq, due);
+            is_due = with_dq;
         };
         middle(--left == 0, false, due);
-        const bool is_alone = left == 0;
-        bool is_due = false;
-        if (!DQ_BESIDE_DV && !is_alone) {  // by itself, since products may not be under way in one case alone
-            next_block(false);
-            is_due = true;
-        }
-        for (; left > 0; is_due = true) next_block(DQ_BESIDE_DV ? is_due : true);
-        if (DQ_BESIDE_SCORES && !is_alone) {
-            begin_dq(dq, due, false);
-            products_wait<0>();
-            finish_dq(dq, due.stage);
-            add_due();
+        while (left > 0) {
+            if (!IN_TURN || turn == half)
+                next_block(WITH_DQ);
+            else
+                next_block(false);
+            turn = turn == BLOCKS - 1 ? 0 : turn + 1;
         }
         begin_dk(ring.stage, ds_ring.stage);
-        if (WITH_DQ) begin_dq(last_dq, ds_ring, false);
-        if (DQ_BESIDE_DV && is_due) add_due();
+        if (WITH_DQ && !IN_TURN) begin_dq(last_dq, ds_ring, false);
+        if (WITH_DQ && is_due) add_due();
         products_wait<0>();
         finish_dk(ring.stage);
-        if (WITH_DQ) {
+        if (WITH_DQ && (!IN_TURN || turn == half)) {
+            if (IN_TURN) {
+                begin_dq(last_dq, ds_ring, false);
+                products_wait<0>();
+            }
             finish_dq(last_dq, ds_ring.stage);
             add_dq(dq_sum, last_dq, place, half, thread);
         }
@@ -310,7 +303,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         ring.advance();
         ds_ring.advance();
         slots.advance();
-        if (WITH_DQ) {  // both places of dS have been read by both halves
+        if (WITH_DQ) {  // both places of dS have been read by all
             Ring<2> free = ds_ring;
             wait(barriers.ds_empty(free.stage), free.empty());
             free.advance();
@@ -323,7 +316,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     attention_backward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap query_rows,
                        const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
                        const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
@@ -342,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_init(barriers.keys_full(i), 1);
             barrier_init(barriers.keys_empty(i), READERS);
             barrier_init(barriers.ds_full(i), READERS);
-            barrier_init(barriers.ds_empty(i), READERS);
+            barrier_init(barriers.ds_empty(i), IN_TURN ? 128 : READERS);
         }
         for (u32 i = 0; i < STAGES; i++) {
             barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
@@ -357,14 +350,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
-        give_registers<WITH_DQ ? 24 : 40>();
+        give_registers<BLOCKS == 3 ? 32 : WITH_DQ ? 24 : 40>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
             copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window,
                        threadIdx.x);
         }
     } else {
-        take_registers<WITH_DQ ? 240 : 232>();
+        take_registers<BLOCKS == 3 ? 160 : WITH_DQ ? 240 : 232>();
         compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, window);
     }
 }

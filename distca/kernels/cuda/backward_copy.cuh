@@ -1,6 +1,6 @@
 // The copying warp of backward: where everything stands in shared memory, and what is brought there for each tile.
 
-constexpr int STAGES = 3;
+constexpr int STAGES = D == 64 ? 4 : 3;
 constexpr int AT_KEYS = 0;  // two slots
 constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;           // stages of queries and output gradients
@@ -12,7 +12,7 @@ constexpr int AT_TILES = AT_DELTA + STAGES * ROWS * 4;     // int4 of a slot: k_
 constexpr int AT_BLOCKS = AT_TILES + 2 * 16;               // two int4 of a stage
 constexpr int AT_BARRIERS = AT_BLOCKS + STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;  // of dQ's sum
-static_assert(ROWS * D == 8192, "64 rows of dim 128, whose halves are of columns, or 128 of dim 64, of rows");
+static_assert(ROWS == 64 && KEYS == 64 * BLOCKS, "a warpgroup's keys are the rows of its matrix products");
 static_assert(AT_BARRIERS + (10 + 4 * STAGES) * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
 struct Barriers {

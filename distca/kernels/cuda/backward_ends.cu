@@ -30,21 +30,19 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn; a thread
-// takes eight columns of a row and of the row eight below, which lie in 64 bytes. The halves of a block are those of
-// its rows where there are 128, else of its columns.
+// takes eight columns of a row and of the row eight below, which lie in 64 bytes. A warpgroup's 64 columns lie together.
 extern "C" __global__ void __launch_bounds__(256)
     attention_write_dq(bf16* dq, const float* dq_sum, const int* table, int blocks_at, int kv_heads, float scale) {
-    constexpr bool BY_ROWS = ROWS == 128;
-    constexpr int CHUNKS = (BY_ROWS ? D : D / 2) / 8;  // of eight columns in a half
+    constexpr int CHUNKS = D / 8;  // of eight columns
     const int2* entries = reinterpret_cast<const int2*>(table + blocks_at);
     const int used = table[2];
     for (int item = blockIdx.x; item < used * kv_heads; item += gridDim.x) {
         const int head = item / used;
         const int2 block = entries[item % used];
-        for (int part = threadIdx.x; part < 2 * CHUNKS * 32; part += 256) {
-            const int chunk = part % CHUNKS, half = part / CHUNKS % 2, upper = part / (2 * CHUNKS);  // of 32 upper rows
+        for (int part = threadIdx.x; part < CHUNKS * 32; part += 256) {
+            const int chunk = part % CHUNKS, upper = part / CHUNKS;  // of 32 upper rows
             const float4* from = reinterpret_cast<const float4*>(dq_sum + static_cast<long>(item) * BLOCK_FLOATS) +
-                                 (half * CHUNKS + chunk) * 128 + upper * 4;
+                                 chunk * 128 + upper * 4;
             float above[8], below[8];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -59,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(256)
             round_pairs(rounded[1], below);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int row = (BY_ROWS ? half * 64 : 0) + upper / 8 * 16 + upper % 8 + 8 * i;
+                const int row = upper / 8 * 16 + upper % 8 + 8 * i;
                 const long place = static_cast<long>(block.x + row / G) * kv_heads * G + head * G + row % G;
                 if (row < block.y * G)
-                    reinterpret_cast<uint4*>(dq + place * D)[(BY_ROWS ? 0 : half * CHUNKS) + chunk] =
+                    reinterpret_cast<uint4*>(dq + place * D)[chunk] =
                         make_uint4(rounded[i][0], rounded[i][1], rounded[i][2], rounded[i][3]);
             }
         }
