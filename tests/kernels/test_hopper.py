@@ -89,7 +89,7 @@ def test_refilled_rows_give_what_prepared_rows_give(launched: list[bool], reques
         request.getfixturevalue("determinism")
     many = TaskRows(*np.concatenate([[getattr(rows, column) for column in TaskRows.__slots__]
                                      for rows in (DOCUMENTS, TWICE)], axis=1))
-    prepared = HOPPER.prepare(many, CPU, window)
+    prepared = HOPPER.prepare(many, CPU, window, most=(500, 500, len(many)))
     for kv_heads in (1, 2):
         attend(inputs(kv_heads), prepared)
     first = buffers(prepared)
