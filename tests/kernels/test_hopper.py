@@ -21,6 +21,7 @@ import torch
 
 from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
 from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper_tables import TILE_BLOCKS
 from distca.kernels.hopper_tiles import TILES
 from distca.kernels.interface import BackwardInputs
 from distca.testing import task_rows
@@ -207,7 +208,7 @@ class Cubin:
         return name
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dim", TILES)
 def test_sources_compile_without_serialised_products(head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch,
                                                      tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -221,14 +222,16 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     device, shape = torch.device("cuda", 0), (head_dim, group)
+    heights = (False, True) if TILES[head_dim].tall_blocks > TILE_BLOCKS else (False,)
     with caplog.at_level(logging.WARNING, logger="distca"):
         for windowed, split in itertools.product((False, True), (False, True)):
-            forward: Any = hopper_launch._forward_kernels.__wrapped__(device, *shape, windowed, split)
-            assert [x.function for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
+            for is_tall in heights:
+                forward: Any = hopper_launch._forward_kernels.__wrapped__(device, *shape, windowed, split, is_tall)
+                assert [x.function for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
             for deterministic in (False, True):
                 backward: Any = hopper_launch._backward_kernels.__wrapped__(
                     device, *shape, windowed, deterministic, split and deterministic)
                 last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
                 assert [x.function for x in backward] == ["attention_delta", "attention_backward", *last]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 12
+    assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights)
     assert not re.search(r"C751[0-5]|serialized", caplog.text)
