@@ -1,24 +1,21 @@
-"""Launches of the Hopper kernel: its tables in device memory, its tensor maps, its compiled variants.
+"""Launches of the Hopper kernel: its tables in device memory, its tensor maps.
 
 Everything that a call needs beside its results' addresses is made once and kept, because a launch should cost the
-host little more than the driver does: tables per set of rows, launches with their tensor maps per place in memory,
-kernels per head dim and group size.
+host little more than the driver does: tables per set of rows, launches with their tensor maps per place in memory.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 import numpy as np
 import torch
 
-from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin, tensor_map
+from distca.kernels.cuda_driver import Launch, TensorMap, tensor_map
 from distca.kernels.hopper_tables import (
     BLOCK_ROWS,
     TILE_BLOCKS,
@@ -30,13 +27,11 @@ from distca.kernels.hopper_tables import (
     tokens_per_block,
 )
 from distca.kernels.hopper_tiles import DIMS_TEXT, TALL_GAIN, TILES, tiles_of
+from distca.kernels.hopper_variants import backward_kernels, forward_kernels
 from distca.kernels.interface import TaskRows, dims_text
 
-SOURCES = Path(__file__).parent / "cuda"
 PANEL = 64  # columns that a tensor copy brings at once
-WARPGROUP, THREADS = 128, 384
-SHARED_BYTES = 227 * 1024
-MERGE, MERGE_THREADS, MERGE_BLOCKS = "merge.cu", 128, 16  # blocks to a multiprocessor
+MERGE_BLOCKS = 16  # thread blocks to a multiprocessor
 CALLS_KEPT = 512
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
@@ -195,84 +190,6 @@ def run_backward(
         after(8 * all_sms, stream, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    function: Function
-    types: Sequence[type]
-    num_threads: int
-    device_index: int
-    num_sms: int
-
-    def launch(self, *maps: TensorMap) -> Launch:
-        return Launch(self.function, self.num_threads, self.types, maps)
-
-
-def _loaded(
-    device: torch.device,
-    sources: Sequence[str],
-    defines: dict[str, int],
-    kernels: dict[str, tuple[list[type], int, int]],
-) -> list[_Kernel]:
-    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in sources)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    with torch.cuda.device(index):
-        module = Module(compile_cubin(text, f"distca/kernels/cuda/{sources[-1]}", defines))
-        return [
-            _Kernel(module.function(name, shared), types, num_threads, index, num_sms)
-            for name, (types, shared, num_threads) in kernels.items()
-        ]
-
-
-@functools.cache
-def _forward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, split: bool, is_tall: bool
-) -> list[_Kernel]:
-    """The main kernel and, where keys of tiles are split, the one that merges their parts."""
-    keys: list[type] = [c_void_p, c_int64, c_int64]  # where they lie; wide heads do not ask
-    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys] + [c_void_p] * 2
-    tiles = tiles_of(head_dim)
-    blocks = tiles.tall_blocks if is_tall else TILE_BLOCKS
-    defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
-               "BLOCKS": blocks, "WINDOWED": windowed}
-    kernels: dict[str, tuple[list[type], int, int]] = {
-        "attention_forward": (types, SHARED_BYTES, WARPGROUP * (blocks + 1))}
-    if not split:
-        return _loaded(device, tiles.forward, defines, kernels)
-    kernels["attention_merge"] = ([c_void_p] * 5 + [c_int32] * 2, 0, MERGE_THREADS)
-    return _loaded(device, (*tiles.forward, MERGE), {**defines, "SPLIT": 1}, kernels)
-
-
-@functools.cache
-def _backward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool
-) -> list[_Kernel]:
-    """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
-
-    After dQ's own, where keys of tiles are split, the one that merges their parts.
-    """
-    tiles = tiles_of(head_dim)
-    defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
-    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks,
-            "WITH_DQ": not deterministic}
-    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
-    kernels: dict[str, tuple[list[type], int, int]] = {
-        "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
-        "attention_backward": (main, SHARED_BYTES, WARPGROUP * (tiles.backward_blocks + 1)),
-        "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
-    }
-    before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
-    if not deterministic:
-        return [before, backward, write_dq]
-    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]
-    alone: dict[str, tuple[list[type], int, int]] = {"attention_dq": (types, SHARED_BYTES, THREADS)}
-    defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
-    if not split:
-        return [before, backward, *_loaded(device, tiles.backward_dq, defines, alone)]
-    alone["attention_merge_dq"] = ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, MERGE_THREADS)
-    return [before, backward, *_loaded(device, (*tiles.backward_dq, MERGE), {**defines, "SPLIT": 1}, alone)]
-
-
 Stride = tuple[int, ...]
 
 
@@ -307,7 +224,7 @@ def _forward_call(
         _key_map(v, v_shape, v_stride, tile_keys),
         _key_map(v, v_shape, v_stride, 1),
     )
-    kernel, *merge = _forward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, split, is_tall)
+    kernel, *merge = forward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, split, is_tall)
     return kernel.launch(*maps), merge[0].launch() if merge else None, kernel.device_index
 
 
@@ -348,7 +265,7 @@ def _backward_call(
         _key_map(v, v_shape, v_stride, tiles.backward_keys),
         _key_map(v, v_shape, v_stride, 1),
     )
-    before, main, after, *merge = _backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic,
+    before, main, after, *merge = backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic,
                                                     split)
     alone = () if not deterministic else (
         _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch
+from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch, hopper_variants
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.hopper_tables import TILE_BLOCKS
 from distca.kernels.hopper_tiles import TILES
@@ -170,7 +170,7 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """A launch's storages are read while other threads run, as autograd's."""
     monkeypatch.setattr(hopper_launch, "tensor_map", lambda *_: cuda_driver.TensorMap())
     kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
-    monkeypatch.setattr(hopper_launch, "_forward_kernels", lambda *_: [kernel])
+    monkeypatch.setattr(hopper_launch, "forward_kernels", lambda *_: [kernel])
     place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), torch.Size([9, 2, 64]), 16, 32, 48,
                               (256, 64, 1), (128, 64, 1), (128, 64, 1), False, False, False)
     first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
@@ -218,7 +218,7 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     except RuntimeError as error:
         pytest.skip(f"needs NVRTC: {error}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hopper_launch, "Module", Cubin)
+    monkeypatch.setattr(hopper_variants, "Module", Cubin)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     device, shape = torch.device("cuda", 0), (head_dim, group)
@@ -226,10 +226,10 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     with caplog.at_level(logging.WARNING, logger="distca"):
         for windowed, split in itertools.product((False, True), (False, True)):
             for is_tall in heights:
-                forward: Any = hopper_launch._forward_kernels.__wrapped__(device, *shape, windowed, split, is_tall)
+                forward: Any = hopper_variants.forward_kernels.__wrapped__(device, *shape, windowed, split, is_tall)
                 assert [x.function for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
             for deterministic in (False, True):
-                backward: Any = hopper_launch._backward_kernels.__wrapped__(
+                backward: Any = hopper_variants.backward_kernels.__wrapped__(
                     device, *shape, windowed, deterministic, split and deterministic)
                 last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
                 assert [x.function for x in backward] == ["attention_delta", "attention_backward", *last]

@@ -1,0 +1,100 @@
+"""Compiled variants of the Hopper kernel: for a head dim, a group size and a kind of rows, compiled when asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin
+from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_BLOCKS
+from distca.kernels.hopper_tiles import tiles_of
+
+SOURCES = Path(__file__).parent / "cuda"
+WARPGROUP, THREADS = 128, 384
+SHARED_BYTES = 227 * 1024
+MERGE, MERGE_THREADS = "merge.cu", 128
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel of a compiled source, and how it is launched."""
+
+    function: Function
+    types: Sequence[type]
+    num_threads: int
+    device_index: int
+    num_sms: int
+
+    def launch(self, *maps: TensorMap) -> Launch:
+        return Launch(self.function, self.num_threads, self.types, maps)
+
+
+def _loaded(
+    device: torch.device,
+    sources: Sequence[str],
+    defines: dict[str, int],
+    kernels: dict[str, tuple[list[type], int, int]],
+) -> list[Variant]:
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in sources)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+    with torch.cuda.device(index):
+        module = Module(compile_cubin(text, f"distca/kernels/cuda/{sources[-1]}", defines))
+        return [
+            Variant(module.function(name, shared), types, num_threads, index, num_sms)
+            for name, (types, shared, num_threads) in kernels.items()
+        ]
+
+
+@functools.cache
+def forward_kernels(
+    device: torch.device, head_dim: int, group: int, windowed: bool, split: bool, is_tall: bool
+) -> list[Variant]:
+    """The main kernel and, where keys of tiles are split, the one that merges their parts."""
+    keys: list[type] = [c_void_p, c_int64, c_int64]  # where they lie; wide heads do not ask
+    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys] + [c_void_p] * 2
+    tiles = tiles_of(head_dim)
+    blocks = tiles.tall_blocks if is_tall else TILE_BLOCKS
+    defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
+               "BLOCKS": blocks, "WINDOWED": windowed}
+    kernels: dict[str, tuple[list[type], int, int]] = {
+        "attention_forward": (types, SHARED_BYTES, WARPGROUP * (blocks + 1))}
+    if not split:
+        return _loaded(device, tiles.forward, defines, kernels)
+    kernels["attention_merge"] = ([c_void_p] * 5 + [c_int32] * 2, 0, MERGE_THREADS)
+    return _loaded(device, (*tiles.forward, MERGE), {**defines, "SPLIT": 1}, kernels)
+
+
+@functools.cache
+def backward_kernels(
+    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool
+) -> list[Variant]:
+    """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
+
+    After dQ's own, where keys of tiles are split, the one that merges their parts.
+    """
+    tiles = tiles_of(head_dim)
+    defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
+    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks,
+            "WITH_DQ": not deterministic}
+    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
+    kernels: dict[str, tuple[list[type], int, int]] = {
+        "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
+        "attention_backward": (main, SHARED_BYTES, WARPGROUP * (tiles.backward_blocks + 1)),
+        "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
+    }
+    before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
+    if not deterministic:
+        return [before, backward, write_dq]
+    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]
+    alone: dict[str, tuple[list[type], int, int]] = {"attention_dq": (types, SHARED_BYTES, THREADS)}
+    defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
+    if not split:
+        return [before, backward, *_loaded(device, tiles.backward_dq, defines, alone)]
+    alone["attention_merge_dq"] = ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, MERGE_THREADS)
+    return [before, backward, *_loaded(device, (*tiles.backward_dq, MERGE), {**defines, "SPLIT": 1}, alone)]
