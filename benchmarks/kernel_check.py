@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ import torch
 from distca.kernels import Kernel, TaskRows, kernel_named
 from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
+from distca.testing import determinism
 
 NUM_Q, NUM_K = 470, 4_000
 HEADS, KV_HEADS = 8, 2
@@ -60,16 +59,6 @@ def relative_errors(actual: list[torch.Tensor], expected: list[torch.Tensor]) ->
         same = bool((a.isfinite() == seen).all()) and bool((a[~seen] == e[~seen]).all())
         errors[name] = float((a - e)[seen].norm() / e[seen].norm()) if same else float("inf")
     return errors
-
-
-@contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def check(name: str, device: torch.device, head_dims: tuple[int, ...]) -> bool:

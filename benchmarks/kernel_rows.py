@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention_batches import POOL_TOKENS, Batch, documents, sampled_plan, servers, shards
+from outputs import wide_console, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -201,7 +202,7 @@ def main(options: argparse.Namespace, console: Console) -> None:
         if options.output is not None:
             about = {"device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", **versions(),
                      "budget_seconds": options.budget, "rounds": ROUNDS, "statistic": "median, better of two rounds"}
-            options.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            write_json(options.output, {"about": about, "rows": rows})
     for checkout in checkouts.values():
         checkout.close()
     console.print(table)
@@ -223,6 +224,6 @@ if __name__ == "__main__":
         if arguments.serve:
             serve(torch.device(arguments.device), arguments.budget, arguments.shrink)
         else:
-            main(arguments, Console(width=180))
+            main(arguments, wide_console(180))
     except (ValueError, OSError) as problem:
         sys.exit(f"kernel_rows.py: error: {problem}")

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,23 @@ def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no GPU"):
         import_module("kernel_ranking").main(None, None)
+
+
+def test_rows_of_kernels_are_compared_with_the_first(batches: ModuleType) -> None:
+    """Keys of 16 and values of 8: a pair is 2 * (16 + 8) operations forward and 2 * (3 * 16 + 2 * 8) backward."""
+    bench, cpu = import_module("kernel_rows"), torch.device("cpu")
+    case = bench.Case(batches.documents(2, 40), heads=4, kv_heads=2, dim=16, value_dim=8)
+    pairs = 2 * 40 * 41 // 2
+    assert case.flops() == (pairs * 4 * 48, pairs * 4 * 128)
+    found = {name: [bench.measured(name, case, cpu, 1e-3)] for name in ("sdpa", "dense", "hopper")}
+    wrong = {"seconds": [2.0, 4.0], "sketches": [(-np.array(x)).tolist() for x in found["sdpa"][0]["sketches"]]}
+    row = bench.compare(case, {**found, "wrong": [wrong, {**wrong, "seconds": [1.0, 8.0]}]})["contestants"]
+    assert row["dense"]["difference"] < 1e-4 and row["wrong"]["difference"] == pytest.approx(2.0)
+    assert "device is cpu" in row["hopper"]["problem"]
+    slow = bench.compare(case, {"wrong": [{**wrong, "seconds": [1e-9, 3e-9]}, {**wrong, "seconds": [2e-9, 1e-9]}]})
+    rates = slow["contestants"]["wrong"]  # the better round each way
+    assert rates["forward_tflops"] == round(pairs * 4 * 48 / 1e3, 1)
+    assert rates["backward_tflops"] == round(pairs * 4 * 128 / 1e3, 1)
 
 
 def test_tables_are_timed_and_nothing_is_stored_twice(runtime: ModuleType) -> None:

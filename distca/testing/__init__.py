@@ -8,7 +8,8 @@ are in processes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -340,3 +341,16 @@ def dense_on_one(
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     out = dense_attention(*qkv_of(leaves[:3]), lengths.tolist(), scale, window, softcap, *leaves[3:])
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@contextmanager
+def determinism(wanted: bool = True) -> Iterator[None]:
+    """torch's deterministic algorithms inside, or not; outside it is as it was."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

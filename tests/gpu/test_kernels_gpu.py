@@ -13,6 +13,7 @@ from distca.kernels.accuracy import check_attention
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import measured
 from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
+from distca.testing import determinism
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,11 +88,8 @@ def test_softcap(name: str, rows: str, dim: int, window: int | None, softcap: fl
 
 def test_softcap_in_deterministic_mode() -> None:
     q, *others = random_inputs(4, 2, 128, torch.bfloat16)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with determinism():
         assert_exact("fa4", [3 * q, *others], table("shards of one document share its keys"), None, 50.0)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["hopper", "cudnn", "fa4", "varlen", "sdpa"])

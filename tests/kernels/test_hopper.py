@@ -24,7 +24,7 @@ from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.hopper_tables import TILE_BLOCKS
 from distca.kernels.hopper_tiles import TILES
 from distca.kernels.interface import BackwardInputs
-from distca.testing import task_rows
+from distca.testing import determinism, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -50,13 +50,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-@pytest.fixture
-def determinism() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
+@pytest.fixture(name="determinism")
+def in_deterministic_mode() -> Iterator[None]:
+    with determinism():
         yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def inputs(kv_heads: int = 2, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from distca.kernels.accuracy import SCORES_AT_ONCE
 from distca.kernels.dense import DenseKernel
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows, merge
-from distca.testing import task_rows
+from distca.testing import determinism, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 accuracy = importlib.import_module("hopper_accuracy")
@@ -44,16 +44,6 @@ MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_avai
 def gpu(test: Callable[..., None]) -> Callable[..., None]:
     skipped = pytest.mark.skipif(MISSING is not None, reason=f"needs an NVIDIA Hopper GPU; {MISSING}")
     return pytest.mark.gpu(skipped(test))
-
-
-@contextmanager
-def determinism() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")

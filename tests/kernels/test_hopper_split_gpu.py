@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from distca.kernels import hopper_split
 from distca.kernels.accuracy import check_attention
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows
-from distca.testing import task_rows
+from distca.testing import determinism, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 accuracy = importlib.import_module("hopper_accuracy")
@@ -35,16 +34,6 @@ MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_avai
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(MISSING is not None, reason=f"needs an NVIDIA Hopper GPU; {MISSING}")]
 DIMS = (64, 128, 192, 256)
-
-
-@contextmanager
-def determinism() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def num_parts(rows: TaskRows, heads: tuple[int, int, int], window: int | None = None) -> int:

@@ -19,7 +19,7 @@ from distca.kernels import hopper, hopper_launch
 from distca.kernels.accuracy import check_attention
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs, TaskRows, joined, visible
-from distca.testing import task_rows
+from distca.testing import determinism, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 accuracy, hopper_walk = importlib.import_module("hopper_accuracy"), importlib.import_module("hopper_walk")
@@ -78,11 +78,8 @@ def test_tall_calls_are_exact(
         out, lse = HOPPER.forward(q, k, v, prepared)
         assert tables_of(tensors, prepared).tall is not None
         for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic)
-            try:
+            with determinism(deterministic):
                 gradients = HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
-            finally:
-                torch.use_deterministic_algorithms(False)
             accuracy.assert_exact([out, lse, *gradients], tensors, rows, window)
 
 
