@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import Launch, TensorMap, tensor_map
+from distca.kernels.hopper_kept import PLACE_BYTES, kept_tables, most_places
 from distca.kernels.hopper_tables import (
     BLOCK_ROWS,
     TILE_BLOCKS,
@@ -39,6 +40,28 @@ Most = tuple[int, int, int]  # queries, keys and rows
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Tables for dQ from gradients of scores that are kept in memory, on the device."""
+
+    table: torch.Tensor  # int32, see KeptTables.pack
+    pairs_at: int
+    num_places: int  # of a KV head
+    heads: int  # KV heads at a time
+
+    @classmethod
+    def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Kept | None:
+        """None where there is no room for a head's, or heads are not wide."""
+        blocks, most = tiles_of(heads[2]).kept_blocks, most_places(device)
+        if not blocks or not most:
+            return None
+        tables = kept_tables(rows, window, heads[0] // heads[1], heads[1], num_sms, blocks, most)
+        if tables is None:
+            return None
+        table = _pinned(tables.pack(), device).to(device, non_blocking=True)
+        return cls(table, tables.pairs_at, tables.num_places, min(heads[1], most // tables.num_places))
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """The tables of one set of rows for one kind of heads, on the device at fixed addresses."""
 
@@ -50,6 +73,7 @@ class Tables:
     num_blocks: int  # of queries in backward
     num_parts: int  # of tiles whose keys are split
     num_sms: int  # multiprocessors that a launch takes
+    kept: Kept | None  # where dS is kept
     forward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where tiles, segments and merges begin
     dq_table: int = field(init=False)  # where dQ is computed by itself
     backward_numbers: tuple[int, ...] = field(init=False)  # table, counter, where items, rows and blocks begin
@@ -82,6 +106,7 @@ class Tables:
             len(backward.blocks),
             forward.num_parts,
             num_sms,
+            Kept.build(rows, window, heads, device, num_sms) if most is None else None,
         )
 
     def refilled(self, forward: ForwardTables, backward: BackwardTables, tall: ForwardTables | None) -> Tables:
@@ -89,7 +114,7 @@ class Tables:
         for buffer, tables in ((self.forward, forward), (self.backward, backward), (self.tall, tall)):
             if buffer is not None and tables is not None:
                 buffer.copy_(_pinned(tables.pack(self.capacity), buffer.device), non_blocking=True)
-        return replace(self, num_blocks=len(backward.blocks), num_parts=forward.num_parts)
+        return replace(self, num_blocks=len(backward.blocks), num_parts=forward.num_parts, kept=None)
 
 
 def run_forward(
@@ -139,6 +164,7 @@ def run_backward(
     window: int | None,
     scale: float,
     deterministic: bool,
+    kept: Kept | None,
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
 
@@ -151,11 +177,11 @@ def run_backward(
     call = _backward_call(
         get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
         dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic,
-        deterministic and num_parts > 0,
+        deterministic and num_parts > 0 and kept is None, kept is not None,
     )
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
-        run_backward(saved, gradients, tables, num_blocks, num_parts, window, scale, deterministic)
+        run_backward(saved, gradients, tables, num_blocks, num_parts, window, scale, deterministic, kept)
         return
     before, main, after, merge, device_index, all_sms = call
     dq, dk, dv = gradients
@@ -173,9 +199,24 @@ def run_backward(
         8 * all_sms, stream, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
         0 if deterministic else num_sums // 4,
     )
+    if kept is not None:
+        places = new((kept.heads * kept.num_places * PLACE_BYTES,), torch.uint8, q)()
+        pairs, dq_counter = (kept.table.data_ptr(), kept.pairs_at), counter + 4
+        for first in range(0, kv_heads, kept.heads):
+            some = first, min(kept.heads, kv_heads - first)
+            main(
+                tables.num_sms, stream, lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table,
+                counter, items_at, rows_at, kv_heads, scale, window or 0, *pairs, *some,
+            )
+            after(
+                tables.num_sms, stream, places.data_ptr(), dq.data_ptr(), pairs[0], dq_counter, pairs[1], kv_heads,
+                scale, *some,
+            )
+        return
+    whole = (0, 0, 0, kv_heads) if tiles_of(dim).dq_apart else ()
     main(
         tables.num_sms, stream, lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at,
-        rows_at, kv_heads, scale, window or 0,
+        rows_at, kv_heads, scale, window or 0, *whole,
     )
     if deterministic:
         _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
@@ -246,6 +287,7 @@ def _backward_call(
     windowed: bool,
     deterministic: bool,
     split: bool,
+    kept: bool,
 ) -> tuple[Launch, Launch, Launch, Launch | None, int, int] | None:
     """The same for dout, q, k, v: three or four launches, and how many multiprocessors the device has."""
     _check_dims(q_shape, v_shape)
@@ -266,8 +308,8 @@ def _backward_call(
         _key_map(v, v_shape, v_stride, 1),
     )
     before, main, after, *merge = backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic,
-                                                    split)
-    alone = () if not deterministic else (
+                                                    split, kept)
+    alone = () if not deterministic else maps[4:6] if kept else (
         _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
         _key_map(k, k_shape, k_stride, tiles.dq_keys), maps[5], _key_map(v, v_shape, v_stride, tiles.dq_keys), maps[7])
     return (before.launch(), main.launch(*maps), after.launch(*alone), merge[0].launch() if merge else None,

@@ -90,7 +90,7 @@ class Capacity:
         """Where items, rows and blocks begin, and how long the whole is, in ints."""
         rows_at = HEADER_INTS + 4 * self.items
         blocks_at = rows_at + 8 * self.rows
-        return HEADER_INTS, rows_at, blocks_at, blocks_at + 4 * _ceil_div(self.blocks, 2)
+        return HEADER_INTS, rows_at, blocks_at, blocks_at + 4 * ceil_div(self.blocks, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class BackwardTables:
 
     items: np.ndarray                                            # [items, 4] k_first, k_count, num_blocks, row_begin
     rows: np.ndarray                                             # [rows, 8] q_begin, q_end, k_begin, k_end, shift,
-                                                                 #           block_base, 0, 0
+                                                                 #           block_base, pair_base, 0
     blocks: np.ndarray                                           # [blocks, 2] q_first, q_count
     heads_outer: bool                                            # all items of one KV head before the next head's
 
@@ -153,10 +153,10 @@ def forward_tables(
     Keys of long tiles are split into no more than `most_parts` segments in all.
     """
     tile_len = blocks * tokens_per_block(group)
-    cut = _cut(rows)
+    cut = cut_rows(rows)
     segment_count = np.bincount(cut.piece, minlength=len(cut.q_begin))
     segment_begin = np.cumsum(segment_count) - segment_count     # [pieces]
-    tile_count = _ceil_div(cut.q_end - cut.q_begin, tile_len)
+    tile_count = ceil_div(cut.q_end - cut.q_begin, tile_len)
     piece, number = spread(tile_count)
     number = tile_count[piece] - 1 - number                      # the longest of a causal piece first
     q_first = cut.q_begin[piece] + number * tile_len             # [tiles]
@@ -165,21 +165,21 @@ def forward_tables(
     segment = segment_begin[piece][tile] + number
     lo, hi = cut.seen(segment, q_first[tile], (q_first + q_count)[tile], window)
     k_begin = cut.k_begin[segment]
-    steps = _ceil_div(hi - k_begin, tile_keys) - (lo - k_begin) // tile_keys
+    steps = ceil_div(hi - k_begin, tile_keys) - (lo - k_begin) // tile_keys
     num_steps = np.add.reduceat(steps, np.flatnonzero(number == 0))
-    walked = Steps(tile, segment, steps, _ceil_div(hi - k_begin, tile_keys))
+    walked = Steps(tile, segment, steps, ceil_div(hi - k_begin, tile_keys))
     parts = num_parts(num_steps, walked, kv_heads, num_sms, most_parts)
     split = Split.of(parts, num_steps, segment_begin[piece], walked, cut.k_begin, cut.k_end, tile_keys)
     tile, num_steps = split.tile, split.num_steps                # of parts too
-    length_class = _length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms)
-    order = np.lexsort((tile, split.part, piece[tile], -length_class))  # parts with the same keys side by side
+    classes = length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms)
+    order = np.lexsort((tile, split.part, piece[tile], -classes))  # parts with the same keys side by side
     nothing = np.zeros(len(cut.shift) + len(split.from_segment), dtype=np.int64)
     is_split = parts > 1
     return ForwardTables(
-        _table((q_first[tile], q_count[tile] + 256 * split.slot, num_steps, split.segment_begin), order),
-        _table((np.append(cut.k_begin, split.k_begin), np.append(cut.k_end, split.k_end),
+        table_of((q_first[tile], q_count[tile] + 256 * split.slot, num_steps, split.segment_begin), order),
+        table_of((np.append(cut.k_begin, split.k_begin), np.append(cut.k_end, split.k_end),
                 np.append(cut.shift, cut.shift[split.from_segment]), nothing)),
-        _table((q_first[is_split], q_count[is_split], (np.cumsum(parts * is_split) - parts)[is_split],
+        table_of((q_first[is_split], q_count[is_split], (np.cumsum(parts * is_split) - parts)[is_split],
                 parts[is_split])),
         len(split.from_segment),
         _heads_outer(num_steps, num_sms),
@@ -191,44 +191,46 @@ def backward_tables(
 ) -> BackwardTables:
     """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
     block_len = tokens_per_block(group)
-    cut = _cut(rows)
-    region, region_begin, region_end = _regions(cut.k_begin, cut.k_end)
-    item_region, number = spread(_ceil_div(region_end - region_begin, tile_keys))
+    cut = cut_rows(rows)
+    region, region_begin, region_end = regions_of(cut.k_begin, cut.k_end)
+    item_region, number = spread(ceil_div(region_end - region_begin, tile_keys))
     k_first = region_begin[item_region] + number * tile_keys     # [items]
     k_count = np.minimum(tile_keys, region_end[item_region] - k_first)
     first_item = np.flatnonzero(number == 0)                     # [regions]
 
-    block_count = _ceil_div(cut.q_end - cut.q_begin, block_len)
+    block_count = ceil_div(cut.q_end - cut.q_begin, block_len)
     block_base = np.cumsum(block_count) - block_count            # [pieces]
     block_piece, number = spread(block_count)
     q_first = cut.q_begin[block_piece] + number * block_len      # [blocks]
     q_count = np.minimum(block_len, cut.q_end[block_piece] - q_first)
 
-    row, number = spread(block_count[cut.piece])                 # [row, block pairs]
+    pair_count = block_count[cut.piece]
+    row, number = spread(pair_count)                             # [row, block pairs]
     block = block_base[cut.piece][row] + number
     lo, hi = cut.seen(row, q_first[block], (q_first + q_count)[block], window)
     item, k_begin = first_item[region][row], region_begin[region][row]
     enters = np.bincount(item + (lo - k_begin) // tile_keys, minlength=len(k_first) + 1)
-    leaves = np.bincount(item + _ceil_div(hi - k_begin, tile_keys), minlength=len(k_first) + 1)
+    leaves = np.bincount(item + ceil_div(hi - k_begin, tile_keys), minlength=len(k_first) + 1)
     num_blocks = np.cumsum(enters - leaves)[:-1]                 # the items that visit a block are neighbours
     assert (num_blocks > 0).all(), "rows with keys that no query sees: pass visible rows"
 
+    pair_base = np.cumsum(pair_count) - pair_count               # [rows] where dS is kept (hopper_kept.py)
     row_order = np.lexsort((-cut.k_end, region))
     row_count = np.bincount(region, minlength=len(region_begin))
     row_begin = np.cumsum(row_count) - row_count                 # [regions]
-    item_order = np.argsort(-_length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
+    item_order = np.argsort(-length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
     nothing = np.zeros_like(cut.shift)
     return BackwardTables(
-        _table((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
-        _table((cut.q_begin[cut.piece], cut.q_end[cut.piece], cut.k_begin, cut.k_end, cut.shift,
-                block_base[cut.piece], nothing, nothing), row_order),
-        _table((q_first, q_count)),
-        _heads_in_turn(num_blocks[item_order], kv_heads, num_sms),
+        table_of((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
+        table_of((cut.q_begin[cut.piece], cut.q_end[cut.piece], cut.k_begin, cut.k_end, cut.shift,
+                block_base[cut.piece], pair_base, nothing), row_order),
+        table_of((q_first, q_count)),
+        heads_in_turn(num_blocks[item_order], kv_heads, num_sms),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """Rows cut so that any two have the same queries, a piece, or none in common; in the order of their queries."""
 
     q_begin: np.ndarray                                          # [pieces]
@@ -250,7 +252,7 @@ class _Cut:
         return lo, hi
 
 
-def _cut(rows: TaskRows) -> _Cut:
+def cut_rows(rows: TaskRows) -> Cut:
     cuts = np.unique(np.concatenate([rows.q_begin, rows.q_end]))
     first = np.searchsorted(cuts, rows.q_begin)
     row, number = spread(np.searchsorted(cuts, rows.q_end) - first)
@@ -258,10 +260,10 @@ def _cut(rows: TaskRows) -> _Cut:
     order = np.argsort(between, kind="stable")
     row, (used, piece) = row[order], np.unique(between[order], return_inverse=True)
     shift = rows.k_begin + rows.q_offset - rows.q_begin
-    return _Cut(cuts[used], cuts[used + 1], piece, rows.k_begin[row], rows.k_end[row], shift[row])
+    return Cut(cuts[used], cuts[used + 1], piece, rows.k_begin[row], rows.k_end[row], shift[row])
 
 
-def _regions(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def regions_of(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each range's region, and the regions' bounds: ranges that share a key, also by way of others, are in one."""
     order = np.argsort(begin, kind="stable")
     reach = np.maximum.accumulate(end[order])
@@ -272,7 +274,7 @@ def _regions(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return region, begin[order][opens], reach[closes]
 
 
-def _length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
+def length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
     """Lengths in sixteenths of what one multiprocessor computes in all.
 
     The longest classes come first, so that no multiprocessor is left with a long item at the end. Inside a class items
@@ -286,7 +288,7 @@ def _heads_outer(length: np.ndarray, num_sms: int) -> bool:
     return int(length.sum()) >= 2 * num_sms * int(length.max(initial=0))
 
 
-def _heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
+def heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
     """Whether each head's items, in this order, may come before the next head's without a late end.
 
     Queries and their sums of one head stay in cache then. An item begins at the latest when all before it are dealt out
@@ -297,11 +299,11 @@ def _heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
     return bool(end.max(initial=0) <= LATE * max(kv_heads * total / num_sms, int(length.max(initial=0))))
 
 
-def _ceil_div(length: Any, part: int) -> Any:
+def ceil_div(length: Any, part: int) -> Any:
     return -(-length // part)
 
 
-def _table(columns: tuple[np.ndarray, ...], order: np.ndarray | slice = slice(None)) -> np.ndarray:
+def table_of(columns: tuple[np.ndarray, ...], order: np.ndarray | slice = slice(None)) -> np.ndarray:
     table = np.stack(columns, axis=1)[order]
     largest = int(np.abs(table).max(initial=0))
     if largest > LARGEST:

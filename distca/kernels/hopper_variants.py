@@ -72,17 +72,19 @@ def forward_kernels(
 
 @functools.cache
 def backward_kernels(
-    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool
+    device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool, kept: bool
 ) -> list[Variant]:
     """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
 
-    After dQ's own, where keys of tiles are split, the one that merges their parts.
+    Where dS is kept, that is another one. After dQ's own, where keys of tiles are split, the one that merges their parts.
     """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
     rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks,
-            "WITH_DQ": not deterministic}
+            "WITH_DQ": not deterministic, "DS_OUT": kept}
     main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32]
+    if tiles.dq_apart:
+        main += [c_void_p] + [c_int32] * 3
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
         "attention_backward": (main, SHARED_BYTES, WARPGROUP * (tiles.backward_blocks + 1)),
@@ -91,6 +93,11 @@ def backward_kernels(
     before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
     if not deterministic:
         return [before, backward, write_dq]
+    if kept:
+        types: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float] + [c_int32] * 2
+        alone = {"attention_wide_dq": (types, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
+        defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
+        return [before, backward, *_loaded(device, tiles.kept_dq, defines, alone)]
     types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]
     alone: dict[str, tuple[list[type], int, int]] = {"attention_dq": (types, SHARED_BYTES, THREADS)}
     defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}

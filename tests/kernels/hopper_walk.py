@@ -11,8 +11,9 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from distca.kernels.hopper_launch import Tables
-from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS, Capacity
+from distca.kernels.hopper_kept import KEYS
+from distca.kernels.hopper_launch import Kept, Tables
+from distca.kernels.hopper_tables import BLOCK_ROWS, HEADER_INTS, TILE_BLOCKS, TILE_KEYS, Capacity
 from distca.kernels.hopper_tiles import tiles_of
 
 
@@ -59,8 +60,8 @@ def walk_forward(
 def walk_backward(
     packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None,
     tile_keys: int = TILE_KEYS,
-) -> Iterator[tuple[int, int, int, int, int, int, int, int, int]]:
-    """(head, k_first, k_count, block_id, q_first, q_count, k_begin, k_end, shift) of every block that an item visits.
+) -> Iterator[tuple[int, int, int, int, int, int, int, int, int, int]]:
+    """(head, k_first, k_count, block, q_first, q_count, k_begin, k_end, shift, pair) of every block an item visits.
 
     The item's keys are [k_first, k_first + k_count), of which the row's are those inside [k_begin, k_end).
     """
@@ -75,7 +76,7 @@ def walk_backward(
         assert num_blocks > 0
         while num_blocks > 0:
             assert row < capacity.rows
-            q_begin, q_end, k_begin, k_end, shift, block_base, *_ = ints[rows_at + 8 * row : rows_at + 8 * row + 8]
+            q_begin, q_end, k_begin, k_end, shift, block_base, pair_base, _ = ints[rows_at + 8 * row : rows_at + 8 * row + 8]
             row += 1
             a, z = max(k_first, k_begin), min(k_first + k_count, k_end)
             if a >= z or q_end - 1 + shift < a:                  # the last block may be short of a whole one
@@ -89,9 +90,30 @@ def walk_backward(
                 assert block_base + b < num_table_blocks
                 at = blocks_at + 2 * (block_base + b)
                 assert ints[at : at + 2] == [q_first, q_count], "the block's entry is not the row's block"
-                yield head, k_first, k_count, block_base + b, q_first, q_count, k_begin, k_end, shift
+                yield (head, k_first, k_count, block_base + b, q_first, q_count, k_begin, k_end, shift,
+                       pair_base + b)
             num_blocks -= max(0, b1 + 1 - b0)
         assert num_blocks == 0, "an item ends inside a row"
+
+
+def walk_kept(
+    packed: np.ndarray, pairs_at: int, tile_blocks: int, group: int, heads: range
+) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
+    """(head, q_first, q_count, place, k_first, k_stop, is_last) of every product of a block in a tile of dQ."""
+    ints, block_len, heads_outer = packed.tolist(), BLOCK_ROWS // group, packed[1]
+    for tile, head in work(ints[0], len(heads), heads_outer):
+        q_first, count, pair, stride = ints[HEADER_INTS + 4 * tile : HEADER_INTS + 4 * tile + 4]
+        num_rows, q_count = divmod(count, 256)
+        assert 0 < q_count <= tile_blocks * block_len
+        assert num_rows > 0
+        for block in range(-(-q_count // block_len)):
+            for row in range(num_rows):
+                at = pairs_at + 4 * (pair + row * stride + block)
+                first_key, tiles, place, k_end = ints[at : at + 4]
+                for n in range(tiles - 1, -1, -1):
+                    k_first = first_key + n * KEYS
+                    yield (head, q_first + block * block_len, min(block_len, q_count - block * block_len), place + n,
+                           k_first, min(k_end, k_first + KEYS), row == num_rows - 1 and n == 0)
 
 
 def seen(q: slice, keys: torch.Tensor, shift: int, window: int | None) -> torch.Tensor:
@@ -172,8 +194,12 @@ def launch_backward(
     window: int | None,
     scale: float,
     deterministic: bool,
+    kept: Kept | None,
 ) -> None:
-    """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table or by itself."""
+    """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table or by itself.
+
+    Heads whose dS is kept come all at once.
+    """
     lse = saved[-1]
     dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
     dq, dk, dv = gradients
@@ -185,18 +211,31 @@ def launch_backward(
     written = torch.zeros(k.shape[:2], dtype=torch.bool)
     tiles = tiles_of(q.shape[2])
     walk = walk_backward(packed, tables.capacity, group, kv_heads, window, tiles.backward_keys)
+    places: dict[tuple[int, int], tuple[int, int, torch.Tensor]] = {}
     for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
         heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
         dk_sum, dv_sum = (lse.new_zeros((k_count, x.shape[2])) for x in (k, v))
-        for *_, block, q_first, q_count, k_begin, k_end, shift in blocks:
+        for *_, block, q_first, q_count, k_begin, k_end, shift, pair in blocks:
             queries, keys = slice(q_first, q_first + q_count), torch.arange(k_first, k_first + k_count)
             shown = seen(queries, keys, shift, window) & (k_begin <= keys) & (keys < k_end)
             p, ds = differentiated((dout, q, k, v, out, lse), queries, heads, tile, head, shown, scale)
             dv_sum += torch.einsum("qhk,qhd->kd", p, dout[queries, heads])
             dk_sum += torch.einsum("qhk,qhd->kd", ds, q[queries, heads])
             sums[block, head, :q_count] += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
+            if kept is not None:
+                at = kept.pairs_at + 4 * pair
+                first_key, num_tiles, first_place, _ = kept.table[at : at + 4].tolist()
+                number, inside = divmod(k_first - first_key, KEYS)
+                assert inside == 0
+                assert 0 <= number < num_tiles
+                assert (head, first_place + number) not in places, "two gradients of scores have the same place"
+                places[head, first_place + number] = q_first, k_first, ds
         write_once(dk[tile, head], dk_sum, written[tile, head])
         dv[tile, head] = dv_sum
+    if kept is not None:
+        assert {place for _, place in places} == set(range(kept.num_places))
+        write_dq_from(places, dq, k, kept, group)
+        return
     if deterministic or tiles.dq_apart:
         write_dq((dout, q, k, v, out, lse), dq, tables, window, scale)
         return
@@ -234,6 +273,31 @@ def write_dq(
         write_once(dq[queries, heads], torch.stack([parts.pop((n, head)) for n in numbers]).sum(dim=0),
                    written[queries, heads])
     assert not parts, "parts that nobody merges"
+
+
+def write_dq_from(
+    places: dict[tuple[int, int], tuple[int, int, torch.Tensor]], dq: torch.Tensor, k: torch.Tensor, kept: Kept,
+    group: int,
+) -> None:
+    """dQ from gradients of scores, each read once, by the block and with the keys that it was kept for."""
+    written = torch.zeros(dq.shape[:2], dtype=torch.bool)
+    total, kv_heads = torch.zeros(()), k.shape[1]
+    blocks = tiles_of(dq.shape[2]).kept_blocks
+    is_last = True
+    for head, q_first, q_count, place, k_first, k_stop, ends in walk_kept(
+        kept.table.numpy(), kept.pairs_at, blocks, group, range(kv_heads)
+    ):
+        queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
+        if is_last:
+            total = dq.new_zeros((q_count, group, dq.shape[2]))
+        kept_q, kept_k, ds = places.pop((head, place))
+        assert (kept_q, kept_k, len(ds)) == (q_first, k_first, q_count)
+        assert not ds[..., k_stop - k_first :].any(), "keys behind the row's last have a gradient"
+        total = total + torch.einsum("qhk,kd->qhd", ds[..., : k_stop - k_first], k[k_first:k_stop, head])
+        is_last = ends
+        if ends:
+            write_once(dq[queries, heads], total, written[queries, heads])
+    assert not places, "gradients of scores that nobody reads"
 
 
 def differentiated(

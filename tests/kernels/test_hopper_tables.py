@@ -81,7 +81,7 @@ def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_s
     np.testing.assert_array_equal(count, [expected, expected])
 
     count[:] = 0
-    for head, k0, k_count, _, q0, q_count, k_begin, k_end, shift in hopper_walk.walk_backward(
+    for head, k0, k_count, _, q0, q_count, k_begin, k_end, shift, _ in hopper_walk.walk_backward(
         backward.pack(capacity), capacity, group, 2, window
     ):
         keys = max(k0, k_begin), min(k0 + k_count, k_end)
@@ -280,7 +280,7 @@ def test_wider_tiles_of_keys_are_exact_too(rows: TaskRows, window: int | None, g
     forward = forward_tables(inside, window, group, 2, 4)
     backward = backward_tables(inside, window, group, 2, 4, 192)
     capacity, count = exact(forward, backward), np.zeros((2, NUM_Q, NUM_K), dtype=int)
-    for head, k_first, k_count, _, q_first, q_count, k_begin, k_end, shift in hopper_walk.walk_backward(
+    for head, k_first, k_count, _, q_first, q_count, k_begin, k_end, shift, _ in hopper_walk.walk_backward(
         backward.pack(capacity), capacity, group, 2, window, 192
     ):
         keys = max(k_first, k_begin), min(k_first + k_count, k_end)

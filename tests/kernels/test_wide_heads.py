@@ -21,12 +21,14 @@ hopper_walk = importlib.import_module("hopper_walk")
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("places", [0, 10_000], ids=["scores again", "dS kept"])
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(("dim", "group"), [(192, 1), (256, 4)])
 def test_every_pair_is_computed_once_in_tiles_of_wide_heads(
-    dim: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    dim: int, group: int, window: int | None, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, dK and dV, and dQ by itself, whose steps are not the tiles that its table counts in."""
+    monkeypatch.setattr(hopper_launch, "most_places", lambda device: places)
     monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
     monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
     assert TILES[dim].dq_keys != TILES[dim].forward_keys
@@ -53,7 +55,7 @@ def test_head_dims_without_tiles_are_refused_by_name(
     with pytest.raises(ValueError, match=refusal):
         hopper_launch._forward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False, False, False)
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, False, False, False)
+        hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, False, False, False, False)
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])

@@ -8,6 +8,12 @@
 #endif
 
 constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
+constexpr int DS_TILE = 64 * 64 * 2;               // gradients of the scores of 64 keys and 64 rows
+constexpr int TILES_AT = 16;                       // ints behind which a table's tiles begin
+
+struct Heads {  // KV heads of a launch
+    int first, count;
+};
 
 #define TEXT40 TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define TEXT96                                                         \
@@ -24,6 +30,8 @@ constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
 #define HELD128(d) HELD96(d), HELD32(d, 96)
 
 PRODUCT_SHARED(40, "m64n80k16", TEXT40, HELD40(d), "%40", "%41", "%42", "%43", "%44")
+PRODUCT_SHARED(96, "m64n192k16", TEXT96, HELD96(d), "%96", "%97", "%98", "%99", "%100")
+PRODUCT_SHARED(128, "m64n256k16", TEXT128, HELD128(d), "%128", "%129", "%130", "%131", "%132")
 PRODUCT_REGISTERS(96, "m64n192k16", TEXT96, HELD96(d), "{%96,%97,%98,%99}", "%100", "%101", "%102")
 PRODUCT_REGISTERS(128, "m64n256k16", TEXT128, HELD128(d), "{%128,%129,%130,%131}", "%132", "%133", "%134")
 

@@ -126,17 +126,30 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
     }
 }
 
+INLINE void bulk_store(void* to, u32 from, u32 bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from),
+        "r"(bytes)
+        : "memory");
+}
+
+INLINE void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // until all has been read
+
 // dS from the other's probabilities, and dK.
-INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_heads, float scale) {
+INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned char* ds_out, const int* table,
+                       int pairs_at, Heads heads, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const u32 columns = 2 * (lane & 3) * 4;
+    const u32 ds_place = base + AT_DS + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
     Ring<QUERY_STAGES> query_ring;
     Ring<DOUT_STAGES> dout_ring;
+    const int4* pairs = reinterpret_cast<const int4*>(table + pairs_at);
     Ring<2> p_ring;
     u32 tile_full = 0;
     while (true) {
         wait(barriers.keys_full(), tile_full);
         const int4 tile = load_said(base + AT_TILE);
+        unsigned char* head_ds = ds_out + static_cast<long>(tile.w - heads.first) * table[2] * DS_TILE;
         if (!P_OVER_KEYS) arrive(barriers.keys_empty());
         if (tile.z == 0) return;
         wait(barriers.values_full(), tile_full);
@@ -144,7 +157,10 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
         float dp[SCORES], sums[D / 2];
         u32 values[HELD_VALUES][4], ds[SCORES / 2];
         load_rows(values, base + AT_VALUES, KEY_PANEL, warp, lane);
-        if (HELD_VALUES == DV / 16) arrive(barriers.values_empty());
+        if (DS_OUT)
+            sync_named(2, 128);  // all warps have theirs
+        else if (HELD_VALUES == DV / 16)
+            arrive(barriers.values_empty());
 #pragma unroll
         for (int i = 0; i < D / 2; i++) sums[i] = 0;
 
@@ -176,6 +192,22 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
             dout_ring.advance();
             round_pairs(ds, dp);
         };
+        unsigned char* ds_to;
+        auto stage_ds = [&] {  // a warp's keys are 2 KB in a row
+            if (!DS_OUT) return;
+            const int4 pair = pairs[load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).y];
+            ds_to = head_ds + static_cast<long>(pair.z + (tile.x - pair.x) / KEYS) * DS_TILE;
+            if (lane == 0) bulk_wait();  // for the block before
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
+                store_matrices(ds_place ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+            fence_async_proxy();
+            __syncwarp();
+        };
+        auto send_ds = [&] {
+            if (DS_OUT && lane == 0) bulk_store(ds_to, base + AT_DS + warp * DS_TILE / 4, DS_TILE / 4);
+        };
         auto begin_dk = [&] {
             wait(barriers.queries_full(query_ring.stage), query_ring.full);
             hold(ds);
@@ -195,20 +227,25 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, int kv_head
         hold(dp);
         for (int left = tile.z - 1; left > 0; left--) {
             make_ds();
+            stage_ds();
             begin_dk();
             begin_dp();
+            send_ds();
             products_wait<1>();
             finish_dk();
             products_wait<0>();
             hold(dp);
         }
         make_ds();
+        stage_ds();
         if (P_OVER_KEYS) {
             fence_async_proxy();
             arrive(barriers.keys_empty());
         }
-        if (HELD_VALUES < DV / 16) arrive(barriers.values_empty());
         begin_dk();
+        send_ds();
+        if (DS_OUT && lane == 0) bulk_wait();
+        if (DS_OUT || HELD_VALUES < DV / 16) arrive(barriers.values_empty());
         products_wait<0>();
         finish_dk();
         write_rows<D>(dk, sums, scale, scale, KeyRows(tile, kv_heads), warp, lane);
@@ -220,9 +257,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
                        const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
-                       const float* lse, const float* delta, float* dq_sum, bf16* dk, bf16* dv,
+                       const float* lse, const float* delta, unsigned char* ds, bf16* dk, bf16* dv,
                        const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
-                       int window) {
+                       int window, const int* dq_table, int pairs_at, int first_head, int num_heads) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -249,19 +286,20 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     fence_async_proxy();
     __syncthreads();
+    const Heads heads = {first_head, num_heads};
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
         give_registers<24>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window,
-                       threadIdx.x);
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, heads,
+                       window, threadIdx.x);
         }
     } else {
         take_registers<240>();
         if (warpgroup == 1)
             compute_dv(base, barriers, dv, kv_heads, scale * LOG2E, window);
         else
-            compute_dk(base, barriers, dk, kv_heads, scale);
+            compute_dk(base, barriers, dk, ds, dq_table, pairs_at, heads, kv_heads, scale);
     }
 }

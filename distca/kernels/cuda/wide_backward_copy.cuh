@@ -14,6 +14,7 @@ constexpr int AT_QUERIES = AT_VALUES + VALUE_TILE;
 constexpr int AT_DOUTS = AT_QUERIES + QUERY_STAGES * ROW_TILE;
 constexpr int BEHIND_DOUTS = AT_DOUTS + DOUT_STAGES * DOUT_TILE;
 constexpr int AT_P = P_OVER_KEYS ? AT_KEYS : BEHIND_DOUTS;  // two uint4 [4][threads]
+constexpr int AT_DS = AT_VALUES;                           // dS on its way to memory, where values are held
 constexpr int AT_LSE = P_OVER_KEYS ? BEHIND_DOUTS : AT_P + 2 * P_TILE;  // stages of float[ROWS], times log2(e)
 constexpr int AT_DELTA = AT_LSE + QUERY_STAGES * ROWS * 4;  // rowsum(dO * O), likewise
 constexpr int AT_TILE = AT_DELTA + DOUT_STAGES * ROWS * 4;  // int4: k_first, k_count, blocks, head
@@ -21,6 +22,7 @@ constexpr int AT_BLOCKS = AT_TILE + 16;                    // two int4 of a stag
 constexpr int AT_BARRIERS = AT_BLOCKS + QUERY_STAGES * 32;
 constexpr int BLOCK_FLOATS = ROWS * D;                     // of dQ's sum, where it is added up
 static_assert(ROWS == 64 && KEYS == 64, "one product has the scores of a block");
+static_assert(HELD_VALUES * 16 >= 64, "values that are not held stay");
 static_assert(!P_OVER_KEYS || 2 * P_TILE <= HELD_KEYS / 4 * KEY_PANEL, "keys that are not held stay");
 static_assert(AT_BARRIERS + (8 + 2 * QUERY_STAGES + 2 * DOUT_STAGES) * 8 + 1023 <= 227 * 1024,
               "more shared memory than a multiprocessor has");
@@ -41,12 +43,12 @@ struct Barriers {
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
                        const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
-                       int window, u32 lane) {
+                       Heads heads, int window, u32 lane) {
     const Work work = {table[0], table[1]};
     const int4* entries = reinterpret_cast<const int4*>(table + items_at);
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
     int4* said = reinterpret_cast<int4*>(shared + AT_TILE);
-    const u32 items = work.count * kv_heads;
+    const u32 items = work.count * heads.count;
     Ring<QUERY_STAGES> query_ring;
     Ring<DOUT_STAGES> dout_ring;
     u32 next = 0, tile_empty = 1;
@@ -62,7 +64,8 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             return;
         }
         int entry, head;
-        locate(work, item, kv_heads, entry, head);
+        locate(work, item, heads.count, entry, head);
+        head += heads.first;
         const int4 tile = entries[entry];
         const int k_first = tile.x, k_end = tile.x + tile.y;
         int left = tile.z;
@@ -89,7 +92,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (lane == 0) {
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, 0, 0, 0);
+                    block_said[1] = make_int4(masked, b.z + block, 0, 0);
                 }
                 copy_queries(base + AT_QUERIES + stage * ROW_TILE, maps.queries, maps.query_rows,
                              barriers.queries_full(stage), q_first, q_count, head, lane);
