@@ -179,7 +179,7 @@ class HopperKernel:
             num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
             num_parts = tables.capacity.parts if capturing else tables.num_parts
             run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, num_parts, prepared.window, scale,
-                         torch.are_deterministic_algorithms_enabled(), None if capturing else tables.kept)
+                         None if capturing else tables.kept, torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
 
 

@@ -163,8 +163,8 @@ def run_backward(
     num_parts: int,
     window: int | None,
     scale: float,
-    deterministic: bool,
     kept: Kept | None,
+    deterministic: bool,
 ) -> None:
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
 
@@ -181,7 +181,7 @@ def run_backward(
     )
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
-        run_backward(saved, gradients, tables, num_blocks, num_parts, window, scale, deterministic, kept)
+        run_backward(saved, gradients, tables, num_blocks, num_parts, window, scale, kept, deterministic)
         return
     before, main, after, merge, device_index, all_sms = call
     dq, dk, dv = gradients

@@ -76,7 +76,7 @@ def backward_kernels(
 ) -> list[Variant]:
     """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
 
-    Where dS is kept, that is another one. After dQ's own, where keys of tiles are split, the one that merges their parts.
+    Where dS is kept, that is another one; otherwise, where keys of tiles are split, the one that merges parts follows.
     """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
@@ -93,13 +93,14 @@ def backward_kernels(
     before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
     if not deterministic:
         return [before, backward, write_dq]
+    alone: dict[str, tuple[list[type], int, int]]
     if kept:
-        types: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float] + [c_int32] * 2
-        alone = {"attention_wide_dq": (types, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
+        few: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float] + [c_int32] * 2
+        alone = {"attention_wide_dq": (few, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
         defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
         return [before, backward, *_loaded(device, tiles.kept_dq, defines, alone)]
     types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]
-    alone: dict[str, tuple[list[type], int, int]] = {"attention_dq": (types, SHARED_BYTES, THREADS)}
+    alone = {"attention_dq": (types, SHARED_BYTES, THREADS)}
     defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
     if not split:
         return [before, backward, *_loaded(device, tiles.backward_dq, defines, alone)]

@@ -76,7 +76,8 @@ def walk_backward(
         assert num_blocks > 0
         while num_blocks > 0:
             assert row < capacity.rows
-            q_begin, q_end, k_begin, k_end, shift, block_base, pair_base, _ = ints[rows_at + 8 * row : rows_at + 8 * row + 8]
+            at = rows_at + 8 * row
+            q_begin, q_end, k_begin, k_end, shift, block_base, pair_base, _ = ints[at : at + 8]
             row += 1
             a, z = max(k_first, k_begin), min(k_first + k_count, k_end)
             if a >= z or q_end - 1 + shift < a:                  # the last block may be short of a whole one
@@ -193,8 +194,8 @@ def launch_backward(
     num_parts: int,
     window: int | None,
     scale: float,
-    deterministic: bool,
     kept: Kept | None,
+    deterministic: bool,
 ) -> None:
     """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table or by itself.
 

@@ -219,6 +219,7 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     device, shape = torch.device("cuda", 0), (head_dim, group)
+    keeps = TILES[head_dim].kept_blocks > 0
     heights = (False, True) if TILES[head_dim].tall_blocks > TILE_BLOCKS else (False,)
     with caplog.at_level(logging.WARNING, logger="distca"):
         for windowed, split in itertools.product((False, True), (False, True)):
@@ -227,8 +228,11 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
                 assert [x.function for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
             for deterministic in (False, True):
                 backward: Any = hopper_variants.backward_kernels.__wrapped__(
-                    device, *shape, windowed, deterministic, split and deterministic)
+                    device, *shape, windowed, deterministic, split and deterministic, False)
                 last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
                 assert [x.function for x in backward] == ["attention_delta", "attention_backward", *last]
-    assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights)
+            if keeps:
+                backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, windowed, True, False, True)
+                assert [x.function for x in backward][1:] == ["attention_backward", "attention_wide_dq"]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights) + 4 * keeps
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

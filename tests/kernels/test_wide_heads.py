@@ -55,7 +55,7 @@ def test_head_dims_without_tiles_are_refused_by_name(
     with pytest.raises(ValueError, match=refusal):
         hopper_launch._forward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False, False, False)
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, False, False, False, False)
+        hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, *[False] * 4)
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])

@@ -32,9 +32,9 @@ constexpr int PANELS = D / 64;
 constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
 constexpr int KEY_TILE = KEY_PANEL * PANELS;
-constexpr int ROW_TILE = ROW_PANEL * PANELS;
+[[maybe_unused]] constexpr int ROW_TILE = ROW_PANEL * PANELS;
 constexpr int READERS = 128 * BLOCKS;  // threads that compute
-constexpr float LOG2E = 1.4426950408889634f;
+[[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;
 
 #define INFINITE __int_as_float(0x7F800000)
 #define NONE -1e30f  // below all references of exponentials
@@ -166,7 +166,7 @@ INLINE u64 outer_descriptor(u32 address, u32 panel_bytes) {
     return SWIZZLE_128 | (64ull << 32) | (static_cast<u64>(panel_bytes >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-constexpr u64 INNER_STEP = 32 >> 4;
+[[maybe_unused]] constexpr u64 INNER_STEP = 32 >> 4;
 constexpr u64 OUTER_STEP = (16 * 128) >> 4;
 
 INLINE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

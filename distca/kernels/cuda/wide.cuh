@@ -7,9 +7,8 @@
 #define TABLE_KEYS KEYS
 #endif
 
-constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
-constexpr int DS_TILE = 64 * 64 * 2;               // gradients of the scores of 64 keys and 64 rows
-constexpr int TILES_AT = 16;                       // ints behind which a table's tiles begin
+[[maybe_unused]] constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
+[[maybe_unused]] constexpr int DS_TILE = 64 * 64 * 2;  // gradients of the scores of 64 keys and 64 rows
 
 struct Heads {  // KV heads of a launch
     int first, count;

@@ -4,6 +4,7 @@
 // ahead, keys and the gradients that meet them; each of the other warpgroups has a block of queries. Blocks of a tile
 // see different keys, near the diagonal and at a window's end; the copying warp says which of them has a step's.
 
+constexpr int TILES_AT = 16;  // ints
 constexpr int STAGES = 4;
 constexpr int COLUMNS = D == 256 && BLOCKS == 3 ? 128 : D;  // of a product
 constexpr int STAGE = KEY_TILE + BLOCKS * DS_TILE;  // bytes
