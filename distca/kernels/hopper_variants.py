@@ -95,7 +95,7 @@ def backward_kernels(
         return [before, backward, write_dq]
     alone: dict[str, tuple[list[type], int, int]]
     if kept:
-        few: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float] + [c_int32] * 2
+        few: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float, c_int32, c_int32]
         alone = {"attention_wide_dq": (few, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
         defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
         return [before, backward, *_loaded(device, tiles.kept_dq, defines, alone)]
