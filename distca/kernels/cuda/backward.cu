@@ -13,7 +13,8 @@
 // the next block's dV, in the registers of its dP, and added under the scores of the block after that, when what its
 // exponentials need has been loaded; dP's products then run under the exponentials.
 //
-// Without WITH_DQ dS stays in registers too; `backward_dq.cu` then computes dQ by itself.
+// Without WITH_DQ dS stays in registers too. With DS_OUT it is kept in memory, for `kept_dq.cu` to make dQ of it;
+// otherwise `backward_dq.cu` computes dQ by itself.
 
 constexpr bool IN_TURN = BLOCKS == 3;                        // dQ of a block is one warpgroup's, or half of it each one's
 constexpr int SUMS = ROWS * D / (IN_TURN ? 128 : 256);       // numbers of dQ that a thread makes
@@ -109,6 +110,19 @@ INLINE void differentiate(float (&p)[ROWS / 2], const float (&dp)[ROWS / 2], u32
         p[i + 2] *= dp[i + 2] - less.x;
         p[i + 3] *= dp[i + 3] - less.y;
     }
+}
+
+// A warp's 16 keys of dS, 2 KB in a row, on their way to where they are kept; two blocks may be on the way.
+INLINE void send_ds(unsigned char* kept, u32 from, int place, u32 at) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 2048;\ncp.async.bulk.commit_group;" ::"l"(
+                     kept + static_cast<long>(place) * DS_TILE + at),
+                 "r"(from + at)
+                 : "memory");
+}
+
+template <int PENDING>
+INLINE void sent_wait() {  // until all but so many have been read
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, int half, int kv_heads,
@@ -207,15 +221,27 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             round_pairs(ds, s);
             hold(ds);
             if (with_dq) begin_dq(dq, due, never);
-            if (WITH_DQ) {
-                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
+            if (WITH_DQ) wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
+            if (DS_OUT) {
+                if (lane == 0) sent_wait<1>();
+                __syncwarp();
+            }
+            if (WITH_DQ || DS_OUT) {
 #pragma unroll
                 for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
                     store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
                                    ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
                 fence_async_proxy();
+            }
+            if (WITH_DQ) {
                 sync_named(4 + half, 128);
                 arrive(barriers.ds_full(ds_ring.stage));
+            }
+            if (DS_OUT) {
+                __syncwarp();
+                if (lane == 0)
+                    send_ds(reinterpret_cast<unsigned char*>(dq_sum), base + AT_DS + ds_ring.stage * DS_TILE, place,
+                            half * 8192 + warp * 2048);
             }
             products_wait<0>();
             hold(dv_sum);
@@ -303,6 +329,10 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         ring.advance();
         ds_ring.advance();
         slots.advance();
+        if (DS_OUT) {
+            if (lane == 0) sent_wait<0>();
+            __syncwarp();
+        }
         if (WITH_DQ) {  // both places of dS have been read by all
             Ring<2> free = ds_ring;
             wait(barriers.ds_empty(free.stage), free.empty());
@@ -323,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
                        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
                        const float* lse, const float* delta, float* dq_sum, bf16* dk, bf16* dv,
                        const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
-                       int window) {
+                       int window, const int* dq_table, int pairs_at, int first_head, int num_heads) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -350,14 +380,14 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
-        give_registers<BLOCKS == 3 ? 32 : WITH_DQ ? 24 : 40>();
+        give_registers<BLOCKS == 3 ? 32 : WITH_DQ || DS_OUT ? 24 : 40>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, window,
-                       threadIdx.x);
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads,
+                       {first_head, num_heads}, dq_table, pairs_at, window, threadIdx.x);
         }
     } else {
-        take_registers<BLOCKS == 3 ? 160 : WITH_DQ ? 240 : 232>();
+        take_registers<BLOCKS == 3 ? 160 : WITH_DQ || DS_OUT ? 240 : 232>();
         compute(base, barriers, dq_sum, dk, dv, warpgroup - 1, kv_heads, scale, window);
     }
 }

@@ -4,7 +4,6 @@ constexpr int STAGES = D == 64 ? 4 : 3;
 constexpr int AT_KEYS = 0;  // two slots
 constexpr int AT_VALUES = AT_KEYS + 2 * KEY_TILE;
 constexpr int AT_QUERIES = AT_VALUES + KEY_TILE;           // stages of queries and output gradients
-constexpr int DS_TILE = KEY_PANEL * ROWS / 64;
 constexpr int AT_DS = AT_QUERIES + STAGES * 2 * ROW_TILE;  // two of dS, rows are keys; dV and dK in the end
 constexpr int AT_LSE = AT_DS + 2 * DS_TILE;                // stages of float[ROWS], times log2(e)
 constexpr int AT_DELTA = AT_LSE + STAGES * ROWS * 4;       // rowsum(dO * O), likewise
@@ -31,12 +30,13 @@ struct Barriers {
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
                        const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
-                       int window, u32 lane) {
+                       Heads heads, const int* dq_table, int pairs_at, int window, u32 lane) {
     const Work work = {table[0], table[1]};
     const int4* entries = reinterpret_cast<const int4*>(table + items_at);
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
-    const u32 items = work.count * kv_heads;
-    const int num_blocks = table[2];
+    const int4* pairs = reinterpret_cast<const int4*>(dq_table + pairs_at);  // see kept_dq.cu
+    const u32 items = work.count * heads.count;
+    const int head_places = DS_OUT ? dq_table[2] : table[2];
     Ring<2> slots;
     Ring<STAGES> ring;
     u32 next = 0, values_empty = 1;
@@ -53,7 +53,9 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             return;
         }
         int entry, head;
-        locate(work, item, kv_heads, entry, head);
+        locate(work, item, heads.count, entry, head);
+        const int head_place = head * head_places;
+        head += heads.first;
         const int4 tile = entries[entry];
         const int k_first = tile.x, k_end = tile.x + tile.y;
         int left = tile.z;
@@ -77,11 +79,16 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
                 if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
                 const u32 stage = ring.stage;
+                int place = head_place + block_base + block;
+                if (DS_OUT) {
+                    const int4 pair = pairs[b.z + block];
+                    place = head_place + pair.z + (k_first - pair.x) / KEYS;
+                }
                 wait(barriers.queries_empty(stage), ring.empty());
                 if (lane == 0) {
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, head * num_blocks + block_base + block, 0, 0);
+                    block_said[1] = make_int4(masked, place, 0, 0);
                 }
                 const u32 at = base + AT_QUERIES + stage * 2 * ROW_TILE;
                 copy_queries(at, maps.queries, maps.query_rows, barriers.queries_full(stage), q_first, q_count, head,

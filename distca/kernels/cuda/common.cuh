@@ -33,6 +33,7 @@ constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
 constexpr int KEY_TILE = KEY_PANEL * PANELS;
 [[maybe_unused]] constexpr int ROW_TILE = ROW_PANEL * PANELS;
+[[maybe_unused]] constexpr int DS_TILE = KEYS * ROWS * 2;  // gradients of the scores of a block and a tile of keys
 constexpr int READERS = 128 * BLOCKS;  // threads that compute
 [[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;
 
@@ -273,6 +274,10 @@ INLINE void give_registers() {
 struct Work {
     int count;        // entries of the table
     int heads_outer;  // all entries of a head before the next head, or all heads of an entry before the next entry
+};
+
+struct Heads {  // KV heads of a launch
+    int first, count;
 };
 
 // The counter goes back to zero by itself: every block of the grid draws exactly one number past the end.

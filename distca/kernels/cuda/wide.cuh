@@ -8,11 +8,6 @@
 #endif
 
 [[maybe_unused]] constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
-[[maybe_unused]] constexpr int DS_TILE = 64 * 64 * 2;  // gradients of the scores of 64 keys and 64 rows
-
-struct Heads {  // KV heads of a launch
-    int first, count;
-};
 
 #define TEXT40 TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define TEXT96                                                         \

@@ -5,7 +5,7 @@
 // see different keys, near the diagonal and at a window's end; the copying warp says which of them has a step's.
 
 constexpr int TILES_AT = 16;  // ints
-constexpr int STAGES = 4;
+constexpr int STAGES = (226 * 1024) / (KEY_TILE + BLOCKS * DS_TILE) < 4 ? (226 * 1024) / (KEY_TILE + BLOCKS * DS_TILE) : 4;
 constexpr int COLUMNS = D == 256 && BLOCKS == 3 ? 128 : D;  // of a product
 constexpr int STAGE = KEY_TILE + BLOCKS * DS_TILE;  // bytes
 constexpr int AT_STEPS = STAGES * STAGE;            // two int4 of a stage: the tile, and which blocks, last
