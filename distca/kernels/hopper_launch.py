@@ -201,16 +201,17 @@ def run_backward(
     )
     if kept is not None:
         places = new((kept.heads * kept.num_places * PLACE_BYTES,), torch.uint8, q)()
-        pairs, dq_counter = (kept.table.data_ptr(), kept.pairs_at), counter + 4
+        kept_table, dq_counter = kept.table.data_ptr(), counter + 4
         for first in range(0, kv_heads, kept.heads):
             some = first, min(kept.heads, kv_heads - first)
             main(
                 tables.num_sms, stream, lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table,
-                counter, items_at, rows_at, kv_heads, scale, window or 0, *pairs, *some,
+                counter, items_at, rows_at, kv_heads, scale, window or 0,
+                kept_table + 4 * kept.pairs_at, kept.num_places, *some,
             )
             after(
-                tables.num_sms, stream, places.data_ptr(), dq.data_ptr(), pairs[0], dq_counter, pairs[1], kv_heads,
-                scale, *some,
+                tables.num_sms, stream, places.data_ptr(), dq.data_ptr(), kept_table, dq_counter, kept.pairs_at,
+                kv_heads, scale, *some,
             )
         return
     whole = (0, 0, 0, kv_heads) if tiles_of(dim).dq_apart else ()

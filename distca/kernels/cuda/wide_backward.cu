@@ -78,7 +78,6 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             arrive(barriers.queries_empty(query_ring.stage));
         };
         auto hand_over = [&] {
-            round_pairs(p, s);
             wait(barriers.p_empty(p_ring.stage), p_ring.empty());
 #pragma unroll
             for (int i = 0; i < SCORES / 8; i++)
@@ -105,6 +104,21 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         begin_scores();
         products_wait<0>();
         finish_scores();
+#if REORDER
+        round_pairs(p, s);
+        for (int left = tile.z - 1; left > 0; left--) {
+            query_ring.advance();
+            begin_scores();
+            hand_over();
+            begin_dv();
+            products_wait<1>();
+            finish_scores();
+            finish_dv();
+            round_pairs(p, s);
+        }
+        hand_over();
+#else
+        round_pairs(p, s);
         hand_over();
         for (int left = tile.z - 1; left > 0; left--) {
             query_ring.advance();
@@ -113,8 +127,10 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             products_wait<1>();
             finish_scores();
             finish_dv();
+            round_pairs(p, s);
             hand_over();
         }
+#endif
         query_ring.advance();
         if (P_OVER_KEYS) {
             fence_async_proxy();
@@ -136,20 +152,19 @@ INLINE void bulk_store(void* to, u32 from, u32 bytes) {
 INLINE void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // until all has been read
 
 // dS from the other's probabilities, and dK.
-INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned char* ds_out, const int* table,
-                       int pairs_at, Heads heads, int kv_heads, float scale) {
+INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned char* ds_out, int num_places,
+                       Heads heads, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const u32 columns = 2 * (lane & 3) * 4;
     const u32 ds_place = base + AT_DS + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
     Ring<QUERY_STAGES> query_ring;
     Ring<DOUT_STAGES> dout_ring;
-    const int4* pairs = reinterpret_cast<const int4*>(table + pairs_at);
     Ring<2> p_ring;
     u32 tile_full = 0;
     while (true) {
         wait(barriers.keys_full(), tile_full);
         const int4 tile = load_said(base + AT_TILE);
-        unsigned char* head_ds = ds_out + static_cast<long>(tile.w - heads.first) * table[2] * DS_TILE;
+        unsigned char* head_ds = ds_out + static_cast<long>(tile.w - heads.first) * num_places * DS_TILE + warp * DS_TILE / 4;
         if (!P_OVER_KEYS) arrive(barriers.keys_empty());
         if (tile.z == 0) return;
         wait(barriers.values_full(), tile_full);
@@ -193,15 +208,14 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
             round_pairs(ds, dp);
         };
         unsigned char* ds_to;
-        auto stage_ds = [&] {  // a warp's keys are 2 KB in a row
+        auto stage_ds = [&](const u32(&kept)[SCORES / 2]) {  // a warp's keys are 2 KB in a row
             if (!DS_OUT) return;
-            const int4 pair = pairs[load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).y];
-            ds_to = head_ds + static_cast<long>(pair.z + (tile.x - pair.x) / KEYS) * DS_TILE;
+            ds_to = head_ds + static_cast<long>(load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).y) * DS_TILE;
             if (lane == 0) bulk_wait();  // for the block before
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                store_matrices(ds_place ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
+                store_matrices(ds_place ^ (j * 32), kept[4 * j], kept[4 * j + 1], kept[4 * j + 2], kept[4 * j + 3]);
             fence_async_proxy();
             __syncwarp();
         };
@@ -227,17 +241,27 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
         hold(dp);
         for (int left = tile.z - 1; left > 0; left--) {
             make_ds();
-            stage_ds();
+#if LATE_DS
+            u32 kept[SCORES / 2];
+#pragma unroll
+            for (int i = 0; i < SCORES / 2; i++) asm volatile("mov.b32 %0, %1;" : "=r"(kept[i]) : "r"(ds[i]));
+            begin_dk();
+            begin_dp();
+            stage_ds(kept);
+            send_ds();
+#else
+            stage_ds(ds);
             begin_dk();
             begin_dp();
             send_ds();
+#endif
             products_wait<1>();
             finish_dk();
             products_wait<0>();
             hold(dp);
         }
         make_ds();
-        stage_ds();
+        stage_ds(ds);
         if (P_OVER_KEYS) {
             fence_async_proxy();
             arrive(barriers.keys_empty());
@@ -259,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
                        const float* lse, const float* delta, unsigned char* ds, bf16* dk, bf16* dv,
                        const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
-                       int window, const int* dq_table, int pairs_at, int first_head, int num_heads) {
+                       int window, const int4* pairs, int num_places, int first_head, int num_heads) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -292,14 +316,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         give_registers<24>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads, heads,
-                       window, threadIdx.x);
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, pairs, kv_heads,
+                       heads, window, threadIdx.x);
         }
     } else {
         take_registers<240>();
         if (warpgroup == 1)
             compute_dv(base, barriers, dv, kv_heads, scale * LOG2E, window);
         else
-            compute_dk(base, barriers, dk, ds, dq_table, pairs_at, heads, kv_heads, scale);
+            compute_dk(base, barriers, dk, ds, num_places, heads, kv_heads, scale);
     }
 }

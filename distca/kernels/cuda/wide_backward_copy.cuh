@@ -42,8 +42,8 @@ struct Barriers {
 };
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
-                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
-                       Heads heads, int window, u32 lane) {
+                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, const int4* pairs,
+                       int kv_heads, Heads heads, int window, u32 lane) {
     const Work work = {table[0], table[1]};
     const int4* entries = reinterpret_cast<const int4*>(table + items_at);
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
@@ -81,7 +81,13 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
                 stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
             }
+            int place = 0;
             for (int block = stop - 1; block >= first_block; block--, left--) {
+                if (DS_OUT && (stop - 1 - block) % 32 == 0) {  // a lane has every 32nd block's, looked up together
+                    const int4 pair = pairs[b.z + max(0, block - static_cast<int>(lane))];
+                    place = pair.z + (k_first - pair.x) / KEYS;
+                }
+                const int ds_place = DS_OUT ? __shfl_sync(~0u, place, (stop - 1 - block) % 32) : 0;
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
                 const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
                 const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
@@ -92,7 +98,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (lane == 0) {
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
                     block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, b.z + block, 0, 0);
+                    block_said[1] = make_int4(masked, ds_place, 0, 0);
                 }
                 copy_queries(base + AT_QUERIES + stage * ROW_TILE, maps.queries, maps.query_rows,
                              barriers.queries_full(stage), q_first, q_count, head, lane);
