@@ -30,8 +30,6 @@ from distca.kernels.hopper_tables import (
 )
 from distca.kernels.interface import TaskRows
 
-KEYS = 64                                                        # in a tile of wide heads' backward
-PLACE_BYTES = 2 * KEYS * BLOCK_ROWS
 MEMORY_PART = 32                                                 # of the device's memory is kept at most
 
 
@@ -61,7 +59,8 @@ class KeptTables:
 
 
 def kept_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_blocks: int, most_places: int
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_blocks: int, tile_keys: int,
+    most_places: int,
 ) -> KeptTables | None:
     """For rows as backward_tables takes them, whose rows say where their pairs begin; None where there is no room."""
     block_len = tokens_per_block(group)
@@ -73,8 +72,8 @@ def kept_tables(
     q_stop = np.minimum(q_first + block_len, cut.q_end[cut.piece][row])
     lo, hi = cut.seen(row, q_first, q_stop, window)
     begin = region_begin[region][row]
-    first_key = begin + (lo - begin) // KEYS * KEYS
-    count = ceil_div(hi - first_key, KEYS)
+    first_key = begin + (lo - begin) // tile_keys * tile_keys
+    count = ceil_div(hi - first_key, tile_keys)
     if not 0 < int(count.sum()) <= most_places:
         return None
 
@@ -88,7 +87,7 @@ def kept_tables(
     tile, number = spread(num_rows[piece])                       # [tile, row pairs]
     low = pair[tile] + number * block_count[piece[tile]]
     high = low + last[tile]
-    steps = (first_key[high] - first_key[low]) // KEYS + count[high]
+    steps = (first_key[high] - first_key[low]) // tile_keys + count[high]
     length = np.bincount(tile, weights=steps, minlength=len(piece)).astype(np.int64)
     order = np.lexsort((-q_first, piece, -length_class(length, kv_heads * int(length.sum()), num_sms)))
     return KeptTables(
@@ -98,8 +97,13 @@ def kept_tables(
     )
 
 
-def most_places(device: torch.device) -> int:
+def place_bytes(tile_keys: int) -> int:
+    """Of dS of a block of queries and a tile of keys."""
+    return 2 * tile_keys * BLOCK_ROWS
+
+
+def most_places(device: torch.device, tile_keys: int) -> int:
     """How many places may be kept at a time, of all heads together; none where there is no GPU."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).total_memory) // MEMORY_PART // PLACE_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // MEMORY_PART // place_bytes(tile_keys)

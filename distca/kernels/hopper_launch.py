@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import Launch, TensorMap, tensor_map
-from distca.kernels.hopper_kept import PLACE_BYTES, kept_tables, most_places
+from distca.kernels.hopper_kept import kept_tables, most_places, place_bytes
 from distca.kernels.hopper_tables import (
     BLOCK_ROWS,
     TILE_BLOCKS,
@@ -47,18 +47,23 @@ class Kept:
     pairs_at: int
     num_places: int  # of a KV head
     heads: int  # KV heads at a time
+    num_bytes: int  # of all places
 
     @classmethod
     def build(cls, rows: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Kept | None:
-        """None where there is no room for a head's, or heads are not wide."""
-        blocks, most = tiles_of(heads[2]).kept_blocks, most_places(device)
-        if not blocks or not most:
+        """None where there is no room for a head's."""
+        tiles = tiles_of(heads[2])
+        most = most_places(device, tiles.backward_keys)
+        if not most:
             return None
-        tables = kept_tables(rows, window, heads[0] // heads[1], heads[1], num_sms, blocks, most)
+        tables = kept_tables(rows, window, heads[0] // heads[1], heads[1], num_sms, tiles.kept_blocks,
+                             tiles.backward_keys, most)
         if tables is None:
             return None
         table = _pinned(tables.pack(), device).to(device, non_blocking=True)
-        return cls(table, tables.pairs_at, tables.num_places, min(heads[1], most // tables.num_places))
+        at_a_time = min(heads[1], most // tables.num_places)
+        size = at_a_time * tables.num_places * place_bytes(tiles.backward_keys)
+        return cls(table, tables.pairs_at, tables.num_places, at_a_time, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +177,7 @@ def run_backward(
     for which there is room for that many parts of forward's tiles.
     """
     dout, q, k, v, out, lse = saved
-    deterministic |= tiles_of(q.shape[2]).dq_apart
+    deterministic |= kept is not None or tiles_of(q.shape[2]).dq_apart
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
     call = _backward_call(
         get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
@@ -200,7 +205,7 @@ def run_backward(
         0 if deterministic else num_sums // 4,
     )
     if kept is not None:
-        places = new((kept.heads * kept.num_places * PLACE_BYTES,), torch.uint8, q)()
+        places = new((kept.num_bytes,), torch.uint8, q)()
         kept_table, dq_counter = kept.table.data_ptr(), counter + 4
         for first in range(0, kv_heads, kept.heads):
             some = first, min(kept.heads, kv_heads - first)
@@ -214,10 +219,9 @@ def run_backward(
                 kv_heads, scale, *some,
             )
         return
-    whole = (0, 0, 0, kv_heads) if tiles_of(dim).dq_apart else ()
     main(
         tables.num_sms, stream, lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at,
-        rows_at, kv_heads, scale, window or 0, *whole,
+        rows_at, kv_heads, scale, window or 0, 0, 0, 0, kv_heads,
     )
     if deterministic:
         _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers

@@ -202,6 +202,24 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(sums);
             arrive(barriers.ds_empty(ds_stage));
         };
+        // dS, to where it is kept.
+        auto keep_ds = [&] {
+            if (!DS_OUT) return;
+            if (lane == 0) sent_wait<1>();
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < ROWS / 16; j++)
+                store_matrices((ds_place + ds_ring.stage * DS_TILE) ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+                               ds[4 * j + 3]);
+            fence_async_proxy();
+            __syncwarp();
+        };
+        auto send = [&] {
+            if (!DS_OUT) return;
+            if (lane == 0)
+                send_ds(reinterpret_cast<unsigned char*>(dq_sum), base + AT_DS + ds_ring.stage * DS_TILE, place,
+                        half * 8192 + warp * 2048);
+        };
         // From probabilities in s to dV and to dS; no product but dP's is under way before, and none after.
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
@@ -221,28 +239,17 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             round_pairs(ds, s);
             hold(ds);
             if (with_dq) begin_dq(dq, due, never);
-            if (WITH_DQ) wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
-            if (DS_OUT) {
-                if (lane == 0) sent_wait<1>();
-                __syncwarp();
-            }
-            if (WITH_DQ || DS_OUT) {
+            if (WITH_DQ) {
+                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
 #pragma unroll
                 for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
                     store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
                                    ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
                 fence_async_proxy();
-            }
-            if (WITH_DQ) {
                 sync_named(4 + half, 128);
                 arrive(barriers.ds_full(ds_ring.stage));
             }
-            if (DS_OUT) {
-                __syncwarp();
-                if (lane == 0)
-                    send_ds(reinterpret_cast<unsigned char*>(dq_sum), base + AT_DS + ds_ring.stage * DS_TILE, place,
-                            half * 8192 + warp * 2048);
-            }
+            keep_ds();
             products_wait<0>();
             hold(dv_sum);
             hold(p);
@@ -273,6 +280,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             const int last_place = place;
             ring.advance();
             begin_scores();
+            send();
             begin_dk(stage, last.stage);
             if constexpr (WITH_DQ) {
                 float2 lse[ROWS / 8];
@@ -311,6 +319,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
                 next_block(false);
             turn = turn == BLOCKS - 1 ? 0 : turn + 1;
         }
+        send();
         begin_dk(ring.stage, ds_ring.stage);
         if (WITH_DQ && !IN_TURN) begin_dq(last_dq, ds_ring, false);
         if (WITH_DQ && is_due) add_due();
@@ -353,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
                        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
                        const float* lse, const float* delta, float* dq_sum, bf16* dk, bf16* dv,
                        const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
-                       int window, const int* dq_table, int pairs_at, int first_head, int num_heads) {
+                       int window, const int4* pairs, int num_places, int first_head, int num_heads) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
     const u32 base = shared_address(shared);
@@ -383,8 +392,8 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
         give_registers<BLOCKS == 3 ? 32 : WITH_DQ || DS_OUT ? 24 : 40>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, kv_heads,
-                       {first_head, num_heads}, dq_table, pairs_at, window, threadIdx.x);
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, pairs,
+                       num_places, kv_heads, {first_head, num_heads}, window, threadIdx.x);
         }
     } else {
         take_registers<BLOCKS == 3 ? 160 : WITH_DQ || DS_OUT ? 240 : 232>();

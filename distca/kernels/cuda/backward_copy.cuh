@@ -29,14 +29,13 @@ struct Barriers {
 };
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
-                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, int kv_heads,
-                       Heads heads, const int* dq_table, int pairs_at, int window, u32 lane) {
+                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, const int4* pairs,
+                       int num_places, int kv_heads, Heads heads, int window, u32 lane) {
     const Work work = {table[0], table[1]};
     const int4* entries = reinterpret_cast<const int4*>(table + items_at);
     const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
-    const int4* pairs = reinterpret_cast<const int4*>(dq_table + pairs_at);  // see kept_dq.cu
     const u32 items = work.count * heads.count;
-    const int head_places = DS_OUT ? dq_table[2] : table[2];
+    const int head_places = DS_OUT ? num_places : table[2];
     Ring<2> slots;
     Ring<STAGES> ring;
     u32 next = 0, values_empty = 1;
@@ -71,6 +70,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
                 stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
             }
+            int ds_place = 0;
             // From the last to the first: tiles that are begun together meet the same queries and sums in the cache.
             for (int block = stop - 1; block >= first_block; block--, left--) {
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
@@ -81,8 +81,11 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 const u32 stage = ring.stage;
                 int place = head_place + block_base + block;
                 if (DS_OUT) {
-                    const int4 pair = pairs[b.z + block];
-                    place = head_place + pair.z + (k_first - pair.x) / KEYS;
+                    if ((stop - 1 - block) % 32 == 0) {  // a lane has every 32nd block's, looked up together
+                        const int4 pair = pairs[b.z + max(0, block - static_cast<int>(lane))];
+                        ds_place = pair.z + (k_first - pair.x) / KEYS;
+                    }
+                    place = head_place + __shfl_sync(~0u, ds_place, (stop - 1 - block) % 32);
                 }
                 wait(barriers.queries_empty(stage), ring.empty());
                 if (lane == 0) {

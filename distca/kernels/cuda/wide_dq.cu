@@ -142,12 +142,12 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
-        if (BLOCKS > 2) give_registers<24>();
+        if (D > 128 && BLOCKS > 2) give_registers<24>();
         if (threadIdx.x < 32)
             copy_ahead(shared, base, barriers, &keys, &key_rows, ds, table, counter, pairs_at, {first_head, num_heads},
                        threadIdx.x);
     } else {
-        if (BLOCKS > 2) take_registers<160>();
+        if (D > 128 && BLOCKS > 2) take_registers<160>();
         compute(base, barriers, dq, warpgroup - 1, kv_heads, scale);
     }
 }
