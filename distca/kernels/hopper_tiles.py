@@ -39,7 +39,7 @@ _WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_maps.cuh", "wide_backward_
 TILES = {  # by the head dim of queries and keys
     64: Tiles(64, tall_blocks=3, backward_keys=192, backward_blocks=3),
     128: Tiles(128),
-    192: Tiles(128, backward_keys=64, dq_keys=64, dq_apart=True, kept_blocks=2, forward=_WIDE_FORWARD,
+    192: Tiles(128, backward_keys=64, dq_keys=64, dq_apart=True, kept_blocks=3, forward=_WIDE_FORWARD,
                backward=_WIDE_BACKWARD),
     256: Tiles(256, forward_keys=80, backward_keys=64, dq_keys=64, dq_apart=True, kept_blocks=2, forward=_WIDE_FORWARD,
                backward=_WIDE_BACKWARD),

@@ -6,7 +6,6 @@
 
 constexpr int TILES_AT = 16;  // ints
 constexpr int STAGES = 4;
-constexpr int COLUMNS = D == 256 && BLOCKS == 3 ? 128 : D;  // of a product
 constexpr int STAGE = KEY_TILE + BLOCKS * DS_TILE;  // bytes
 constexpr int AT_STEPS = STAGES * STAGE;            // two int4 of a stage: the tile, and which blocks, last
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 32;
@@ -108,10 +107,7 @@ INLINE void compute(u32 base, const Barriers& barriers, bf16* dq, int number, in
                 products_begin();
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i++)
-#pragma unroll
-                    for (int j = 0; j < D / 2; j += COLUMNS / 2)
-                        product<1, 1>(reinterpret_cast<float(&)[COLUMNS / 2]>(sum[j]), a + i * OUTER_STEP,
-                                      b + i * OUTER_STEP + j / 32 * (KEY_PANEL >> 4), true);
+                    product<1, 1>(sum, a + i * OUTER_STEP, b + i * OUTER_STEP, true);
                 products_commit();
                 products_wait<0>();
                 hold(sum);
@@ -142,12 +138,10 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
-        if (BLOCKS > 2) give_registers<24>();
         if (threadIdx.x < 32)
             copy_ahead(shared, base, barriers, &keys, &key_rows, ds, table, counter, pairs_at, {first_head, num_heads},
                        threadIdx.x);
     } else {
-        if (BLOCKS > 2) take_registers<160>();
         compute(base, barriers, dq, warpgroup - 1, kv_heads, scale);
     }
 }
