@@ -27,12 +27,12 @@ from distca.kernels.hopper_tables import (
     tokens_per_block,
 )
 from distca.kernels.hopper_tiles import DIMS_TEXT, TALL_GAIN, TILES, tiles_of
-from distca.kernels.hopper_variants import backward_kernels, forward_kernels
+from distca.kernels.hopper_variants import Variant, backward_kernels, forward_kernels
 from distca.kernels.interface import TaskRows, dims_text
 
 PANEL = 64  # columns that a tensor copy brings at once
 MERGE_BLOCKS = 16  # thread blocks to a multiprocessor
-CALLS_KEPT = 512
+SHAPES_KEPT, CALLS_KEPT = 16, 512  # calls of each shape
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
 Most = tuple[int, int, int]  # queries, keys and rows
@@ -92,51 +92,58 @@ class Tables:
         return replace(self, num_blocks=len(backward.blocks), num_parts=forward.num_parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What calls on tensors of the same shapes share, for one set of rows."""
+
+    tables: Tables
+    window: int | None
+    scale: float  # unless another one is asked for
+    new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
+    leaves_queries: bool  # some stand in no row
+    leaves_keys: bool
+    launches: Launches
+
+
 def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    tables: Tables,
+    kind: Kind,
     num_parts: int,
-    window: int | None,
     scale: float,
 ) -> None:
     """Fill the rows' places in out and lse; there is room for that many parts of tiles, or no tile has parts."""
-    is_tall = tables.tall is not None  # tall tiles have no parts
-    call = _forward_call(
-        get_ident(), q.device, q.shape, k.shape, v.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(),
-        k.stride(), v.stride(), window is not None, num_parts > 0 and not is_tall, is_tall,
-    )
+    tables, launches = kind.tables, kind.launches
+    stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
+    k_place, k_stride = k.data_ptr(), k.stride()
+    call = launches.forward(get_ident(), stream, num_parts > 0 and tables.tall is None, q.data_ptr(), k_place,
+                            v.data_ptr(), q.stride(), k_stride, v.stride())
     if call is None:
-        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, tables, num_parts, window, scale)
+        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, kind, num_parts, scale)
         return
-    launch, merge, device_index = call
-    kv_heads, stream = k.shape[1], torch._C._cuda_getCurrentRawStream(device_index)
+    launch, merge = call
+    out_place, lse_place, kv_heads, part_sums, part_references = out.data_ptr(), lse.data_ptr(), launches.kv_heads, 0, 0
     table, counter, tiles_at, segments_at, merges_at = tables.forward_numbers
-    part_sums = part_references = 0
     if merge is not None:
         num_rows = num_parts * kv_heads * 2 * BLOCK_ROWS
-        workspace = new((num_rows * (v.shape[2] + 2),), torch.float32, q)()
+        workspace = _floats(num_rows * (v.shape[2] + 2), launches.device)
         part_sums = workspace.data_ptr()
         part_references = part_sums + 4 * num_rows * v.shape[2]
-    launch(
-        tables.num_sms, stream, out.data_ptr(), lse.data_ptr(), table, counter, tiles_at, segments_at, kv_heads, scale,
-        window or 0, k.data_ptr(), k.stride(0), k.stride(1), part_sums, part_references,
-    )
+    launch(out_place, lse_place, table, counter, tiles_at, segments_at, kv_heads, scale, kind.window or 0, k_place,
+           k_stride[0], k_stride[1], part_sums, part_references)
     if merge is not None:
-        merge(MERGE_BLOCKS * tables.num_sms, stream, out.data_ptr(), lse.data_ptr(), part_sums, part_references, table,
-              merges_at, kv_heads)
+        merge(out_place, lse_place, part_sums, part_references, table, merges_at, kv_heads)
 
 
 def run_backward(
     saved: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
-    tables: Tables,
+    kind: Kind,
     num_blocks: int,
     num_parts: int,
-    window: int | None,
     scale: float,
     deterministic: bool,
 ) -> None:
@@ -146,137 +153,119 @@ def run_backward(
     for which there is room for that many parts of forward's tiles.
     """
     dout, q, k, v, out, lse = saved
-    deterministic |= tiles_of(q.shape[2]).dq_apart
+    dq, dk, dv = gradients
+    tables, launches, window = kind.tables, kind.launches, kind.window or 0
+    deterministic = deterministic or launches.tiles.dq_apart
+    stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-    call = _backward_call(
-        get_ident(), q.device, q.shape, k.shape, v.shape, dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
-        dout.stride(), q.stride(), k.stride(), v.stride(), window is not None, deterministic,
-        deterministic and num_parts > 0,
-    )
+    dout_place = dout.data_ptr()
+    call = launches.backward(
+        get_ident(), stream, deterministic, deterministic and num_parts > 0, dout_place, q.data_ptr(), k.data_ptr(),
+        v.data_ptr(), dout.stride(), q.stride(), k.stride(), v.stride())
     if call is None:
         saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
-        run_backward(saved, gradients, tables, num_blocks, num_parts, window, scale, deterministic)
+        run_backward(saved, gradients, kind, num_blocks, num_parts, scale, deterministic)
         return
-    before, main, after, merge, device_index, all_sms = call
-    dq, dk, dv = gradients
-    (num_q, heads, dim), kv_heads = q.shape, k.shape[1]
-    stream = torch._C._cuda_getCurrentRawStream(device_index)
-    num_numbers = num_q * heads
-    num_rows = (2 * num_parts if deterministic else num_blocks) * BLOCK_ROWS
-    num_sums = num_rows * kv_heads * dim
-    workspace = new((num_sums + 2 * num_numbers,), torch.float32, q)()
-    dq_sum = workspace.data_ptr()
+    before, main, after, merge = call
+    kv_heads, num_numbers = launches.kv_heads, launches.num_numbers
+    num_sums = (2 * num_parts if deterministic else num_blocks) * BLOCK_ROWS * kv_heads * launches.q[2]
+    workspace = _floats(num_sums + 2 * num_numbers, launches.device)
+    dq_place, dq_sum = dq.data_ptr(), workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
     table, counter, items_at, rows_at, blocks_at = tables.backward_numbers
-    before(
-        8 * all_sms, stream, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
-        0 if deterministic else num_sums // 4,
-    )
-    main(
-        tables.num_sms, stream, lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at,
-        rows_at, kv_heads, scale, window or 0,
-    )
-    if deterministic:
-        _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
-        after(
-            tables.num_sms, stream, lse_log2, delta, dq.data_ptr(), tables.dq_table, forward_counter + 8, tiles_at,
-            segments_at, kv_heads, scale, window or 0, dq_sum,
-        )
-        if merge is not None:
-            merge(MERGE_BLOCKS * tables.num_sms, stream, dq.data_ptr(), dq_sum, tables.dq_table, merges_at, kv_heads,
-                  scale)
-    else:
-        after(8 * all_sms, stream, dq.data_ptr(), dq_sum, table, blocks_at, kv_heads, scale)
+    before(out.data_ptr(), dout_place, lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
+           0 if deterministic else num_sums // 4)
+    main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, rows_at, kv_heads, scale,
+         window)
+    if not deterministic:
+        after(dq_place, dq_sum, table, blocks_at, kv_heads, scale)
+        return
+    _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
+    after(lse_log2, delta, dq_place, tables.dq_table, forward_counter + 8, tiles_at, segments_at, kv_heads, scale,
+          window, dq_sum)
+    if merge is not None:
+        merge(dq_place, dq_sum, tables.dq_table, merges_at, kv_heads, scale)
 
 
 Stride = tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=CALLS_KEPT)
-def _forward_call(
-    thread: int,
-    device: torch.device,
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
-    q: int,
-    k: int,
-    v: int,
-    q_stride: Stride,
-    k_stride: Stride,
-    v_stride: Stride,
-    windowed: bool,
-    split: bool,
-    is_tall: bool,
-) -> tuple[Launch, Launch | None, int] | None:
-    """A thread's launches for q, k, v in these places, to which layers and steps come back, and their device's index.
+class Launches:
+    """Launches on tensors of the same shapes, kept by their places in memory, to which layers and steps come back.
 
-    None where a tensor cannot be mapped as it lies.
+    A thread has launches of its own. `forward` and `backward` give None where a tensor cannot be mapped as it lies.
     """
-    _check_dims(q_shape, v_shape)
-    if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
-        return None
-    kv_heads, tile_keys = k_shape[1], tiles_of(q_shape[2]).forward_keys
-    maps = (
-        _query_map(q, q_shape, q_stride, kv_heads),
-        _key_map(k, k_shape, k_stride, tile_keys),
-        _key_map(v, v_shape, v_stride, tile_keys),
-        _key_map(v, v_shape, v_stride, 1),
-    )
-    kernel, *merge = forward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, split, is_tall)
-    return kernel.launch(*maps), merge[0].launch() if merge else None, kernel.device_index
+
+    def __init__(self, device: torch.device, q: torch.Size, k: torch.Size, v: torch.Size, windowed: bool, is_tall: bool,
+                 num_sms: int) -> None:
+        self.device, self.device_index = device, device.index
+        self.q, self.k, self.v, self.kv_heads, self.num_numbers = q, k, v, k[1], q[0] * q[1]
+        self.windowed, self.is_tall, self.num_sms, self.tiles = windowed, is_tall, num_sms, tiles_of(q[2])
+        self.forward = functools.lru_cache(CALLS_KEPT)(self._forward)
+        self.backward = functools.lru_cache(CALLS_KEPT)(self._backward)
+
+    def _forward(
+        self, thread: int, stream: int, split: bool, q: int, k: int, v: int, q_stride: Stride, k_stride: Stride,
+        v_stride: Stride,
+    ) -> tuple[Launch, Launch | None] | None:
+        """The main kernel's and, where keys of tiles are split, that of merging their parts."""
+        self._check_dims()
+        if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
+            return None
+        tile_keys = self.tiles.forward_keys
+        maps = (
+            _query_map(q, self.q, q_stride, self.kv_heads),
+            _key_map(k, self.k, k_stride, tile_keys),
+            _key_map(v, self.v, v_stride, tile_keys),
+            _key_map(v, self.v, v_stride, 1),
+        )
+        kernel, *merge = forward_kernels(self.device, self.q[2], self.q[1] // self.kv_heads, self.windowed, split,
+                                         self.is_tall)
+        return kernel.launch(self.num_sms, stream, *maps), self._merge(merge, stream)
+
+    def _backward(
+        self, thread: int, stream: int, deterministic: bool, split: bool, dout: int, q: int, k: int, v: int,
+        dout_stride: Stride, q_stride: Stride, k_stride: Stride, v_stride: Stride,
+    ) -> tuple[Launch, Launch, Launch, Launch | None] | None:
+        """What runs before, the main kernel's, what runs after it and, where dQ has parts, that of merging them."""
+        self._check_dims()
+        places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
+        if not all(_mappable(place, stride) for place, stride in places):
+            return None
+        kv_heads, tiles, group = self.kv_heads, self.tiles, self.q[1] // self.kv_heads
+        dout_shape = torch.Size((*self.q[:2], self.v[2]))
+        block_len = tokens_per_block(group)
+        maps = (
+            _query_map(q, self.q, q_stride, kv_heads, block_len),
+            _query_map(q, self.q, q_stride, kv_heads, 1),
+            _query_map(dout, dout_shape, dout_stride, kv_heads, block_len),
+            _query_map(dout, dout_shape, dout_stride, kv_heads, 1),
+            _key_map(k, self.k, k_stride, tiles.backward_keys),
+            _key_map(k, self.k, k_stride, 1),
+            _key_map(v, self.v, v_stride, tiles.backward_keys),
+            _key_map(v, self.v, v_stride, 1),
+        )
+        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.windowed, deterministic,
+                                                        split)
+        alone = () if not deterministic else (
+            _query_map(q, self.q, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
+            _key_map(k, self.k, k_stride, tiles.dq_keys), maps[5], _key_map(v, self.v, v_stride, tiles.dq_keys),
+            maps[7])
+        ends = 8 * main.num_sms
+        return (before.launch(ends, stream), main.launch(self.num_sms, stream, *maps),
+                after.launch(self.num_sms if deterministic else ends, stream, *alone), self._merge(merge, stream))
+
+    def _merge(self, kernels: Sequence[Variant], stream: int) -> Launch | None:
+        return kernels[0].launch(MERGE_BLOCKS * self.num_sms, stream) if kernels else None
+
+    def _check_dims(self) -> None:
+        dim, value_dim = self.q[2], self.v[2]
+        if dim not in TILES or TILES[dim].value_dim != value_dim:
+            raise ValueError(f"{dims_text(dim, value_dim)}; give {DIMS_TEXT}")
 
 
-@functools.lru_cache(maxsize=CALLS_KEPT)
-def _backward_call(
-    thread: int,
-    device: torch.device,
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
-    dout: int,
-    q: int,
-    k: int,
-    v: int,
-    dout_stride: Stride,
-    q_stride: Stride,
-    k_stride: Stride,
-    v_stride: Stride,
-    windowed: bool,
-    deterministic: bool,
-    split: bool,
-) -> tuple[Launch, Launch, Launch, Launch | None, int, int] | None:
-    """The same for dout, q, k, v: three or four launches, and how many multiprocessors the device has."""
-    _check_dims(q_shape, v_shape)
-    places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
-    if not all(_mappable(place, stride) for place, stride in places):
-        return None
-    kv_heads, tiles = k_shape[1], tiles_of(q_shape[2])
-    dout_shape = torch.Size((*q_shape[:2], v_shape[2]))
-    block_len = tokens_per_block(q_shape[1] // kv_heads)
-    maps = (
-        _query_map(q, q_shape, q_stride, kv_heads, block_len),
-        _query_map(q, q_shape, q_stride, kv_heads, 1),
-        _query_map(dout, dout_shape, dout_stride, kv_heads, block_len),
-        _query_map(dout, dout_shape, dout_stride, kv_heads, 1),
-        _key_map(k, k_shape, k_stride, tiles.backward_keys),
-        _key_map(k, k_shape, k_stride, 1),
-        _key_map(v, v_shape, v_stride, tiles.backward_keys),
-        _key_map(v, v_shape, v_stride, 1),
-    )
-    before, main, after, *merge = backward_kernels(device, q_shape[2], q_shape[1] // kv_heads, windowed, deterministic,
-                                                    split)
-    alone = () if not deterministic else (
-        _query_map(q, q_shape, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
-        _key_map(k, k_shape, k_stride, tiles.dq_keys), maps[5], _key_map(v, v_shape, v_stride, tiles.dq_keys), maps[7])
-    return (before.launch(), main.launch(*maps), after.launch(*alone), merge[0].launch() if merge else None,
-            main.device_index, main.num_sms)
-
-
-def _check_dims(q_shape: torch.Size, v_shape: torch.Size) -> None:
-    if q_shape[2] not in TILES or TILES[q_shape[2]].value_dim != v_shape[2]:
-        raise ValueError(f"{dims_text(q_shape[2], v_shape[2])}; give {DIMS_TEXT}")
+launches_of = functools.lru_cache(SHAPES_KEPT)(Launches)
 
 
 def _mappable(place: int, stride: Stride) -> bool:
@@ -318,6 +307,12 @@ def new(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> Callabl
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * size)
     return functools.partial(_empty_strided, tuple(shape), tuple(strides), dtype)
+
+
+def _floats(count: int, device: torch.device) -> torch.Tensor:
+    if _empty_strided is None:
+        return torch.empty(count, dtype=torch.float32, device=device)
+    return _empty_strided((count,), (1,), torch.float32)
 
 
 def free_multiprocessors(device: torch.device, spare: int) -> int:

@@ -27,11 +27,10 @@ class Variant:
     function: Function
     types: Sequence[type]
     num_threads: int
-    device_index: int
     num_sms: int
 
-    def launch(self, *maps: TensorMap) -> Launch:
-        return Launch(self.function, self.num_threads, self.types, maps)
+    def launch(self, grid: int, stream: int, *maps: TensorMap) -> Launch:
+        return Launch(self.function, grid, self.num_threads, stream, self.types, maps)
 
 
 def _loaded(
@@ -46,7 +45,7 @@ def _loaded(
     with torch.cuda.device(index):
         module = Module(compile_cubin(text, f"distca/kernels/cuda/{sources[-1]}", defines))
         return [
-            Variant(module.function(name, shared), types, num_threads, index, num_sms)
+            Variant(module.function(name, shared), types, num_threads, num_sms)
             for name, (types, shared, num_threads) in kernels.items()
         ]
 

@@ -50,10 +50,11 @@ def test_head_dims_without_tiles_are_refused_by_name(
     refusal = f"head_dim is {dim}{values}; give 64, 128 or 256, or 192 with values of 128"
     assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, None, value_dim) == refusal
     q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
+    launches = hopper_launch.Launches(torch.device("cuda", 0), q, q, v, False, False, 132)
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._forward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False, False, False)
+        launches.forward(1, 0, False, 0, 0, 0, (1,), (1,), (1,))
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, False, False, False)
+        launches.backward(1, 0, False, False, 0, 0, 0, 0, (1,), (1,), (1,), (1,))
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])
