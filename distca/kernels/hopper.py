@@ -17,18 +17,8 @@ import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import (
-    Heads,
-    Kind,
-    Most,
-    Tables,
-    free_multiprocessors,
-    launches_of,
-    new,
-    run_backward,
-    run_forward,
-    tables_of,
-)
+from distca.kernels.hopper_buffers import Heads, Most, Tables, free_multiprocessors, tables_of
+from distca.kernels.hopper_launch import Kind, launches_of, new, run_backward, run_forward
 from distca.kernels.hopper_tables import BLOCK_ROWS
 from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.interface import (

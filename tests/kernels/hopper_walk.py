@@ -11,7 +11,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from distca.kernels.hopper_launch import Kind, Tables
+from distca.kernels.hopper_buffers import Tables
+from distca.kernels.hopper_launch import Kind
 from distca.kernels.hopper_tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS, Capacity
 from distca.kernels.hopper_tiles import tiles_of
 

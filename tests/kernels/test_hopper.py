@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch, hopper_variants
+from distca.kernels import TaskRows, cuda_driver, hopper, hopper_buffers, hopper_launch, hopper_variants
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.hopper_tables import TILE_BLOCKS
 from distca.kernels.hopper_tiles import TILES
@@ -74,7 +74,7 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def buffers(prepared: HopperTasks) -> dict[hopper_launch.Heads, list[int]]:
+def buffers(prepared: HopperTasks) -> dict[hopper_buffers.Heads, list[int]]:
     return {heads: [x.data_ptr() for x in (tables.forward, tables.backward, tables.counters)]
             for heads, tables in prepared.by_heads.items()}
 
