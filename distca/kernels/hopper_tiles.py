@@ -24,7 +24,7 @@ class Tiles:
     backward_blocks: int = TILE_BLOCKS  # warpgroups that compute backward
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
-    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward.cu")
+    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu")
     backward: tuple[str, ...] = ("common.cuh", "backward_maps.cuh", "backward_copy.cuh", "backward.cu",
                                  "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")

@@ -17,6 +17,7 @@ from distca.kernels.hopper_tiles import tiles_of
 SOURCES = Path(__file__).parent / "cuda"
 WARPGROUP, THREADS = 128, 384
 SHARED_BYTES = 227 * 1024
+INSTRUCTIONS = "instructions.cuh"  # ahead of all other sources
 MERGE, MERGE_THREADS = "merge.cu", 128
 
 
@@ -39,7 +40,7 @@ def _loaded(
     defines: dict[str, int],
     kernels: dict[str, tuple[list[type], int, int]],
 ) -> list[Variant]:
-    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in sources)
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in (INSTRUCTIONS, *sources))
     index = torch.cuda.current_device() if device.index is None else device.index
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
     with torch.cuda.device(index):
