@@ -3,7 +3,8 @@
 Tiles of wide heads have so few keys that adding dQ up in memory takes longer than computing scores again. What it takes
 to make dQ by itself is dS alone, an eighth of the bytes that adds would move, but of all pairs of a query and a key. So
 they are kept for as many KV heads at a time as a small part of the device's memory holds; where it does not hold one
-head's, dQ comes from scores that are computed again (backward_dq.cu). Either way every sum has one order.
+head's, or long tiles of queries are split, dQ comes from scores that are computed again (backward_dq.cu). Either way
+every sum has one order.
 
 dS of a block of queries and a tile of keys has a place for each row of tasks that has both: the places of a block lie
 side by side, in the order of keys.

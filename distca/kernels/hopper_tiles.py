@@ -25,7 +25,7 @@ class Tiles:
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
     kept_blocks: int = 0  # of queries in a tile of dQ, where dS is kept
-    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward.cu")
+    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu")
     backward: tuple[str, ...] = ("common.cuh", "backward_maps.cuh", "backward_copy.cuh", "backward.cu",
                                  "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
