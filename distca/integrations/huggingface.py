@@ -27,13 +27,12 @@ import torch.distributed as dist
 from distca.cost.latency_table import LatencyTable
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import RowSlices, from_batch
+from distca.integrations.huggingface_models import check_config, refused, shape_of, stateful_reason
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
 from distca.kernels import kernel_named
-from distca.models import shape_of_config
 from distca.planning.plan import Plan
 from distca.runtime.call import Shapes
 from distca.runtime.transport import Transport
-from distca.spec import ModelShape
 
 try:
     import transformers
@@ -47,9 +46,6 @@ check_version("transformers", transformers.__version__)
 
 NAME = "distca"
 EVALUATION = ("home", "pool")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATEFUL = {"linear_attention", "mamba", "conv"}                # layers that carry state along a document
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
 
 
@@ -78,14 +74,14 @@ def enable(
         raise ValueError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
     check_config(inner.config)
     if not inner._can_set_attn_implementation():
-        raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
+        raise refused(inner.config, "its attention does not go through transformers' AttentionInterface")
     if any(getattr(part, "is_causal", True) is False for part in inner.modules()):
-        raise _refused(inner.config, "its attention is not causal")
+        raise refused(inner.config, "its attention is not causal")
     if kernel != "auto":
         kernel_named(kernel)
     attention = PackedAttention(group, model=shape_of(inner.config), tolerance=tolerance, kernel=kernel, state=state,
                                 transport=transport, cost=cost)
-    served = _Served(attention, evaluation == "pool", _stateful_reason(inner.config))
+    served = _Served(attention, evaluation == "pool", stateful_reason(inner.config))
     for part in _mask_makers(inner):
         if attached(part) is None:
             part.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -118,41 +114,6 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
     _RUNNING.served = served
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuse, by name, a model whose attention is not causal softmax over whole documents or windows of them."""
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        raise _refused(config, "it has cross-attention")
-    if config.get_text_config(decoder=True) is not config:
-        raise _refused(config, "it has several parts, such as text and images; enable its language model alone")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
-        raise _refused(config, "its attention is not causal")
-    kinds = set(getattr(config, "layer_types", None) or [])
-    others = kinds - _LAYER_TYPES - (_STATEFUL if kinds & _LAYER_TYPES else set())
-    if others or getattr(config, "attention_chunk_size", None) is not None:
-        raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others)) or 'chunked_attention'}")
-    if getattr(config, "v_head_dim", None) is not None:
-        raise _refused(config, f"its values have a head size of their own (v_head_dim {config.v_head_dim})")
-    for name in _DROPOUTS:
-        if getattr(config, name, 0.0):
-            raise _refused(config, f"{name} is {getattr(config, name)}; set it to 0")
-
-
-def _stateful_reason(config: PreTrainedConfig) -> str | None:
-    """Why documents of this model cannot span ranks, where they cannot."""
-    kinds = sorted(set(getattr(config, "layer_types", None) or []) & _STATEFUL)
-    return None if not kinds else (f"its {', '.join(kinds)} layers carry a state along each document, which does not "
-                                   "cross ranks; give every rank whole documents")
-
-
-def _refused(config: PreTrainedConfig, reason: str) -> ValueError:
-    return ValueError(f"distca cannot serve the attention of {config.model_type}: {reason}")
-
-
-def shape_of(config: PreTrainedConfig) -> ModelShape:
-    """What planning needs to know of a model."""
-    return shape_of_config(config.to_dict(), config.model_type, any_type=True)
-
-
 class _Forward:
     """One forward of one model, on all its layers; made with its first mask, filled by its first layer."""
 
@@ -182,7 +143,7 @@ class _Forward:
                 self.batch = self.attention.begin(slices, query.device, shapes)
                 if self.served.whole_only is not None and self.batch.spans:
                     config: Any = module.config
-                    raise _refused(config, self.served.whole_only)
+                    raise refused(config, self.served.whole_only)
             else:
                 self.batch = self.attention.at_home(slices)
         return self.batch
@@ -251,7 +212,7 @@ def _served(config: PreTrainedConfig) -> _Served:
         return _RUNNING.served
     if attached(config) is None:
         check_config(config)
-        attach(config, _Served(PackedAttention(model=shape_of(config)), False, _stateful_reason(config)))
+        attach(config, _Served(PackedAttention(model=shape_of(config)), False, stateful_reason(config)))
     return attached(config)
 
 
@@ -266,7 +227,7 @@ def packed_mask(
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
                          kv_offset=kv_offset, **about)
     if about.get("use_vmap"):
-        raise _refused(about["config"], "it overlays a mask of its own")
+        raise refused(about["config"], "it overlays a mask of its own")
     return _mask_of_forward(about["config"], about.get("local_size"), about.get("attention_mask"))
 
 
@@ -327,13 +288,13 @@ def _check_call(
 ) -> None:
     config: Any = module.config
     if about.get("position_bias") is not None:
-        raise _refused(config, "it passes position_bias to attention")
+        raise refused(config, "it passes position_bias to attention")
     if about.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise _refused(config, "its attention is not causal")
+        raise refused(config, "its attention is not causal")
     if dropout:
-        raise _refused(config, f"attention dropout is {dropout}; set it to 0")
+        raise refused(config, f"attention dropout is {dropout}; set it to 0")
     if key.shape[2] != query.shape[2]:
-        raise _refused(config, f"{query.shape[2]} queries meet {key.shape[2]} keys under a mask for as many")
+        raise refused(config, f"{query.shape[2]} queries meet {key.shape[2]} keys under a mask for as many")
 
 
 def _ordinary(

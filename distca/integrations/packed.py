@@ -144,10 +144,10 @@ class PackedAttention:
                                  "position for each token")
             return from_positions(position_ids, document_ids)
 
-        rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
+        rows = (q, k, v) if q.ndim == 3 else tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v))
         batch = self.begin_once(position_ids, read, rows[0], rows[1], rows[2])
-        return self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window, softcap=softcap,
-                           sinks=sinks).view_as(q)
+        out = self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # a view would be a node more of autograd's
 
     def begin_once(
         self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,

@@ -247,7 +247,7 @@ class _LaunchConfig(ctypes.Structure):
         ("shared_bytes", c_uint32), ("stream", c_void_p), ("attributes", c_void_p), ("num_attributes", c_uint32),
     )
     grid_x: int
-    stream: int
+    block_x: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,41 +262,52 @@ class Function:
 
 
 class Launch:
-    """Launches of one kernel with the same tensor maps, of which everything but the numbers is in place.
+    """Launches of one kernel on one stream with the same tensor maps, of which everything but the numbers is in place.
 
     `types` are the kernel's parameters in order: ctypes numbers, c_void_p or TensorMap. It belongs to the thread that
     made it, because autograd's backward launches from another thread and a launch lets other threads run while the
     driver still reads.
     """
 
-    __slots__ = ("_block", "_config", "_maps", "_name", "_pack", "_run")
+    __slots__ = ("_config", "_maps", "_name", "_pack", "_run")
 
-    def __init__(self, function: Function, block: int, types: Sequence[type], maps: Sequence[TensorMap] = ()) -> None:
+    def __init__(
+        self, function: Function, grid: int, block: int, stream: int, types: Sequence[type],
+        maps: Sequence[TensorMap] = (),
+    ) -> None:
         _bind_context()
-        numbers: list[str] = [vars(kind)["_type_"] for kind in types if kind is not TensorMap]
-        codes = "".join(numbers)
-        layout = struct.Struct(codes)
+        layout, offsets = _layout(tuple(types))
         storage = ctypes.create_string_buffer(max(1, layout.size))
         begin, addresses = ctypes.addressof(storage), iter([one.address for one in maps])
-        places = iter([begin + struct.calcsize(f"{codes[:i]}0{codes[i]}") for i in range(len(codes))])  # "0q" aligns
-        pointers = (c_void_p * len(types))(*(next(addresses if kind is TensorMap else places) for kind in types))
+        pointers = (c_void_p * len(types))(
+            *(next(addresses) if offset is None else begin + offset for offset in offsets))
         assert next(addresses, None) is None, f"{function.name} takes fewer tensor maps than {len(maps)}"
-        self._maps, self._name, self._block = tuple(maps), function.name, block
-        self._config = _LaunchConfig(1, 1, 1, block, 1, 1, function.shared_bytes)
+        self._maps, self._name = tuple(maps), function.name
+        self._config = _LaunchConfig(grid, 1, 1, block, 1, 1, function.shared_bytes, stream)
         self._pack = functools.partial(layout.pack_into, storage, 0)
         self._run = functools.partial(_driver().cuLaunchKernelEx, byref(self._config), function.handle, pointers, None)
 
-    def __call__(self, grid: int, stream: int, *numbers: int | float) -> None:
-        """Queue `grid` blocks; addresses are plain integers. The driver copies the numbers before this returns.
+    def __call__(self, *numbers: int | float) -> None:
+        """Queue it; addresses are plain integers. The driver copies the numbers before this returns.
 
         A struct.error if they do not fit.
         """
         self._pack(*numbers)
-        config = self._config
-        config.grid_x, config.stream = grid, stream
         code = self._run()
         if code:
-            _check(code, f"cuLaunchKernelEx of {self._name} with grid {grid} and block {self._block}")
+            grid, block = self._config.grid_x, self._config.block_x
+            _check(code, f"cuLaunchKernelEx of {self._name} with grid {grid} and block {block}")
+
+
+@functools.cache
+def _layout(types: tuple[type, ...]) -> tuple[struct.Struct, list[int | None]]:
+    """How a kernel's numbers are packed, and where each parameter lies there; None for a tensor map."""
+    codes, offsets = "", list[int | None]()
+    for kind in types:
+        code = "" if kind is TensorMap else vars(kind)["_type_"]
+        offsets.append(struct.calcsize(f"{codes}0{code}") if code else None)  # "0q" aligns
+        codes += code
+    return struct.Struct(codes), offsets
 
 
 class Module:

@@ -4,25 +4,21 @@ A row begins anywhere in its buffers, since every tensor carries its own row off
 in place, and gradients of rows that share tokens go to places of their own and are added up. Forward takes causal rows
 aligned with the end of their keys in one call. Backward does not skip masked tiles under that alignment, but does
 under the top-left one: there a row runs as a full rectangle before the diagonal and a square on it, at up to twice the
-speed, and needs no merging because both use the row's final out and log-sum-exp. Building a graph costs up to a tenth
-of a second, so its sizes are rounded up to powers of two, and batches that differ share one.
+speed, and needs no merging because both use the row's final out and log-sum-exp. A graph's sizes are rounded up to
+powers of two, so that batches that differ share one (cudnn_graphs.py).
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import threading
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from distca.kernels.cudnn_graphs import GraphShape, Mask, Uid, cudnn, execute
 from distca.kernels.interface import (
     BackwardInputs,
-    Spans,
     TaskRows,
     accumulation_dtype,
     causal_and_full,
@@ -38,19 +34,12 @@ from distca.kernels.interface import (
     softmax_scale,
     visible,
 )
+from distca.kernels.spans import Spans
 
 ROWS_AT_ONCE = 2**15
 COPIED_KEYS_AT_ONCE = 2**17  # bounds backward's memory where rows share keys
-GRAPHS_KEPT = 256
 MIN_LEN = 128
 OLDEST_BACKEND = 90600  # packed grouped-query backward
-
-
-Mask = IntEnum("Mask", "NONE TOP_LEFT BOTTOM_RIGHT")
-# A graph's tensors; an OFFSET holds the first element of every row in the tensor of that name.
-_Uid = IntEnum(
-    "_Uid", "Q K V OUT LSE DOUT DQ DK DV Q_LEN K_LEN OFFSET_Q OFFSET_K OFFSET_OUT OFFSET_LSE OFFSET_DK"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +115,7 @@ class CudnnKernel:
             return f"window is {window}; use kernel='varlen' for windows"
         if importlib.util.find_spec("cudnn") is None:
             return "nvidia-cudnn-frontend is not installed; pip install nvidia-cudnn-frontend"
-        version = _cudnn().backend_version()
+        version = cudnn().backend_version()
         if version < OLDEST_BACKEND:
             return f"cuDNN is version {version}; install {OLDEST_BACKEND} or newer"
         return None
@@ -229,12 +218,12 @@ def run_forward(
 ) -> None:
     """Fill the rows' places in out and lse."""
     q_width, k_width = q[0].numel(), k[0].numel()
-    pack = dict(zip((_Uid.Q, _Uid.K, _Uid.V, _Uid.OUT, _Uid.LSE), (q, k, v, out, lse), strict=True))
+    pack = dict(zip((Uid.Q, Uid.K, Uid.V, Uid.OUT, Uid.LSE), (q, k, v, out, lse), strict=True))
     pack |= {
-        _Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
-        _Uid.OFFSET_K: batch.offsets("k_begin", k_width),
-        _Uid.OFFSET_OUT: batch.offsets("q_place", q_width),
-        _Uid.OFFSET_LSE: batch.offsets("q_place", q.shape[1]),
+        Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
+        Uid.OFFSET_K: batch.offsets("k_begin", k_width),
+        Uid.OFFSET_OUT: batch.offsets("q_place", q_width),
+        Uid.OFFSET_LSE: batch.offsets("q_place", q.shape[1]),
     }
     _execute(pack, batch, scale, totals=None)
 
@@ -245,131 +234,22 @@ def run_backward(
     """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse."""
     q, k = saved[1], saved[2]
     q_width, k_width = q[0].numel(), k[0].numel()
-    uids = (_Uid.DOUT, _Uid.Q, _Uid.K, _Uid.V, _Uid.OUT, _Uid.LSE, _Uid.DQ, _Uid.DK, _Uid.DV)
+    uids = (Uid.DOUT, Uid.Q, Uid.K, Uid.V, Uid.OUT, Uid.LSE, Uid.DQ, Uid.DK, Uid.DV)
     pack = dict(zip(uids, (*saved, *gradients), strict=True))
     pack |= {
-        _Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
-        _Uid.OFFSET_K: batch.offsets("k_begin", k_width),
-        _Uid.OFFSET_LSE: batch.offsets("q_begin", q.shape[1]),
-        _Uid.OFFSET_DK: batch.offsets("k_place", k_width),
+        Uid.OFFSET_Q: batch.offsets("q_begin", q_width),
+        Uid.OFFSET_K: batch.offsets("k_begin", k_width),
+        Uid.OFFSET_LSE: batch.offsets("q_begin", q.shape[1]),
+        Uid.OFFSET_DK: batch.offsets("k_place", k_width),
     }
     totals = bucket(q.shape[0], MIN_LEN), bucket(gradients[1].shape[0], MIN_LEN)
     _execute(pack, batch, scale, totals)
 
 
-class _Shape(NamedTuple):
-    """All that a graph depends on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    q_dim: tuple[int, ...]  # rows, heads, longest queries, dim
-    k_dim: tuple[int, ...]  # rows, kv_heads, longest keys, dim
-    mask: Mask
-    scale: float
-    totals: tuple[int, int] | None  # backward's workspace holds so many queries and keys
-    deterministic: bool
-
-
-_graphs: dict[_Shape, tuple[Any, int]] = {}
-_building = threading.Lock()
-_of_this_thread = threading.local()  # autograd's backward runs in a thread of its own; handles must not be shared
-
-
-def _cudnn() -> Any:
-    return importlib.import_module("cudnn")
-
-
-def _handle(device: torch.device) -> Any:
-    """This thread's cuDNN handle on torch's current stream."""
-    handles: dict[torch.device, Any] = _of_this_thread.__dict__.setdefault("handles", {})
-    if device not in handles:
-        with torch.cuda.device(device):
-            handles[device] = _cudnn().create_handle()
-    _cudnn().set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
-    return handles[device]
-
-
-def _execute(pack: dict[_Uid, torch.Tensor], batch: CudnnBatch, scale: float, totals: tuple[int, int] | None) -> None:
-    q, k = pack[_Uid.Q], pack[_Uid.K]
+def _execute(pack: dict[Uid, torch.Tensor], batch: CudnnBatch, scale: float, totals: tuple[int, int] | None) -> None:
+    q, k = pack[Uid.Q], pack[Uid.K]
     q_dim = (batch.num_rows, q.shape[1], bucket(int(batch.rows.q_len.max()), MIN_LEN), q.shape[2])
     k_dim = (batch.num_rows, k.shape[1], bucket(int(batch.rows.k_len.max()), MIN_LEN), k.shape[2])
     deterministic = torch.are_deterministic_algorithms_enabled()
-    shape = _Shape(q.device, q.dtype, q_dim, k_dim, batch.mask, scale, totals, deterministic)
-    handle = _handle(q.device)
-    with _building:
-        if shape not in _graphs:
-            if len(_graphs) == GRAPHS_KEPT:
-                _graphs.pop(next(iter(_graphs)))
-            _graphs[shape] = _build(shape, handle)
-        graph, workspace_bytes = _graphs[shape]
-    workspace = torch.empty(max(1, workspace_bytes), dtype=torch.uint8, device=q.device)
-    pack = {**pack, _Uid.Q_LEN: batch.lengths("q_len"), _Uid.K_LEN: batch.lengths("k_len")}
-    graph.execute({int(uid): tensor for uid, tensor in pack.items()}, workspace, handle=handle)
-
-
-def _build(shape: _Shape, handle: Any) -> tuple[Any, int]:
-    """A built graph and the bytes of workspace it needs."""
-    cudnn = _cudnn()
-    kinds = cudnn.data_type
-    io = kinds.BFLOAT16 if shape.dtype == torch.bfloat16 else kinds.HALF
-    graph = cudnn.pygraph(
-        handle=handle, io_data_type=io, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT
-    )
-    q_dim, k_dim, lse_dim = shape.q_dim, shape.k_dim, (*shape.q_dim[:3], 1)
-
-    def stride(dim: tuple[int, ...]) -> list[int]:  # tokens first, then heads
-        _, heads, length, width = dim
-        return [length * heads * width, width, heads * width, 1]
-
-    def index(uid: _Uid, count: int, kind: Any) -> Any:
-        return graph.tensor(name=uid.name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind, uid=int(uid))
-
-    def offset(uid: _Uid) -> Any:
-        return index(uid, q_dim[0] + 1, kinds.INT64)
-
-    def given(uid: _Uid, dim: tuple[int, ...], begins: Any, kind: Any = io) -> Any:
-        tensor = graph.tensor(name=uid.name, dim=list(dim), stride=stride(dim), data_type=kind, uid=int(uid))
-        tensor.set_ragged_offset(begins)
-        return tensor
-
-    def wanted(tensor: Any, uid: _Uid, dim: tuple[int, ...], begins: Any, kind: Any = io) -> None:
-        tensor.set_uid(int(uid)).set_output(True).set_dim(list(dim)).set_stride(stride(dim)).set_data_type(kind)
-        tensor.set_ragged_offset(begins)
-
-    q_begins, k_begins, lse_begins = (offset(u) for u in (_Uid.OFFSET_Q, _Uid.OFFSET_K, _Uid.OFFSET_LSE))
-    options: dict[str, Any] = {
-        "q": given(_Uid.Q, q_dim, q_begins),
-        "k": given(_Uid.K, k_dim, k_begins),
-        "v": given(_Uid.V, k_dim, k_begins),
-        "attn_scale": shape.scale,
-        "use_padding_mask": True,
-        "seq_len_q": index(_Uid.Q_LEN, q_dim[0], kinds.INT32),
-        "seq_len_kv": index(_Uid.K_LEN, q_dim[0], kinds.INT32),
-    }
-    if shape.mask != Mask.NONE:
-        options["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, shape.mask.name)
-        options["diagonal_band_right_bound"] = 0
-    if shape.totals is None:
-        out, lse = graph.sdpa(generate_stats=True, **options)
-        wanted(out, _Uid.OUT, q_dim, offset(_Uid.OFFSET_OUT))
-        wanted(lse, _Uid.LSE, lse_dim, lse_begins, kinds.FLOAT)
-    else:
-        dq, dk, dv = graph.sdpa_backward(
-            o=given(_Uid.OUT, q_dim, q_begins),
-            dO=given(_Uid.DOUT, q_dim, q_begins),
-            stats=given(_Uid.LSE, lse_dim, lse_begins, kinds.FLOAT),
-            max_total_seq_len_q=shape.totals[0],
-            max_total_seq_len_kv=shape.totals[1],
-            use_deterministic_algorithm=shape.deterministic,
-            **options,
-        )
-        dk_begins = offset(_Uid.OFFSET_DK)
-        wanted(dq, _Uid.DQ, q_dim, q_begins)
-        wanted(dk, _Uid.DK, k_dim, dk_begins)
-        wanted(dv, _Uid.DV, k_dim, dk_begins)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    return graph, graph.get_workspace_size()
+    pack = {**pack, Uid.Q_LEN: batch.lengths("q_len"), Uid.K_LEN: batch.lengths("k_len")}
+    execute(GraphShape(q.device, q.dtype, q_dim, k_dim, batch.mask, scale, totals, deterministic), pack)

@@ -11,24 +11,14 @@ of its own instead, which sums it in registers and gives the same bits every tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from distca.kernels.cuda_driver import nvrtc
-from distca.kernels.hopper_launch import (
-    Heads,
-    Most,
-    Tables,
-    free_multiprocessors,
-    new,
-    run_backward,
-    run_forward,
-    tables_of,
-)
+from distca.kernels.hopper_buffers import Heads, Most, Tables, free_multiprocessors, tables_of
+from distca.kernels.hopper_launch import Kind, launches_of, new, run_backward, run_forward
 from distca.kernels.hopper_tables import BLOCK_ROWS
 from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.interface import (
@@ -43,18 +33,10 @@ from distca.kernels.interface import (
 )
 
 
-class Kind(NamedTuple):
-    """What calls on tensors of the same shapes share."""
-
-    tables: Tables
-    scale: float  # unless another one is asked for
-    new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
-
-
 class HopperTasks:
     """Rows, and their tables for every kind of heads that has been asked for."""
 
-    __slots__ = ("by_heads", "covered", "device", "inside", "kinds", "most", "num_sms", "rows", "window")
+    __slots__ = ("by_heads", "device", "inside", "kinds", "most", "num_sms", "rows", "window")
 
     def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int,
                  most: Most | None = None) -> None:
@@ -75,7 +57,6 @@ class HopperTasks:
         for heads, content in filled.items():
             self.by_heads[heads] = self.by_heads[heads].refilled(*content)
         self.rows, self.inside = rows, inside
-        self.covered = {"q": _covered(inside.q_begin, inside.q_end), "k": _covered(inside.k_begin, inside.k_end)}
         self.kinds: dict[tuple[object, ...], Kind] = {}
 
     def kind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, capturing: bool) -> Kind:
@@ -87,8 +68,13 @@ class HopperTasks:
             tables = self._of_heads((q.shape[1], k.shape[1], q.shape[2]), capturing)
             results = ((*q.shape[:2], v.shape[2]), q.dtype), (q.shape[:2], accumulation_dtype(q.dtype))
             gradients = ((x.shape, x.dtype) for x in (q, k, v))
-            found = self.kinds[about] = Kind(tables, softmax_scale(q, None), tuple(
-                new(shape, dtype, q) for shape, dtype in (*results, *gradients)))
+            found = self.kinds[about] = Kind(
+                tables, self.window, softmax_scale(q, None),
+                tuple(new(shape, dtype, q) for shape, dtype in (*results, *gradients)),
+                _covered(self.inside.q_begin, self.inside.q_end) < q.shape[0],
+                _covered(self.inside.k_begin, self.inside.k_end) < k.shape[0],
+                launches_of(q.device, q.shape, k.shape, v.shape, self.window is not None, tables.tall is not None,
+                            tables.num_sms))
         return found
 
     def _of_heads(self, heads: Heads, capturing: bool) -> Tables:
@@ -151,35 +137,38 @@ class HopperKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         capturing = _capturing(q)
-        tables, usual_scale, (new_out, new_lse, *_) = prepared.kind(q, k, v, capturing)
-        scale = usual_scale if scale is None else _positive(scale)
+        kind = prepared.kind(q, k, v, capturing)
+        scale = kind.scale if scale is None else _positive(scale)
+        new_out, new_lse, *_ = kind.new
         out, lse = new_out(), new_lse()
-        if capturing or prepared.covered["q"] < q.shape[0]:  # a graph is replayed with other rows
+        if capturing or kind.leaves_queries:                     # a graph is replayed with other rows
             out.zero_()
             lse.fill_(-torch.inf)
+        tables = kind.tables
         if tables.num_blocks or capturing:
-            num_parts = tables.capacity.parts if capturing else tables.num_parts
-            run_forward(q, k, v, out, lse, tables, num_parts, prepared.window, scale)
+            run_forward(q, k, v, out, lse, kind, tables.capacity.parts if capturing else tables.num_parts, scale)
         return out, lse
 
     def backward(
         self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out, lse = inputs
+        _, q, k, v, _, _ = inputs
         capturing = _capturing(q)
-        tables, usual_scale, (_, _, new_dq, new_dk, new_dv) = prepared.kind(q, k, v, capturing)
-        scale = usual_scale if scale is None else _positive(scale)
+        kind = prepared.kind(q, k, v, capturing)
+        scale = kind.scale if scale is None else _positive(scale)
+        _, _, new_dq, new_dk, new_dv = kind.new
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        if capturing or prepared.covered["q"] < q.shape[0]:
+        if capturing or kind.leaves_queries:
             dq.zero_()
-        if capturing or prepared.covered["k"] < k.shape[0]:
+        if capturing or kind.leaves_keys:
             dk.zero_()
             dv.zero_()
+        tables = kind.tables
         if tables.num_blocks or capturing:
-            num_blocks = tables.capacity.blocks if capturing else tables.num_blocks
-            num_parts = tables.capacity.parts if capturing else tables.num_parts
-            run_backward((dout, q, k, v, out, lse), (dq, dk, dv), tables, num_blocks, num_parts, prepared.window, scale,
-                         None if capturing else tables.kept, torch.are_deterministic_algorithms_enabled())
+            num_blocks, num_parts = ((tables.capacity.blocks, tables.capacity.parts) if capturing else
+                                     (tables.num_blocks, tables.num_parts))
+            run_backward(inputs, (dq, dk, dv), kind, num_blocks, num_parts, scale, None if capturing else tables.kept,
+                         torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
 
 

@@ -1,9 +1,11 @@
-"""dQ of wide heads from gradients of scores that are kept in memory: five matrix products instead of seven.
+"""dQ from gradients of scores that are kept in memory: five matrix products, and every sum in one order.
 
-Tiles of wide heads have so few keys that adding dQ up in memory takes longer than computing scores again. What it takes
-to make dQ by itself is dS alone, an eighth of the bytes that adds would move, but of all pairs of a query and a key. So
-they are kept for as many KV heads at a time as a small part of the device's memory holds; where it does not hold one
-head's, dQ comes from scores that are computed again (backward_dq.cu). Either way every sum has one order.
+Adding dQ up in memory has no order, and costs whatever the number of keys: room for sums, zeros, and a last pass over
+them. Computing it by itself costs scores and dP again, unless dS is kept, of all pairs of a query and a key. That is
+faster with wide heads, whose tiles have so few keys that adds would take longer than computing scores again, where
+queries see few keys, and where sums need an order. dS is kept for as many KV heads at a time as a small part of the
+device's memory holds; where it does not hold one head's, or long tiles of queries are split, scores are computed again
+(backward_dq.cu).
 
 dS of a block of queries and a tile of keys has a place for each row of tasks that has both: the places of a block lie
 side by side, in the order of keys.
@@ -31,6 +33,7 @@ from distca.kernels.hopper_tables import (
 from distca.kernels.interface import TaskRows
 
 MEMORY_PART = 32                                                 # of the device's memory is kept at most
+FEW_TILES = 16                                                   # of keys that a block sees, for it to be faster
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ class Tiles:
     backward_blocks: int = TILE_BLOCKS  # warpgroups that compute backward
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
-    kept_blocks: int = 3  # of queries in a tile of dQ, where dS is kept
-    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward.cu")
-    backward: tuple[str, ...] = ("common.cuh", "backward_maps.cuh", "backward_copy.cuh", "backward.cu",
-                                 "backward_ends.cu")
+    kept_blocks: int = 0  # of queries in a tile of dQ, where dS is kept; none where that is never faster
+    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu")
+    backward: tuple[str, ...] = ("common.cuh", "backward_maps.cuh", "backward_copy.cuh", "backward_steps.cuh",
+                                 "backward.cu", "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
-    kept_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "wide_dq.cu")
+    kept_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "kept_dq.cu")
 
 
 _WIDE_FORWARD = ("common.cuh", "wide.cuh", "forward_softmax.cuh", "wide_forward.cu")
@@ -38,8 +38,8 @@ _WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_maps.cuh", "wide_backward_
 
 TILES = {  # by the head dim of queries and keys
     64: Tiles(64, tall_blocks=3, backward_keys=192, backward_blocks=3),
-    128: Tiles(128),
-    192: Tiles(128, backward_keys=64, dq_keys=64, dq_apart=True, kept_blocks=2, forward=_WIDE_FORWARD,
+    128: Tiles(128, kept_blocks=4),
+    192: Tiles(128, backward_keys=64, dq_keys=64, dq_apart=True, kept_blocks=3, forward=_WIDE_FORWARD,
                backward=_WIDE_BACKWARD),
     256: Tiles(256, forward_keys=80, backward_keys=64, dq_keys=64, dq_apart=True, kept_blocks=2, forward=_WIDE_FORWARD,
                backward=_WIDE_BACKWARD),

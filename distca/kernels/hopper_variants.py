@@ -17,6 +17,7 @@ from distca.kernels.hopper_tiles import tiles_of
 SOURCES = Path(__file__).parent / "cuda"
 WARPGROUP, THREADS = 128, 384
 SHARED_BYTES = 227 * 1024
+INSTRUCTIONS = "instructions.cuh"  # ahead of all other sources
 MERGE, MERGE_THREADS = "merge.cu", 128
 
 
@@ -27,11 +28,10 @@ class Variant:
     function: Function
     types: Sequence[type]
     num_threads: int
-    device_index: int
     num_sms: int
 
-    def launch(self, *maps: TensorMap) -> Launch:
-        return Launch(self.function, self.num_threads, self.types, maps)
+    def launch(self, grid: int, stream: int, *maps: TensorMap) -> Launch:
+        return Launch(self.function, grid, self.num_threads, stream, self.types, maps)
 
 
 def _loaded(
@@ -40,13 +40,13 @@ def _loaded(
     defines: dict[str, int],
     kernels: dict[str, tuple[list[type], int, int]],
 ) -> list[Variant]:
-    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in sources)
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in (INSTRUCTIONS, *sources))
     index = torch.cuda.current_device() if device.index is None else device.index
     num_sms = torch.cuda.get_device_properties(index).multi_processor_count
     with torch.cuda.device(index):
         module = Module(compile_cubin(text, f"distca/kernels/cuda/{sources[-1]}", defines))
         return [
-            Variant(module.function(name, shared), types, num_threads, index, num_sms)
+            Variant(module.function(name, shared), types, num_threads, num_sms)
             for name, (types, shared, num_threads) in kernels.items()
         ]
 
@@ -94,7 +94,7 @@ def backward_kernels(
     alone: dict[str, tuple[list[type], int, int]]
     if kept:
         few: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float, c_int32, c_int32]
-        alone = {"attention_wide_dq": (few, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
+        alone = {"attention_kept_dq": (few, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
         defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
         return [before, backward, *_loaded(device, tiles.kept_dq, defines, alone)]
     types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]

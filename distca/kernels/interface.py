@@ -297,58 +297,6 @@ def query_disjoint(rows: TaskRows) -> list[TaskRows]:
     return [rows.take(group == number) for number in range(len(ends))]
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Ranges of a buffer that lie one after another in a packed one; ranges that were neighbours are joined."""
-
-    bounds: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, begin: np.ndarray, end: np.ndarray) -> Spans:
-        starts = np.ones(len(begin), dtype=bool)
-        starts[1:] = begin[1:] != end[:-1]
-        stops = np.roll(starts, -1)
-        return cls(tuple(zip(begin[starts].tolist(), end[stops].tolist(), strict=True)))
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The packed buffer; a view when the ranges are one."""
-        pieces = [x[begin:end] for begin, end in self.bounds]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A packed buffer to be filled."""
-        return like.new_empty(sum(end - begin for begin, end in self.bounds), *like.shape[1:])
-
-    def pairs(self, x: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each range of x beside its place in the packed buffer."""
-        at = 0
-        for begin, end in self.bounds:
-            yield x[begin:end], packed[at : at + end - begin]
-            at += end - begin
-
-    def put(self, x: torch.Tensor, packed: torch.Tensor) -> None:
-        for there, here in self.pairs(x, packed):
-            there.copy_(here)
-
-    def add(self, x: torch.Tensor, packed: torch.Tensor) -> None:
-        for there, here in self.pairs(x, packed):
-            there += here
-
-    def add_same(self, x: torch.Tensor, other: torch.Tensor) -> None:
-        """Add what stands in the same ranges of another buffer."""
-        for begin, end in self.bounds:
-            x[begin:end] += other[begin:end]
-
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, packed_out: torch.Tensor, packed_lse: torch.Tensor) -> None:
-        """Merge partial attention into out and lse, range after range: ranges may overlap."""
-        for (out_there, out_here), (lse_there, lse_here) in zip(
-            self.pairs(out, packed_out), self.pairs(lse, packed_lse), strict=True
-        ):
-            merged_out, merged_lse = merge(out_there, lse_there, out_here, lse_here)
-            out_there.copy_(merged_out)
-            lse_there.copy_(merged_lse)
-
-
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
     """Fused kernels want the numbers of one head side by side; other strides are free."""
     return x if x.stride(-1) == 1 else x.contiguous()

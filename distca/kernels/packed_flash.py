@@ -16,7 +16,6 @@ import torch
 
 from distca.kernels.interface import (
     BackwardInputs,
-    Spans,
     TaskRows,
     accumulation_dtype,
     causal_and_full,
@@ -29,6 +28,7 @@ from distca.kernels.interface import (
     unit_stride,
     visible,
 )
+from distca.kernels.spans import Spans
 
 ROWS_AT_ONCE = 2**15  # a launch takes fewer than 2**16
 COPIED_KEYS_AT_ONCE = 2**18  # bounds backward's memory where rows share keys

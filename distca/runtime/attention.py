@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,6 +42,17 @@ def not_compiled(method: Method) -> Method:
     outside: Method = torch.compiler.disable(
         method, reason="distca exchanges with other ranks, by lengths that change with every batch")
     return outside
+
+
+def once_differentiable(backward: Method) -> Method:
+    """torch's, whose cost is paid only where gradients of gradients are asked for, which it refuses."""
+    refusing = torch.autograd.function.once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return cast(Method, run)
 
 
 class CoreAttention:
@@ -165,15 +177,25 @@ class CoreAttention:
         q, k, v, sinks = inputs
         check_sinks(sinks, q)
         check_softcap(softcap)
+        shapes = self._shapes(q, k, v, plan)
         way_back = plan if backward is None else backward
-        for one in (plan,) if way_back is plan else (plan, way_back):
-            self._check(q, k, v, one)
+        if way_back is not plan:
+            self._shapes(q, k, v, way_back)
         if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
             raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
                              "'resend'")
-        shapes = Shapes.of(q, k, v)
         return Pending(self.call(plan, shapes, scale, window, False, softcap),
                        self.call(way_back, shapes, scale, window, True, softcap), inputs)
+
+    def _shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Shapes:
+        """Of tensors that fit the plan: they are checked once for each kind of them."""
+        about = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        checked = self.plans.facts(plan).checked
+        found = checked.get(about)
+        if found is None:
+            self._check(q, k, v, plan)
+            found = checked[about] = Shapes.of(q, k, v)
+        return found
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         check_tensors(q, k, v)
@@ -181,7 +203,7 @@ class CoreAttention:
         if plan.num_servers != size:
             raise ValueError(f"the plan is for {plan.num_servers} servers but the group has {size} ranks; plan with "
                              "one speed per rank of the group")
-        _, expected, keys = self.plans.facts(plan)
+        _, expected, keys, _ = self.plans.facts(plan)
         if q.shape[0] != expected:
             raise ValueError(f"rank {rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; pass "
                              "this rank's own row of the layout")
@@ -217,7 +239,7 @@ class _Whole(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors      # may replay a forward, so before the first phase
         call: Call = ctx.call
@@ -234,7 +256,7 @@ class _Start(torch.autograd.Function):
         return q.new_zeros(())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.call.combine()
 
@@ -249,7 +271,7 @@ class _Serve(torch.autograd.Function):
         return token.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept = ctx.saved_tensors                                 # may replay a forward, so before this phase
         ctx.call.serve(*kept)
@@ -268,7 +290,7 @@ class _Finish(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors             # may replay a forward, so before this phase
         ctx.call.dispatch(q, k, v, out, dout, lse)

@@ -104,6 +104,7 @@ class Dispatch:
     stamp: Stamp | None           # on every split
     local: Sequence[list[Copy]]   # per field: (in the row, in the buffer, tokens) of what stays home
     moves_keys: bool              # else every field is the queries'
+    is_row: bool                  # the server's buffers are the row's tensors themselves
 
     @classmethod
     def of(cls, tables: RankTables, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Dispatch:
@@ -112,7 +113,8 @@ class Dispatch:
         leaving, arriving = (WireLayout.of(runs, sizes, tables.num_ranks, stamped=stamp is not None) for runs in (
             [side.send for side in sides], [side.receive for side in sides]))
         local = [[] if side.is_row else _tuples(side.local.row, side.local.buffer, side.local.length) for side in sides]
-        return cls(sides, sizes, leaving, arriving, stamp, local, any(name == "k" for name, _ in fields))
+        return cls(sides, sizes, leaving, arriving, stamp, local, any(name == "k" for name, _ in fields),
+                   all(side.is_row for side in sides))
 
     def ready(self, row: Tensors) -> Tensors:
         """The row's tensors in the form that `pack` and `unpack` read."""
@@ -124,6 +126,8 @@ class Dispatch:
 
     def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
         """The server's buffers: what arrived and what stays home, in task order."""
+        if self.is_row:
+            return row
         buffers = server_buffers(row, self.sides)
         to, source = [], []
         for field, (tensor, buffer, local) in enumerate(zip(row, buffers, self.local, strict=True)):
@@ -147,6 +151,7 @@ class Combine:
     parts: Sequence[RowParts]
     merged_heads: int | None     # the fields are out and log-sum-exp of so many heads, which merge; else all are summed
     moves_keys: bool             # as in dispatch
+    is_untouched: bool           # the row's results are the server's themselves
 
     @classmethod
     def of(cls, tables: RankTables, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Combine:
@@ -155,7 +160,8 @@ class Combine:
         leaving, arriving = (WireLayout.of(runs, sizes, tables.num_ranks) for runs in (
             [side.receive for side in sides], [side.send for side in sides]))
         parts = {name: RowParts.of(side) for (name, _), side in zip(fields, sides, strict=True)}
-        return cls(sides, sizes, leaving, arriving, [parts[name] for name, _ in fields], merged_heads, "k" in parts)
+        return cls(sides, sizes, leaving, arriving, [parts[name] for name, _ in fields], merged_heads, "k" in parts,
+                   all(side.is_untouched for side in sides))
 
     def ready(self, buffers: Tensors) -> Tensors:
         """The server's results in the form that `pack` and `unpack` read."""
@@ -166,6 +172,8 @@ class Combine:
 
     def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
         """The row's results: own ones and those that arrived, merged or summed in the order of the tables."""
+        if self.is_untouched:
+            return buffers
         rows = home_rows(buffers, self.sides)
         sources = [[buffer, *([] if wire is None else self.arriving.views(wire, field, buffer))]
                    for field, buffer in enumerate(buffers)]

@@ -38,7 +38,7 @@ class TritonDispatch(Dispatch):
     unpacking: Copies
 
     def ready(self, row: Tensors) -> Tensors:
-        return tuple(map(dense, row)) if len(self.packing.table) or len(self.unpacking.table) else row
+        return row if self.is_row and not self.leaving.num_bytes else tuple(map(dense, row))
 
     def pack(self, row: Tensors) -> torch.Tensor:
         wire = self.leaving.empty(row[0].device)
@@ -46,6 +46,8 @@ class TritonDispatch(Dispatch):
         return wire
 
     def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
+        if self.is_row:
+            return row
         buffers = server_buffers(row, self.sides)
         copy(self.unpacking, (row[0] if wire is None else dense(wire), *row), buffers)
         return buffers
@@ -57,7 +59,7 @@ class TritonCombine(Combine):
     combining: Sums | Merges
 
     def ready(self, buffers: Tensors) -> Tensors:
-        return tuple(map(dense, buffers)) if len(self.packing.table) or len(self.combining.table) else buffers
+        return buffers if self.is_untouched and not self.leaving.num_bytes else tuple(map(dense, buffers))
 
     def pack(self, buffers: Tensors) -> torch.Tensor:
         wire = self.leaving.empty(buffers[0].device)
@@ -65,6 +67,8 @@ class TritonCombine(Combine):
         return wire
 
     def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
+        if self.is_untouched:
+            return buffers
         rows = home_rows(buffers, self.sides)
         combine(self.combining, buffers[0] if wire is None else dense(wire), buffers, rows)
         return rows

@@ -34,6 +34,7 @@ class PlanFacts(NamedTuple):
     digest: int
     row_tokens: int      # at home on this rank
     key_row_tokens: int  # these, and behind them tokens that are keys only
+    checked: dict[tuple[object, ...], Shapes]  # tensors that were found to fit, by what was looked at
 
 
 class PlanRegistry:
@@ -52,7 +53,7 @@ class PlanRegistry:
             rank, layout = self.transport.rank, plan.layout
             row, keys = (0, 0) if rank >= layout.num_ranks else (
                 int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank]))
-            found = self._facts[plan] = PlanFacts(digest(plan), row, keys)
+            found = self._facts[plan] = PlanFacts(digest(plan), row, keys, {})
         return found
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:

@@ -29,7 +29,7 @@ import torch
 
 from distca.dispatch.build import build
 from distca.kernels.hopper import HopperKernel
-from distca.kernels.hopper_launch import Most
+from distca.kernels.hopper_buffers import Most
 from distca.kernels.interface import BackwardInputs, TaskRows
 from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan

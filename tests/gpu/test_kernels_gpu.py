@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import distca.kernels
-from distca.kernels import TaskRows, choose, dense_attention, kernel_named
+from distca.kernels import TaskRows, choose, cudnn_graphs, dense_attention, kernel_named
 from distca.kernels.accuracy import check_attention
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import measured
@@ -164,13 +164,13 @@ def test_changing_batches_share_graphs() -> None:
     q, k, v, dout = random_inputs(8, 2, 128, torch.bfloat16)
     if (reason := kernel.supports(q.device, q.dtype, 128, None)) is not None:
         pytest.skip(reason)
-    cudnn = distca.kernels.cudnn
-    cudnn._graphs.clear()
+    graphs = cudnn_graphs._graphs
+    graphs.clear()
     for lengths in ([520, 260, 244], [600, 200, 150, 74], [513, 300, 211]):
         prepared = kernel.prepare(TaskRows.documents(lengths), q.device)
         out, lse = kernel.forward(q, k, v, prepared)
         kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
-    assert len(cudnn._graphs) == 2  # forward and backward
+    assert len(graphs) == 2  # forward and backward
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, None), (torch.bfloat16, 64), (torch.float16, None),

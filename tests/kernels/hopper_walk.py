@@ -11,8 +11,9 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from distca.kernels.hopper_buffers import Kept, Tables
 from distca.kernels.hopper_kept import KEYS
-from distca.kernels.hopper_launch import Kept, Tables
+from distca.kernels.hopper_launch import Kind
 from distca.kernels.hopper_tables import BLOCK_ROWS, HEADER_INTS, TILE_BLOCKS, TILE_KEYS, Capacity
 from distca.kernels.hopper_tiles import tiles_of
 
@@ -134,12 +135,12 @@ def launch_forward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    tables: Tables,
+    kind: Kind,
     num_parts: int,
-    window: int | None,
     scale: float,
 ) -> None:
     """hopper_launch.run_forward, with an online softmax over the steps of a tile, and over its parts."""
+    tables, window = kind.tables, kind.window
     assert num_parts >= tables.num_parts
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
@@ -189,10 +190,9 @@ def merges(tables: Tables, kv_heads: int) -> Iterator[tuple[int, int, int, range
 def launch_backward(
     saved: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
-    tables: Tables,
+    kind: Kind,
     num_blocks: int,
     num_parts: int,
-    window: int | None,
     scale: float,
     kept: Kept | None,
     deterministic: bool,
@@ -201,6 +201,7 @@ def launch_backward(
 
     Heads whose dS is kept come all at once.
     """
+    tables, window = kind.tables, kind.window
     lse = saved[-1]
     dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
     dq, dk, dv = gradients

@@ -48,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: described.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Made Up")
     monkeypatch.setattr(hopper, "nvrtc", nvrtc)
-    monkeypatch.setattr(cudnn, "_cudnn", lambda: SimpleNamespace(backend_version=lambda: cudnn.OLDEST_BACKEND))
+    monkeypatch.setattr(cudnn, "cudnn", lambda: SimpleNamespace(backend_version=lambda: cudnn.OLDEST_BACKEND))
     find_spec = SimpleNamespace(find_spec=lambda name: SimpleNamespace() if described.has_cudnn else None)
     monkeypatch.setattr(cudnn, "importlib", SimpleNamespace(util=find_spec))
     return described

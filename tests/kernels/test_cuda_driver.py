@@ -83,12 +83,12 @@ def test_a_launch_hands_over_what_it_is_called_with(i: int, j: int, pointer: int
         patch.setattr(cuda_driver, "_bind_context", lambda: None)
         function = Function("k", 200_000, 168, 0, c_void_p(2**47 + 8))
         types = [c_int32, c_void_p, c_float, TensorMap, c_int64]  # padded twice
-        launch = Launch(function, 384, types, [filled_map(byte)])
-        other = Launch(function, 64, types, [filled_map(7)])
-        launch(1, 3, 1, 2, 3.0, 5)
-        other(1, 3, 6, 7, 8.0, 9)
+        launch = Launch(function, 132, 384, 2**47, types, [filled_map(byte)])
+        other = Launch(function, 1, 64, 3, types, [filled_map(7)])
+        launch(1, 2, 3.0, 5)
+        other(6, 7, 8.0, 9)
         seen.clear()
-        launch(132, 2**47, i, pointer, x, j)
+        launch(i, pointer, x, j)
     values = [i, pointer or None, x, bytes([byte]) * 128, j]
     assert seen == [(2**47 + 8, (132, 1, 1, 384, 1, 1, 200_000, 2**47, 0, 0), None, values)]
 
@@ -97,13 +97,13 @@ def test_a_launch_hands_over_what_it_is_called_with(i: int, j: int, pointer: int
 def test_numbers_that_do_not_fit_are_refused(driver: SimpleNamespace, values: tuple[float, ...]) -> None:
     driver.cuLaunchKernelEx = LAUNCH(lambda *_: 0)
     with pytest.raises(struct.error):
-        Launch(Function("k", 0, 0, 0, c_void_p(1)), 32, [c_int32, c_uint32])(1, 0, *values)
+        Launch(Function("k", 0, 0, 0, c_void_p(1)), 1, 32, 0, [c_int32, c_uint32])(*values)
 
 
 def test_a_failing_call_is_named_with_the_drivers_words(driver: SimpleNamespace) -> None:
     driver.cuLaunchKernelEx = LAUNCH(lambda *_: 701)
     with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx of k with grid 3 and block 64 .*made up.*701"):
-        Launch(Function("k", 0, 0, 0, c_void_p(1)), 64, [])(3, 0)
+        Launch(Function("k", 0, 0, 0, c_void_p(1)), 3, 64, 0, [])()
 
 
 def test_tensor_map_describes_swizzled_bf16_and_is_kept(driver: SimpleNamespace) -> None:
@@ -394,7 +394,7 @@ def test_a_box_is_copied_from_two_threads(compiler: ctypes.CDLL) -> None:
     described = tensor_map(table.data_ptr(), (128, 40), (256,), (64, rows))
 
     def launch(i: int) -> None:
-        Launch(function, 128, types, [described])(1, stream, outs[i].data_ptr(), 64, (0, 32)[i])
+        Launch(function, 1, 128, stream, types, [described])(outs[i].data_ptr(), 64, (0, 32)[i])
 
     launch(0)
     thread = threading.Thread(target=launch, args=(1,))

@@ -24,6 +24,7 @@ from distca.kernels import hopper as hopper_module
 from distca.kernels import packed_flash as packed_flash_module
 from distca.kernels import sdpa as sdpa_module
 from distca.kernels.accuracy import check_attention, expected_attention
+from distca.kernels.cudnn_graphs import Mask
 from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.packed_flash import PackedCall
@@ -174,11 +175,11 @@ def ragged(x: torch.Tensor, batch: cudnn_module.CudnnBatch, column: str, length:
     ]
 
 
-def cudnn_mask(q_len: int, k_len: int, mask: cudnn_module.Mask) -> torch.Tensor:
+def cudnn_mask(q_len: int, k_len: int, mask: Mask) -> torch.Tensor:
     seen = torch.ones(q_len, k_len, dtype=torch.bool)
-    if mask == cudnn_module.Mask.NONE:
+    if mask == Mask.NONE:
         return seen
-    return seen.tril(k_len - q_len if mask == cudnn_module.Mask.BOTTOM_RIGHT else 0)
+    return seen.tril(k_len - q_len if mask == Mask.BOTTOM_RIGHT else 0)
 
 
 def write_once(place: torch.Tensor, value: torch.Tensor, written: torch.Tensor) -> None:

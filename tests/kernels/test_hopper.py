@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.kernels import TaskRows, cuda_driver, hopper, hopper_launch, hopper_variants
+from distca.kernels import TaskRows, cuda_driver, hopper, hopper_buffers, hopper_launch, hopper_variants
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.hopper_tables import TILE_BLOCKS
 from distca.kernels.hopper_tiles import TILES
@@ -74,7 +74,7 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def buffers(prepared: HopperTasks) -> dict[hopper_launch.Heads, list[int]]:
+def buffers(prepared: HopperTasks) -> dict[hopper_buffers.Heads, list[int]]:
     return {heads: [x.data_ptr() for x in (tables.forward, tables.backward, tables.counters)]
             for heads, tables in prepared.by_heads.items()}
 
@@ -164,16 +164,17 @@ def test_spare_multiprocessors_are_not_taken(launched: list[bool], monkeypatch: 
 
 
 def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch's storages are read while other threads run, as autograd's."""
+    """A launch's storages are read while other threads run, as autograd's; streams have their own too."""
     monkeypatch.setattr(hopper_launch, "tensor_map", lambda *_: cuda_driver.TensorMap())
-    kernel = SimpleNamespace(launch=lambda *maps: list(maps), device_index=0)
+    kernel: Any = SimpleNamespace(launch=lambda grid, stream, *maps: [grid, stream, *maps])
     monkeypatch.setattr(hopper_launch, "forward_kernels", lambda *_: [kernel])
-    place: tuple[Any, ...] = (CPU, torch.Size([9, 4, 64]), torch.Size([9, 2, 64]), torch.Size([9, 2, 64]), 16, 32, 48,
-                              (256, 64, 1), (128, 64, 1), (128, 64, 1), False, False, False)
-    first, again, elsewhere = (hopper_launch._forward_call(thread, *place) for thread in (1, 1, 2))
+    q, k = torch.Size([9, 4, 64]), torch.Size([9, 2, 64])
+    launches = hopper_launch.Launches(CPU, q, k, k, False, False, 132)
+    place: tuple[Any, ...] = (False, 16, 32, 48, (256, 64, 1), (128, 64, 1), (128, 64, 1))
+    first, again, elsewhere, beside = (launches.forward(*whose, *place) for whose in ((1, 5), (1, 5), (2, 5), (1, 6)))
     assert first is not None and again is first
     assert elsewhere is not None and elsewhere[0] is not first[0]
-    hopper_launch._forward_call.cache_clear()
+    assert beside is not None and beside[0][:2] == [132, 6]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("spare", [-1, 132])
@@ -233,6 +234,6 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
                 assert [x.function for x in backward] == ["attention_delta", "attention_backward", *last]
             if keeps:
                 backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, windowed, True, False, True)
-                assert [x.function for x in backward][1:] == ["attention_backward", "attention_wide_dq"]
+                assert [x.function for x in backward][1:] == ["attention_backward", "attention_kept_dq"]
     assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights) + 4 * keeps
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

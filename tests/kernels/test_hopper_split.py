@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.kernels import TaskRows, hopper, hopper_launch, hopper_split
+from distca.kernels import TaskRows, hopper, hopper_buffers, hopper_split
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.hopper_tables import Capacity, ForwardTables, backward_tables, forward_tables
 from distca.kernels.interface import BackwardInputs, joined, visible
@@ -121,7 +121,7 @@ def attend(tensors: list[torch.Tensor], prepared: HopperTasks) -> list[torch.Ten
     return [out, lse, *HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
 
 
-def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_launch.Tables:
+def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_buffers.Tables:
     q, k, v, _ = tensors
     return prepared.kind(q, k, v, capturing=False).tables
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.kernels import hopper, hopper_launch
+from distca.kernels import hopper, hopper_buffers
 from distca.kernels.accuracy import check_attention
 from distca.kernels.hopper import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs, TaskRows, joined, visible
@@ -40,14 +40,14 @@ def gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_launch, "TALL_GAIN", 100.0)
+    monkeypatch.setattr(hopper_buffers, "TALL_GAIN", 100.0)
 
 
 def is_tall(rows: TaskRows, heads: tuple[int, int, int], window: int | None = None) -> bool:
-    return hopper_launch.tables_of(joined(visible(rows, window), window), window, heads, 132)[2] is not None
+    return hopper_buffers.tables_of(joined(visible(rows, window), window), window, heads, 132)[2] is not None
 
 
-def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_launch.Tables:
+def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_buffers.Tables:
     q, k, v, _ = tensors
     return prepared.kind(q, k, v, capturing=False).tables
 
@@ -94,7 +94,7 @@ def test_tall_tiles_are_exact(always: None, group: int, window: int | None) -> N
         assert tables_of(tensors, prepared).tall is not None
         check_attention([*results, None, None, None], q, k, v, dout, rows, window=window)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper_launch, "TALL_GAIN", 0.0)
+            patch.setattr(hopper_buffers, "TALL_GAIN", 0.0)
             usual = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, window))
         assert all(torch.equal(a, e) for a, e in zip(results, usual, strict=True))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.kernels import choose, hopper, hopper_launch, kernel_named
+from distca.kernels import choose, hopper, hopper_buffers, hopper_launch, kernel_named
 from distca.kernels.hopper import HopperKernel
 from distca.kernels.hopper_tiles import TILES
 
@@ -28,7 +28,7 @@ def test_every_pair_is_computed_once_in_tiles_of_wide_heads(
     dim: int, group: int, window: int | None, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, dK and dV, and dQ by itself, whose steps are not the tiles that its table counts in."""
-    monkeypatch.setattr(hopper_launch, "most_places", lambda device: places)
+    monkeypatch.setattr(hopper_buffers, "most_places", lambda device: places)
     monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
     monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
     assert TILES[dim].dq_keys != TILES[dim].forward_keys
@@ -52,10 +52,11 @@ def test_head_dims_without_tiles_are_refused_by_name(
     refusal = f"head_dim is {dim}{values}; give 64, 128 or 256, or 192 with values of 128"
     assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, None, value_dim) == refusal
     q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
+    launches = hopper_launch.Launches(torch.device("cuda", 0), q, q, v, False, False, 132)
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._forward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, (1,), (1,), (1,), False, False, False)
+        launches.forward(1, 0, False, 0, 0, 0, (1,), (1,), (1,))
     with pytest.raises(ValueError, match=refusal):
-        hopper_launch._backward_call(1, torch.device("cuda"), q, q, v, 0, 0, 0, 0, *[(1,)] * 4, *[False] * 4)
+        launches.backward(1, 0, False, False, False, 0, 0, 0, 0, (1,), (1,), (1,), (1,))
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])

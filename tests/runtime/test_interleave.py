@@ -188,3 +188,18 @@ def test_backward_may_run_twice_over_a_retained_graph(state: str) -> None:
     rows = on_fake_ranks(plan, body, state=state)
     for field, want in zip(zip(*rows, strict=True), dense_on_one(*tensors, plan.layout.lengths), strict=True):
         torch.testing.assert_close(from_rows(field, plan.layout), want, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_gradients_are_refused_and_first_ones_given() -> None:
+    plan, tensors = nano_batches()["ping"]
+
+    def body(attend: CoreAttention) -> None:
+        index = row_index(plan.layout, attend.transport.rank)
+        leaves, dout = [x[index].requires_grad_() for x in tensors[:3]], tensors[3][index].requires_grad_()
+        plain = torch.autograd.grad(attend(*qkv_of(leaves), plan), leaves, dout)
+        first = torch.autograd.grad(attend(*qkv_of(leaves), plan), leaves, dout, create_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            first[0].sum().backward()
+
+    on_fake_ranks(plan, body)

@@ -16,115 +16,6 @@
 // Without WITH_DQ dS stays in registers too. With DS_OUT it is kept in memory, for `kept_dq.cu` to make dQ of it;
 // otherwise `backward_dq.cu` computes dQ by itself.
 
-constexpr bool IN_TURN = BLOCKS == 3;                        // dQ of a block is one warpgroup's, or half of it each one's
-constexpr int SUMS = ROWS * D / (IN_TURN ? 128 : 256);       // numbers of dQ that a thread makes
-
-// Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
-// never true but not known to be false, they take the very registers that s has.
-INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries, bool add = false) {
-#pragma unroll
-    for (int panel = 0; panel < PANELS; panel++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            product<0, 0>(s, inner_descriptor(keys + panel * KEY_PANEL) + i * INNER_STEP,
-                          inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP, panel + i > 0 || add);
-    products_commit();
-}
-
-// dV of 64 keys from a block of output gradients, or dK from queries.
-INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[ROWS / 4], u32 douts) {
-    const u64 b = outer_descriptor(douts, ROW_PANEL);
-#pragma unroll
-    for (int i = 0; i < ROWS / 16; i++)
-        product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
-}
-
-// dK of 64 keys from a block of queries; dS comes from shared memory where dQ leaves no register to hold it.
-INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
-    const u64 b = outer_descriptor(queries, ROW_PANEL);
-#pragma unroll
-    for (int i = 0; i < ROWS / 16; i++)
-        product<0, 1>(dk, inner_descriptor(ds + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b + i * OUTER_STEP, true);
-}
-
-// dQ from all keys of the tile, or half of its columns.
-INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half, bool add) {
-    const u64 a = outer_descriptor(ds, KEY_PANEL);
-    const u64 b = outer_descriptor(IN_TURN ? keys : keys + half * KEY_PANEL, KEY_PANEL);
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0 || add);
-}
-
-INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) {
-        const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-        const int last = block.x + column / G;
-        bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
-        if (WINDOWED) hidden |= key <= last - window;
-        if (hidden) p[i] = 0;
-    }
-}
-
-// One block of dQ, or a half's part of it, added to the others' in global memory, in any order.
-INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
-    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + (IN_TURN ? 0 : half * (BLOCK_FLOATS / 2)) + thread * 4;
-#pragma unroll
-    for (int i = 0; i < SUMS / 4; i++)
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
-}
-
-INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float factor, int4 tile, int half, int kv_heads,
-                       u32 warp, u32 lane) {
-    stage_rows(staging, KEY_PANEL, x, factor, factor, warp, lane);
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8), key = half * 64 + row;
-        const uint4 numbers = load_shared(staging + (chunk >> 3) * KEY_PANEL + swizzled(row, chunk & 7));
-        if (key < tile.y)
-            reinterpret_cast<uint4*>(out + (static_cast<long>(tile.x + key) * kv_heads + tile.w) * D)[chunk] = numbers;
-    }
-}
-
-// Probabilities from transposed scores, in place; `lse` gives the numbers of a lane's columns.
-template <typename Lse>
-INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i += 4) {
-        const float2 less = lse(i);
-        s[i] = exp2_fast(s[i] * scale_log2 - less.x);
-        s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
-        s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
-        s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
-    }
-}
-
-INLINE void differentiate(float (&p)[ROWS / 2], const float (&dp)[ROWS / 2], u32 delta) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i += 4) {
-        const float2 less = load_pair(delta + i * 8);
-        p[i] *= dp[i] - less.x;
-        p[i + 1] *= dp[i + 1] - less.y;
-        p[i + 2] *= dp[i + 2] - less.x;
-        p[i + 3] *= dp[i + 3] - less.y;
-    }
-}
-
-// A warp's 16 keys of dS, 2 KB in a row, on their way to where they are kept; two blocks may be on the way.
-INLINE void send_ds(unsigned char* kept, u32 from, int place, u32 at) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 2048;\ncp.async.bulk.commit_group;" ::"l"(
-                     kept + static_cast<long>(place) * DS_TILE + at),
-                 "r"(from + at)
-                 : "memory");
-}
-
-template <int PENDING>
-INLINE void sent_wait() {  // until all but so many have been read
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
 INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, int half, int kv_heads,
                     float scale, int window) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
@@ -132,6 +23,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
     const float scale_log2 = scale * LOG2E;
     const u32 columns = 2 * (lane & 3) * 4;  // bytes to this lane's first column
     const u32 my_values = base + AT_VALUES + half * 64 * 128, my_ds = base + AT_DS + half * 64 * 128;
+    unsigned char* kept = reinterpret_cast<unsigned char*>(dq_sum);  // dS, instead of sums
     const u32 ds_place = my_ds + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
     Ring<2> slots, ds_ring;
     Ring<STAGES> ring;
@@ -202,23 +94,22 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             hold(sums);
             arrive(barriers.ds_empty(ds_stage));
         };
-        // dS, to where it is kept.
-        auto keep_ds = [&] {
-            if (!DS_OUT) return;
-            if (lane == 0) sent_wait<1>();
+        auto stage_ds = [&] {
+            if (WITH_DQ) wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
+            if (DS_OUT && lane == 0) bulk_wait<1>();  // what is sent has been read, but for the block before
             __syncwarp();
 #pragma unroll
-            for (int j = 0; j < ROWS / 16; j++)
+            for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
                 store_matrices((ds_place + ds_ring.stage * DS_TILE) ^ (j * 32), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
                                ds[4 * j + 3]);
             fence_async_proxy();
             __syncwarp();
         };
-        auto send = [&] {
-            if (!DS_OUT) return;
-            if (lane == 0)
-                send_ds(reinterpret_cast<unsigned char*>(dq_sum), base + AT_DS + ds_ring.stage * DS_TILE, place,
-                        half * 8192 + warp * 2048);
+        auto send_ds = [&] {  // a warp's keys are 2 KB in a row
+            const u32 at = ds_ring.stage * DS_TILE + half * 64 * 128 + warp * 2048;
+            if (DS_OUT && lane == 0)
+                bulk_store(kept + static_cast<long>(place) * DS_TILE + half * 64 * 128 + warp * 2048, base + AT_DS + at,
+                           2048);
         };
         // From probabilities in s to dV and to dS; no product but dP's is under way before, and none after.
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
@@ -239,17 +130,11 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             round_pairs(ds, s);
             hold(ds);
             if (with_dq) begin_dq(dq, due, never);
+            if (WITH_DQ || DS_OUT) stage_ds();
             if (WITH_DQ) {
-                wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
-#pragma unroll
-                for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                    store_matrices((ds_place + ds_ring.stage * DS_TILE + j / 4 * KEY_PANEL) ^ (j % 4 * 32), ds[4 * j],
-                                   ds[4 * j + 1], ds[4 * j + 2], ds[4 * j + 3]);
-                fence_async_proxy();
                 sync_named(4 + half, 128);
                 arrive(barriers.ds_full(ds_ring.stage));
             }
-            keep_ds();
             products_wait<0>();
             hold(dv_sum);
             hold(p);
@@ -280,7 +165,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             const int last_place = place;
             ring.advance();
             begin_scores();
-            send();
+            send_ds();
             begin_dk(stage, last.stage);
             if constexpr (WITH_DQ) {
                 float2 lse[ROWS / 8];
@@ -319,7 +204,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
                 next_block(false);
             turn = turn == BLOCKS - 1 ? 0 : turn + 1;
         }
-        send();
+        send_ds();
         begin_dk(ring.stage, ds_ring.stage);
         if (WITH_DQ && !IN_TURN) begin_dq(last_dq, ds_ring, false);
         if (WITH_DQ && is_due) add_due();
@@ -338,10 +223,8 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         ring.advance();
         ds_ring.advance();
         slots.advance();
-        if (DS_OUT) {
-            if (lane == 0) sent_wait<0>();
-            __syncwarp();
-        }
+        if (DS_OUT && lane == 0) bulk_wait<0>();
+        __syncwarp();
         if (WITH_DQ) {  // both places of dS have been read by all
             Ring<2> free = ds_ring;
             wait(barriers.ds_empty(free.stage), free.empty());

@@ -1,18 +1,10 @@
-// What both task kernels share: Hopper's asynchronous copies, barriers and matrix instructions, written down once.
+// What all task kernels share: matrix products, copies of tiles, and work items as tables tell them.
 //
 // Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
 // WINDOWED defined, backward with WITH_DQ too; wide heads (wide.cuh) with KEYS and DV besides; SPLIT where tiles of
-// queries may have their keys in parts. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the 128-byte swizzle: chunk c of 16
-// bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix descriptors read it, and `swizzled`
-// names it for the rest.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;
-
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
+// queries may have their keys in parts. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the
+// 128-byte swizzle: chunk c of 16 bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix
+// descriptors read it, and `swizzled` names it for the rest.
 
 #ifndef KEYS
 #define KEYS 128  // in a key tile
@@ -39,71 +31,8 @@ constexpr int READERS = 128 * BLOCKS;  // threads that compute
 
 #define INFINITE __int_as_float(0x7F800000)
 #define NONE -1e30f  // below all references of exponentials
-#define INLINE __device__ __forceinline__
-
-INLINE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 INLINE u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
-
-// ---- barriers ----
-
-INLINE void barrier_init(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Every thread that has read arrives for itself: one arrival for its warp would do, but tools that look for races could
-// not follow it, and it is no faster.
-INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-
-INLINE void arrive_expecting(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-INLINE void wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra READY;\nbra AGAIN;\nREADY:\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-INLINE void sync_named(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-INLINE void arrive_named(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-INLINE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-template <int STAGES>
-struct Ring {                 // position in a ring of stages
-    u32 stage = 0, full = 0;  // the parity to wait for until the stage is full
-    INLINE u32 empty() const { return full ^ 1; }
-    INLINE void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            full ^= 1;
-        }
-    }
-};
-
-// ---- copies ----
-
-INLINE void copy_3d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
-}
-
-INLINE void copy_4d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-        "%6}], "
-        "[%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
-}
 
 // Keys [first, first + count) of one head. Fewer than a tile come row by row, so that no other row is ever read: what
 // stands behind the last key is then an old row, which is finite, and meets probabilities of zero.
@@ -138,19 +67,6 @@ INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u
             copy_4d(to + panel * ROW_PANEL + token * G * 128, row, barrier, panel * 64, 0, head, first + token);
         }
     }
-}
-
-INLINE void load_matrices(u32 (&to)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from)
-                 : "memory");
-}
-
-INLINE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
-                 : "memory");
 }
 
 // ---- matrix products: D[64, N] (+)= A[64, 16] B[16, N] on a warpgroup ----
@@ -253,22 +169,6 @@ INLINE void round_pairs(u32 (&to)[N / 2], const float (&x)[N]) {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
 }
 
-INLINE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-template <int REGISTERS>
-INLINE void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-template <int REGISTERS>
-INLINE void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
 // ---- work ----
 
 struct Work {
@@ -310,15 +210,6 @@ INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float fac
                        pairs[3]);
     }
     __syncwarp();
-}
-
-INLINE uint4 load_shared(u32 address) {
-    uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(address)
-                 : "memory");
-    return x;
 }
 
 // Where the keys of long tiles come in parts, each an item of its own, a tile's q_count has the part's number above its
@@ -372,10 +263,4 @@ INLINE void write_block(bf16* out, u32 staging, const Block& block, u32 warp, u3
 INLINE int4 load_said(u32 address) {  // what the copying warp wrote
     const uint4 x = load_shared(address);
     return make_int4(x.x, x.y, x.z, x.w);
-}
-
-INLINE float2 load_pair(u32 address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
 }

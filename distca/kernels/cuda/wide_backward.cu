@@ -7,8 +7,9 @@
 // read shared memory half as often again as the tensor cores can wait for. For the same reason keys and values stay in
 // registers as far as there are any. Where shared memory is short, probabilities stand where the keys that are held
 // were, which leaves room for a third block of queries: a block is free only when dK has it, and the next but one would
-// arrive late. dQ has a kernel of its own (backward_dq.cu): with so few keys in a tile, adding it up in memory takes
-// longer than computing scores and dP twice.
+// arrive late. dQ has a kernel of its own: with so few keys in a tile, adding it up in memory takes longer than computing
+// scores and dP twice (backward_dq.cu). Where memory has room for dS (DS_OUT), the second warpgroup leaves it there, and
+// dQ takes one product (kept_dq.cu).
 
 INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) {
 #pragma unroll
@@ -78,6 +79,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             arrive(barriers.queries_empty(query_ring.stage));
         };
         auto hand_over = [&] {
+            round_pairs(p, s);
             wait(barriers.p_empty(p_ring.stage), p_ring.empty());
 #pragma unroll
             for (int i = 0; i < SCORES / 8; i++)
@@ -104,21 +106,6 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
         begin_scores();
         products_wait<0>();
         finish_scores();
-#if REORDER
-        round_pairs(p, s);
-        for (int left = tile.z - 1; left > 0; left--) {
-            query_ring.advance();
-            begin_scores();
-            hand_over();
-            begin_dv();
-            products_wait<1>();
-            finish_scores();
-            finish_dv();
-            round_pairs(p, s);
-        }
-        hand_over();
-#else
-        round_pairs(p, s);
         hand_over();
         for (int left = tile.z - 1; left > 0; left--) {
             query_ring.advance();
@@ -127,10 +114,8 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             products_wait<1>();
             finish_scores();
             finish_dv();
-            round_pairs(p, s);
             hand_over();
         }
-#endif
         query_ring.advance();
         if (P_OVER_KEYS) {
             fence_async_proxy();
@@ -142,21 +127,12 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
     }
 }
 
-INLINE void bulk_store(void* to, u32 from, u32 bytes) {
-    asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from),
-        "r"(bytes)
-        : "memory");
-}
-
-INLINE void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // until all has been read
-
 // dS from the other's probabilities, and dK.
 INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned char* ds_out, int num_places,
                        Heads heads, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const u32 columns = 2 * (lane & 3) * 4;
-    const u32 ds_place = base + AT_DS + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
+    const u32 ds_at = base + AT_DS + swizzled(16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7), lane >> 4);
     Ring<QUERY_STAGES> query_ring;
     Ring<DOUT_STAGES> dout_ring;
     Ring<2> p_ring;
@@ -164,13 +140,14 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
     while (true) {
         wait(barriers.keys_full(), tile_full);
         const int4 tile = load_said(base + AT_TILE);
-        unsigned char* head_ds = ds_out + static_cast<long>(tile.w - heads.first) * num_places * DS_TILE + warp * DS_TILE / 4;
+        unsigned char* head_ds =
+            ds_out + static_cast<long>(tile.w - heads.first) * num_places * DS_TILE + warp * DS_TILE / 4;
         if (!P_OVER_KEYS) arrive(barriers.keys_empty());
         if (tile.z == 0) return;
         wait(barriers.values_full(), tile_full);
         tile_full ^= 1;
         float dp[SCORES], sums[D / 2];
-        u32 values[HELD_VALUES][4], ds[SCORES / 2];
+        u32 values[HELD_VALUES][4], ds[SCORES / 2], kept[SCORES / 2];
         load_rows(values, base + AT_VALUES, KEY_PANEL, warp, lane);
         if (DS_OUT)
             sync_named(2, 128);  // all warps have theirs
@@ -206,21 +183,23 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
             arrive(barriers.douts_empty(dout_ring.stage));
             dout_ring.advance();
             round_pairs(ds, dp);
+#pragma unroll
+            for (int i = 0; DS_OUT && i < SCORES / 2; i++)  // products own the others until they have ended
+                asm volatile("mov.b32 %0, %1;" : "=r"(kept[i]) : "r"(ds[i]));
         };
-        unsigned char* ds_to;
-        auto stage_ds = [&](const u32(&kept)[SCORES / 2]) {  // a warp's keys are 2 KB in a row
+        auto keep_ds = [&] {  // under the products that read it; a warp's keys are 2 KB in a row
             if (!DS_OUT) return;
-            ds_to = head_ds + static_cast<long>(load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).y) * DS_TILE;
-            if (lane == 0) bulk_wait();  // for the block before
+            const int place = load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).y;
+            if (lane == 0) bulk_wait<0>();  // for the block before
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
-                store_matrices(ds_place ^ (j * 32), kept[4 * j], kept[4 * j + 1], kept[4 * j + 2], kept[4 * j + 3]);
+                store_matrices(ds_at ^ (j * 32), kept[4 * j], kept[4 * j + 1], kept[4 * j + 2], kept[4 * j + 3]);
             fence_async_proxy();
             __syncwarp();
-        };
-        auto send_ds = [&] {
-            if (DS_OUT && lane == 0) bulk_store(ds_to, base + AT_DS + warp * DS_TILE / 4, DS_TILE / 4);
+            if (lane == 0)
+                bulk_store(head_ds + static_cast<long>(place) * DS_TILE, base + AT_DS + warp * DS_TILE / 4,
+                           DS_TILE / 4);
         };
         auto begin_dk = [&] {
             wait(barriers.queries_full(query_ring.stage), query_ring.full);
@@ -241,34 +220,22 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
         hold(dp);
         for (int left = tile.z - 1; left > 0; left--) {
             make_ds();
-#if LATE_DS
-            u32 kept[SCORES / 2];
-#pragma unroll
-            for (int i = 0; i < SCORES / 2; i++) asm volatile("mov.b32 %0, %1;" : "=r"(kept[i]) : "r"(ds[i]));
             begin_dk();
             begin_dp();
-            stage_ds(kept);
-            send_ds();
-#else
-            stage_ds(ds);
-            begin_dk();
-            begin_dp();
-            send_ds();
-#endif
+            keep_ds();
             products_wait<1>();
             finish_dk();
             products_wait<0>();
             hold(dp);
         }
         make_ds();
-        stage_ds(ds);
         if (P_OVER_KEYS) {
             fence_async_proxy();
             arrive(barriers.keys_empty());
         }
         begin_dk();
-        send_ds();
-        if (DS_OUT && lane == 0) bulk_wait();
+        keep_ds();
+        if (DS_OUT && lane == 0) bulk_wait<0>();
         if (DS_OUT || HELD_VALUES < DV / 16) arrive(barriers.values_empty());
         products_wait<0>();
         finish_dk();

@@ -1,13 +1,12 @@
-// dQ of wide heads from the gradients of scores, which wide_backward.cu left in memory: one product instead of three.
+// dQ from gradients of scores that backward left in memory: one product instead of three.
 //
-// A gradient of 64 keys and 64 rows lies there as the tensor cores read it, with its rows over columns. One warp copies
+// The gradient of a tile of keys and 64 rows lies there as the tensor cores read it, with its rows over columns. One warp copies
 // ahead, keys and the gradients that meet them; each of the other warpgroups has a block of queries. Blocks of a tile
 // see different keys, near the diagonal and at a window's end; the copying warp says which of them has a step's.
 
 constexpr int TILES_AT = 16;  // ints
-constexpr int STAGES = (226 * 1024) / (KEY_TILE + BLOCKS * DS_TILE) < 4 ? (226 * 1024) / (KEY_TILE + BLOCKS * DS_TILE) : 4;
-constexpr int COLUMNS = D == 256 && BLOCKS == 3 ? 128 : D;  // of a product
 constexpr int STAGE = KEY_TILE + BLOCKS * DS_TILE;  // bytes
+constexpr int STAGES = 4 * STAGE <= 224 * 1024 ? 4 : 2;
 constexpr int AT_STEPS = STAGES * STAGE;            // two int4 of a stage: the tile, and which blocks, last
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 32;
 static_assert(AT_BARRIERS + 2 * STAGES * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
@@ -17,12 +16,6 @@ struct Barriers {
     INLINE u32 full(u32 stage) const { return base + 8 * stage; }
     INLINE u32 empty(u32 stage) const { return base + 8 * (STAGES + stage); }
 };
-
-INLINE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* keys,
                        const TensorMap* key_rows, const unsigned char* ds, const int* table, u32* counter, int pairs_at,
@@ -79,7 +72,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 }
                 copy_keys(at, keys, key_rows, barrier, first, min(KEYS, k_end - first), head, lane);
                 if (has)
-                    copy_bytes(at + KEY_TILE + lane * DS_TILE,
+                    bulk_copy(at + KEY_TILE + lane * DS_TILE,
                                mine + static_cast<long>(pair.z + (first - pair.x) / KEYS) * DS_TILE, DS_TILE, barrier);
                 ring.advance();
             }
@@ -108,10 +101,7 @@ INLINE void compute(u32 base, const Barriers& barriers, bf16* dq, int number, in
                 products_begin();
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i++)
-#pragma unroll
-                    for (int j = 0; j < D / 2; j += COLUMNS / 2)
-                        product<1, 1>(reinterpret_cast<float(&)[COLUMNS / 2]>(sum[j]), a + i * OUTER_STEP,
-                                      b + i * OUTER_STEP + j / 32 * (KEY_PANEL >> 4), true);
+                    product<1, 1>(sum, a + i * OUTER_STEP, b + i * OUTER_STEP, true);
                 products_commit();
                 products_wait<0>();
                 hold(sum);
@@ -124,7 +114,7 @@ INLINE void compute(u32 base, const Barriers& barriers, bf16* dq, int number, in
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
-    attention_wide_dq(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
+    attention_kept_dq(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                       const unsigned char* ds, bf16* dq, const int* table, u32* counter, int pairs_at, int kv_heads,
                       float scale, int first_head, int num_heads) {
     extern __shared__ unsigned char unaligned[];
@@ -142,12 +132,10 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
-        if (D > 128 && BLOCKS > 2) give_registers<24>();
         if (threadIdx.x < 32)
             copy_ahead(shared, base, barriers, &keys, &key_rows, ds, table, counter, pairs_at, {first_head, num_heads},
                        threadIdx.x);
     } else {
-        if (D > 128 && BLOCKS > 2) take_registers<160>();
         compute(base, barriers, dq, warpgroup - 1, kv_heads, scale);
     }
 }

@@ -1,0 +1,97 @@
+// What the computing warpgroups of backward do with a block: products, probabilities, dS, and results in memory.
+
+constexpr bool IN_TURN = BLOCKS == 3;                        // dQ of a block is one warpgroup's, or half of it each one's
+constexpr int SUMS = ROWS * D / (IN_TURN ? 128 : 256);       // numbers of dQ that a thread makes
+
+// Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
+// never true but not known to be false, they take the very registers that s has.
+INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries, bool add = false) {
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            product<0, 0>(s, inner_descriptor(keys + panel * KEY_PANEL) + i * INNER_STEP,
+                          inner_descriptor(queries + panel * ROW_PANEL) + i * INNER_STEP, panel + i > 0 || add);
+    products_commit();
+}
+
+// dV of 64 keys from a block of output gradients, or dK from queries.
+INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[ROWS / 4], u32 douts) {
+    const u64 b = outer_descriptor(douts, ROW_PANEL);
+#pragma unroll
+    for (int i = 0; i < ROWS / 16; i++)
+        product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
+}
+
+// dK of 64 keys from a block of queries; dS comes from shared memory where dQ leaves no register to hold it.
+INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
+    const u64 b = outer_descriptor(queries, ROW_PANEL);
+#pragma unroll
+    for (int i = 0; i < ROWS / 16; i++)
+        product<0, 1>(dk, inner_descriptor(ds + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, b + i * OUTER_STEP, true);
+}
+
+// dQ from all keys of the tile, or half of its columns.
+INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half, bool add) {
+    const u64 a = outer_descriptor(ds, KEY_PANEL);
+    const u64 b = outer_descriptor(IN_TURN ? keys : keys + half * KEY_PANEL, KEY_PANEL);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0 || add);
+}
+
+INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) {
+        const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+        const int last = block.x + column / G;
+        bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
+        if (WINDOWED) hidden |= key <= last - window;
+        if (hidden) p[i] = 0;
+    }
+}
+
+// One block of dQ, or a half's part of it, added to the others' in global memory, in any order.
+INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
+    float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + (IN_TURN ? 0 : half * (BLOCK_FLOATS / 2)) + thread * 4;
+#pragma unroll
+    for (int i = 0; i < SUMS / 4; i++)
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                     : "memory");
+}
+
+INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float factor, int4 tile, int half, int kv_heads,
+                       u32 warp, u32 lane) {
+    stage_rows(staging, KEY_PANEL, x, factor, factor, warp, lane);
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+        const int row = 16 * warp + (i * 32 + lane) / (D / 8), chunk = (i * 32 + lane) % (D / 8), key = half * 64 + row;
+        const uint4 numbers = load_shared(staging + (chunk >> 3) * KEY_PANEL + swizzled(row, chunk & 7));
+        if (key < tile.y)
+            reinterpret_cast<uint4*>(out + (static_cast<long>(tile.x + key) * kv_heads + tile.w) * D)[chunk] = numbers;
+    }
+}
+
+// Probabilities from transposed scores, in place; `lse` gives the numbers of a lane's columns.
+template <typename Lse>
+INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i += 4) {
+        const float2 less = lse(i);
+        s[i] = exp2_fast(s[i] * scale_log2 - less.x);
+        s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
+        s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
+        s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
+    }
+}
+
+INLINE void differentiate(float (&p)[ROWS / 2], const float (&dp)[ROWS / 2], u32 delta) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i += 4) {
+        const float2 less = load_pair(delta + i * 8);
+        p[i] *= dp[i] - less.x;
+        p[i + 1] *= dp[i + 1] - less.y;
+        p[i + 2] *= dp[i + 2] - less.x;
+        p[i + 3] *= dp[i + 3] - less.y;
+    }
+}
