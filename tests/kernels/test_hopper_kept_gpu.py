@@ -1,0 +1,49 @@
+"""Gradients of wide heads on a GPU, both ways to dQ: dS kept, for all heads or a few at a time, and scores again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.kernels import hopper_buffers
+from distca.kernels.hopper import HopperKernel
+from distca.kernels.interface import TaskRows
+
+sys.path.insert(0, str(Path(__file__).parent))
+accuracy = importlib.import_module("hopper_accuracy")
+
+GPU = torch.device("cuda")
+HOPPER = HopperKernel(spare_multiprocessors=100)  # or tiles of few queries would be split, and scores computed again
+MISSING = (HOPPER.supports(GPU, torch.bfloat16, 256, None) if torch.cuda.is_available()
+           else "torch.cuda.is_available() is False")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"needs a Hopper GPU; {MISSING}")]
+random_inputs = partial(accuracy.random_inputs, device=GPU)
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2, 3])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dim", [192, 256])
+def test_gradients_for_any_number_of_heads_at_a_time(
+    dim: int, window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three KV heads; queries and keys are shared by rows."""
+    rows = accuracy.random_rows(dim, 12, 1500, 2100, apart=False)
+    kept = HOPPER.prepare(rows, GPU, window)._of_heads((12, 3, dim), capturing=False).kept
+    assert kept is not None
+    assert kept.heads == 3
+    monkeypatch.setattr(hopper_buffers, "most_places", lambda device: heads * kept.num_places)
+    tensors = random_inputs(1500, 2100, 12, 3, dim)
+    accuracy.assert_exact(accuracy.attend(HOPPER, tensors, rows, window), tensors, rows, window)
+
+
+def test_dk_and_dv_have_the_same_bits_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, tensors = TaskRows.documents([700, 1, 3000]), random_inputs(3701, 3701, 8, 2, 256)
+    kept = accuracy.attend(HOPPER, tensors, rows)
+    monkeypatch.setattr(hopper_buffers, "most_places", lambda device: 0)
+    again = accuracy.attend(HOPPER, tensors, rows)
+    assert [torch.equal(a, b) for a, b in zip(kept[-2:], again[-2:], strict=True)] == [True, True]
