@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from distca.kernels.hopper_buffers import Kept, Tables
-from distca.kernels.hopper_kept import KEYS
 from distca.kernels.hopper_launch import Kind
 from distca.kernels.hopper_tables import BLOCK_ROWS, HEADER_INTS, TILE_BLOCKS, TILE_KEYS, Capacity
 from distca.kernels.hopper_tiles import tiles_of
@@ -99,7 +98,7 @@ def walk_backward(
 
 
 def walk_kept(
-    packed: np.ndarray, pairs_at: int, tile_blocks: int, group: int, heads: range
+    packed: np.ndarray, pairs_at: int, tile_blocks: int, tile_keys: int, group: int, heads: range
 ) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     """(head, q_first, q_count, place, k_first, k_stop, is_last) of every product of a block in a tile of dQ."""
     ints, block_len, heads_outer = packed.tolist(), BLOCK_ROWS // group, packed[1]
@@ -113,9 +112,9 @@ def walk_kept(
                 at = pairs_at + 4 * (pair + row * stride + block)
                 first_key, tiles, place, k_end = ints[at : at + 4]
                 for n in range(tiles - 1, -1, -1):
-                    k_first = first_key + n * KEYS
+                    k_first = first_key + n * tile_keys
                     yield (head, q_first + block * block_len, min(block_len, q_count - block * block_len), place + n,
-                           k_first, min(k_end, k_first + KEYS), row == num_rows - 1 and n == 0)
+                           k_first, min(k_end, k_first + tile_keys), row == num_rows - 1 and n == 0)
 
 
 def seen(q: slice, keys: torch.Tensor, shift: int, window: int | None) -> torch.Tensor:
@@ -227,7 +226,7 @@ def launch_backward(
             if kept is not None:
                 at = kept.pairs_at + 4 * pair
                 first_key, num_tiles, first_place, _ = kept.table[at : at + 4].tolist()
-                number, inside = divmod(k_first - first_key, KEYS)
+                number, inside = divmod(k_first - first_key, tiles.backward_keys)
                 assert inside == 0
                 assert 0 <= number < num_tiles
                 assert (head, first_place + number) not in places, "two gradients of scores have the same place"
@@ -284,10 +283,10 @@ def write_dq_from(
     """dQ from gradients of scores, each read once, by the block and with the keys that it was kept for."""
     written = torch.zeros(dq.shape[:2], dtype=torch.bool)
     total, kv_heads = torch.zeros(()), k.shape[1]
-    blocks = tiles_of(dq.shape[2]).kept_blocks
+    tiles = tiles_of(dq.shape[2])
     is_last = True
     for head, q_first, q_count, place, k_first, k_stop, ends in walk_kept(
-        kept.table.numpy(), kept.pairs_at, blocks, group, range(kv_heads)
+        kept.table.numpy(), kept.pairs_at, tiles.kept_blocks, tiles.backward_keys, group, range(kv_heads)
     ):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         if is_last:

@@ -23,15 +23,15 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("places", [0, 10_000], ids=["scores again", "dS kept"])
 @pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize(("dim", "group"), [(192, 1), (256, 4)])
+@pytest.mark.parametrize(("dim", "group"), [(128, 2), (192, 1), (256, 4)])
 def test_every_pair_is_computed_once_in_tiles_of_wide_heads(
     dim: int, group: int, window: int | None, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, dK and dV, and dQ by itself, whose steps are not the tiles that its table counts in."""
-    monkeypatch.setattr(hopper_buffers, "most_places", lambda device: places)
+    monkeypatch.setattr(hopper_buffers, "most_places", lambda device, tile_keys: places)
     monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
     monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
-    assert TILES[dim].dq_keys != TILES[dim].forward_keys
+    assert dim == 128 or TILES[dim].dq_keys != TILES[dim].forward_keys
     for seed in range(4):
         rows = accuracy.random_rows(seed, 8, 300, 520, apart=bool(seed % 2))
         tensors = [x.double() for x in accuracy.random_inputs(300, 520, group, 1, dim, CPU, seed)]
