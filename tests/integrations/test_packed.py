@@ -83,6 +83,15 @@ def test_one_process_needs_no_group() -> None:
     torch.testing.assert_close(attention.attend(q, k, v, batch), dense_attention(q, k, v, [5, 9], None, None))
 
 
+def test_values_may_be_narrower_and_tokens_in_rows() -> None:
+    q, k, v = (torch.randn(14, heads, dim, dtype=torch.float64) for heads, dim in ((4, 16), (2, 16), (2, 12)))
+    positions, expected = torch.tensor([*range(5), *range(9)]), dense_attention(q, k, v, [5, 9], None, None)
+    torch.testing.assert_close(PackedAttention()(q, k, v, positions), expected)
+    rows = [x.unflatten(0, (2, 7)) for x in (q, k, v)]
+    out = PackedAttention()(rows[0], rows[1], rows[2], positions.view(2, 7))
+    torch.testing.assert_close(out, expected.unflatten(0, (2, 7)))
+
+
 def test_windows_shorter_than_a_document_stay_home() -> None:
     batch = PackedAttention(model=TINY).begin([5, 9])
     assert [batch.leaves_home(window) for window in (None, 9, 8)] == [True, True, False]

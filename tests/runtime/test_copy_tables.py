@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
+from distca.planning.balance import balance
 from distca.runtime import call
-from distca.runtime.copy_tables import chunks, intervals, packing, unpacking
-from distca.runtime.exchange_torch import Dispatch, Stamp
+from distca.runtime.copy_tables import chunks, intervals, packing, sums, unpacking
+from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
 from distca.spec import ModelShape
 from distca.testing import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
 from distca.workload.layout import layout_from_rows
@@ -75,6 +76,28 @@ def test_copies_write_every_byte_once(tables: RankTables, sizes: tuple[int, int]
         unneeded = sum(padding) if len(room) == 1 else sum(
             room[field] for field, side in enumerate(exchange.sides) if side.is_row)
         assert missing == unneeded
+
+
+@settings(deadline=None)
+@given(tables())
+def test_what_stays_as_it_is_has_no_blocks(tables: RankTables) -> None:
+    """So that exchanges may pass it through without looking at their tables."""
+    fields = [("q", 16), ("k", 16)]
+    going, coming = Dispatch.of(tables, fields), Combine.of(tables, fields)
+    if going.is_row:
+        assert len(unpacking(going, CPU, 64).table) == 0
+    if coming.is_untouched:
+        assert len(sums(coming, CPU, 64).table) == 0
+    for one in (going, coming):
+        assert (len(packing(one, CPU, 64).table) > 0) == (one.leaving.num_bytes > 0)
+
+
+def test_a_row_that_is_served_at_home_stays_as_it_is() -> None:
+    layout = layout_from_rows([[4], [4]])
+    for at_home, plan in ((True, balance(layout, MODEL)), (False, misplaced_plan(layout, 2, MODEL))):
+        rank = build(plan, 0)
+        assert Dispatch.of(rank, [("q", 16), ("k", 16)]).is_row == at_home
+        assert Combine.of(rank, [("q", 16), ("k", 16)]).is_untouched == at_home
 
 
 def test_without_triton_torch_copies_and_says_so_once(monkeypatch: pytest.MonkeyPatch,
