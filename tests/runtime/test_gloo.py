@@ -7,9 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_tensor
 
 import distca
 from distca.runtime.transport.c10d import C10dTransport
@@ -31,23 +29,8 @@ def num_workers(transport: C10dTransport) -> int:
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_a_group_has_one_worker() -> None:
+    """Two that finish functional all-gathers together free one string twice."""
     assert values(run_processes(2, num_workers, timeout_seconds=60)) == [3, 3]
-
-
-def gather_at_once(transport: C10dTransport) -> float:
-    """Two workers would finish some of these together, and free the name of what they finished twice."""
-    mine, total = torch.full((4,), float(transport.rank)), 0.0
-    for _ in range(3_000):
-        gathered = [all_gather_tensor(mine, 0, dist.group.WORLD) for _ in range(8)]
-        total += sum(float(one.sum()) for one in gathered)
-    return total
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_functional_gathers_in_flight_leave_memory_whole() -> None:
-    outcomes = run_processes(2, gather_at_once, timeout_seconds=60, deadline_seconds=200)
-    assert values(outcomes) == [3_000 * 8 * 4.0] * 2             # ranks 0 and 1: four ones
 
 
 LATE_WORKER = """
@@ -72,7 +55,7 @@ def late_worker(settings, main):
     return int(sys.argv[1])
 
 launch.launch = late_worker
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1")
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="here", MASTER_PORT="1")
 cli.main(["train"])
 """
 
