@@ -91,7 +91,7 @@ def _one_process(
     import torch
     import torch.distributed as dist
 
-    from distca.runtime.gloo import one_worker_per_group
+    from distca.runtime.gloo import end_process, one_worker_per_group
     from distca.runtime.transport import C10dTransport
 
     torch.set_num_threads(1)
@@ -109,3 +109,4 @@ def _one_process(
     if error is None:
         dist.barrier()
     dist.destroy_process_group()
+    end_process()
