@@ -44,7 +44,8 @@ def one_worker_per_group() -> None:
 def end_process(code: int = 0) -> NoReturn:
     """End this process with its output written, the interpreter not finalized and exit handlers not run.
 
-    The last call of a rank, behind `dist.barrier()` and `dist.destroy_process_group()` where all went well.
+    The last call of a rank, behind `dist.barrier()` and `dist.destroy_process_group()` where all went well, and while
+    its model lives: that is the last to hold the group, and waits for its workers.
     """
     sys.stdout.flush()
     sys.stderr.flush()
