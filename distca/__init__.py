@@ -15,6 +15,7 @@ from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
+from distca.runtime.gloo import end_process
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.trace import Span, StepTrace
 from distca.workload.documents import sample_lengths
@@ -34,8 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "C10dTransport", "ClusterShape", "CoreAttention", "LatencyTable", "Layout", "LoopbackWorld", "ModelShape",
     "PackedAttention", "Plan", "Span", "StepPlan", "StepTrace", "SymmetricTransport", "Topology", "Transport",
-    "TransportError", "__version__", "analytic_table", "cluster_named", "compare", "data", "kernels", "latest_plan",
-    "model_named", "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table",
+    "TransportError", "__version__", "analytic_table", "cluster_named", "compare", "data", "end_process", "kernels",
+    "latest_plan", "model_named", "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table",
     "stop_servers",
 ]
 

@@ -52,7 +52,7 @@ def main() -> None:
         work = attention.latest.work()[rank] / attention.latest.work().sum()
         print(f"step {step}: rank {rank} holds {len(x)} of {tokens} tokens, computes {work:.2f} of the attention, loss "
               f"{loss:.4f}, peak memory {memory:.2f} GiB", flush=True)
-    dist.barrier(), dist.destroy_process_group()                 # gloo's threads let go of tensors before Python ends
+    dist.barrier(), dist.destroy_process_group(), distca.end_process()  # gloo's threads outlive groups
 
 
 if __name__ == "__main__":

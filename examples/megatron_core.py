@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from distca import latest_plan
+from distca import end_process, latest_plan
 from distca.integrations.megatron_core import enable
 
 
@@ -60,8 +60,9 @@ def main(steps: int = 10) -> None:
     if dist.get_rank() == 0:
         print(f"attention work max/mean {summary.work_max_over_mean_at_home:.2f} at home, "
               f"{summary.work_max_over_mean:.2f} with distca")
-    dist.barrier()                                               # gloo's threads let go of tensors before Python ends
+    dist.barrier()
     dist.destroy_process_group()
+    end_process()                                                # gloo's threads outlive the group and may want the GIL
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from distca import ModelShape, PackedAttention
+from distca import ModelShape, PackedAttention, end_process
 
 SHAPE = ModelShape("mine", num_layers=4, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn=512, vocab=256)
 
@@ -51,7 +51,7 @@ def main() -> None:
             cost = batch.plan.summary()
             print(f"step {number}: loss {loss:.3f}, attention work max/mean {cost.work_max_over_mean_at_home:.2f} at "
                   f"home, {cost.work_max_over_mean:.2f} with distca")
-    dist.barrier(), dist.destroy_process_group()                 # gloo's threads let go of tensors before Python ends
+    dist.barrier(), dist.destroy_process_group(), end_process()  # gloo's threads outlive groups
 
 
 if __name__ == "__main__":

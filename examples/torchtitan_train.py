@@ -21,7 +21,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn
 from torchtitan.tools.logging import init_logger
 
-from distca import latest_plan
+from distca import end_process, latest_plan
 
 
 class SkewedDocuments(BaseDataLoader):
@@ -83,8 +83,9 @@ def main(steps: int = 10, seq_len: int = 2048, stages: int = 1) -> None:
         print(f"attention work max/mean {summary.work_max_over_mean_at_home:.2f} at home, "
               f"{summary.work_max_over_mean:.2f} with distca")
     trainer.close()
-    torch.distributed.barrier()                                  # gloo's threads let go of tensors before Python ends
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    end_process()                                                # gloo's threads outlive the group and may want the GIL
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import distca
 from distca.data import Collator
 from distca.integrations.huggingface import enable
 from distca.integrations.huggingface_callbacks import AttentionLogs, AttentionWork
@@ -81,8 +82,9 @@ def main() -> None:
     trainer.train()
     trainer.save_state()
     if dist.is_initialized():
-        dist.barrier()                                           # gloo's threads let go of tensors before Python ends
+        dist.barrier()
         dist.destroy_process_group()
+        distca.end_process()                                     # gloo's threads outlive the group and may want the GIL
 
 
 if __name__ == "__main__":

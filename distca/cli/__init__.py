@@ -23,6 +23,7 @@ from distca.cli.profile import profile_command
 from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
+from distca.runtime.gloo import end_process
 from distca.validation import plain, was_refused
 
 MAX_LINE = 2000  # characters of an error
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         status = app(args=None if arguments is None else list(arguments), prog_name="distca", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        _end(130)
     except MemoryError:
         _fail("not enough memory for what was asked; give fewer ranks, documents or tokens")
     except Exception as error:
@@ -70,12 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _fail(error.format_message())
         traceback.print_exc()
         print(f"distca: {OURS}", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(status if isinstance(status, int) else 0)
+        _end(1)
+    _end(status if isinstance(status, int) else 0)
 
 
 def _fail(message: str) -> NoReturn:
     """One line, of printable characters, on stderr."""
     line = plain(" ".join(message.split()))
     print(f"distca: error: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + ' …'}", file=sys.stderr)
-    sys.exit(2)
+    _end(2)
+
+
+def _end(code: int) -> NoReturn:
+    """Exit. A rank that failed ends ahead of its group's threads, which may wait for other ranks or for the GIL."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        end_process(code)
+    sys.exit(code)

@@ -7,12 +7,14 @@ one by one; `--help` lists the common ones and `--show-settings` prints all of t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from distca.cli.options import COUNT, count
+from distca.runtime.gloo import end_process
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
 from distca.units import UNITS_HELP
 
@@ -43,9 +45,12 @@ def train_command(
         settings.check()
         print(settings.to_toml(), end="")
         return
-    from distca.train.launch import launch
+    from distca.train.launch import launch, place_in
 
-    raise typer.Exit(launch(settings, _train))
+    code = launch(settings, _train)
+    if place_in(os.environ) is not None:                         # a rank of torchrun or srun
+        end_process(code)
+    raise typer.Exit(code)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:

@@ -91,10 +91,12 @@ def _one_process(
     import torch
     import torch.distributed as dist
 
+    from distca.runtime.gloo import end_process, one_worker_per_group
     from distca.runtime.transport import C10dTransport
 
     torch.set_num_threads(1)
     body = runpy.run_path(file)[name]
+    one_worker_per_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout_seconds))
     dist.barrier()
@@ -107,3 +109,4 @@ def _one_process(
     if error is None:
         dist.barrier()
     dist.destroy_process_group()
+    end_process()

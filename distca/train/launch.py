@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from distca.runtime.gloo import end_process
 from distca.train.memory_kills import MemoryKills
 from distca.train.preflight import check_machine, threads_for
 from distca.train.settings import Settings
@@ -315,9 +316,7 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
             text = f"distca: error: {plain(' '.join(str(error).split()))}"
         tell.send(Failure(time.time(), place.rank, code, text))
     tell.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the interpreter's own end would race with threads of torch that are still ending
+    end_process(code)
 
 
 def _end_with_launcher() -> None:

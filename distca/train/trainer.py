@@ -27,6 +27,7 @@ from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
+from distca.runtime.gloo import one_worker_per_group
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
@@ -80,6 +81,7 @@ def start_group(settings: Settings, device: torch.device, local_world: int) -> N
     alone = device.type == "cuda" and local_world <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    one_worker_per_group()
     dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo",
                             timeout=timedelta(seconds=settings.run.timeout_seconds))
 

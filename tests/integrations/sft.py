@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
+import distca
 from distca.data import Collator
 from distca.integrations.huggingface import enable
 from distca.integrations.huggingface_callbacks import FIGURES, AttentionLogs
@@ -56,6 +57,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+        distca.end_process()
 
 
 if __name__ == "__main__":
