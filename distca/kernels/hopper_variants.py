@@ -82,7 +82,7 @@ def backward_kernels(
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
     rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks,
             "WITH_DQ": not deterministic, "DS_OUT": kept}
-    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32, c_void_p] + [c_int32] * 3
+    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32, c_void_p, *[c_int32] * 3]
     kernels: dict[str, tuple[list[type], int, int]] = {
         "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
         "attention_backward": (main, SHARED_BYTES, WARPGROUP * (tiles.backward_blocks + 1)),
