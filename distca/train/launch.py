@@ -28,7 +28,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from distca.runtime.gloo import end_process
 from distca.train.memory_kills import MemoryKills
@@ -39,6 +39,7 @@ from distca.validation import MAX_LOCAL_RANKS, check_whole, plain, was_refused
 Main = Callable[[Settings], int]
 
 FAILURE_GRACE_SECONDS = 2.0
+STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_REPORT = 16_384  # characters of a traceback: it must fit a pipe that nobody reads yet
@@ -76,6 +77,7 @@ def launch(settings: Settings, main: Main) -> int:
     """Run `main(settings)` on every rank; the run's exit code. Bad settings are a ValueError before anything starts."""
     place = place_in(os.environ)
     if place is not None:
+        _leave_lost_ranks_to_us()
         settings = settings.with_values({"run.ranks": place.world})
     settings.check()
     if place is None:
@@ -88,7 +90,18 @@ def launch(settings: Settings, main: Main) -> int:
         return _LocalRanks(settings, main).run()
     os.environ.update(place.environment())
     _prepare(settings, place)
-    return main(settings)
+    try:
+        return main(settings)
+    except Exception as error:
+        if not _is_lost(error):
+            raise
+        end_rank(str(error))
+
+
+def _leave_lost_ranks_to_us() -> None:
+    """Ahead of torch: for a lost rank it logs pages of C++ stacks and aborts, where `Liveness` ends with one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def _say_what_starts(settings: Settings) -> None:
@@ -238,7 +251,8 @@ class _LocalRanks:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             if len(self.asked) > passed_on:
                 hurry = self.asked.count(signal.SIGINT) > 1
-                deadline = min(deadline, time.monotonic() + (0 if hurry else self.settings.run.timeout_seconds))
+                most = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks notice a stuck one before that
+                deadline = min(deadline, time.monotonic() + (0 if hurry else most))
                 passed_on = len(self.asked)
                 for process in self.processes:
                     process.terminate()
@@ -300,22 +314,51 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
     """One local rank. It tells the launcher what went wrong, and does not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every rank; the launcher asks them
     _end_with_launcher()
+    _leave_lost_ranks_to_us()
     os.environ.update(place.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback[0])
-    code = 1
+    _REPORT.launcher = tell
     try:
         _prepare(settings, place)
         code = main(settings)
     except Exception as error:
-        text = f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip()
         if isinstance(error, (ValueError, OSError)) and was_refused(error):
-            code = 2 if isinstance(error, ValueError) else 1
-            text = f"distca: error: {plain(' '.join(str(error).split()))}"
-        tell.send(Failure(time.time(), place.rank, code, text))
+            end_rank(str(error), 2 if isinstance(error, ValueError) else 1)
+        if _is_lost(error):
+            end_rank(str(error))
+        end_rank(f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
     tell.close()
+    end_process(code)
+
+
+def _is_lost(error: Exception) -> bool:
+    from distca.runtime.transport import TransportError
+
+    return isinstance(error, TransportError)
+
+
+class _Report:
+    """Where this process says why it ends: to the launcher that started it, else on stderr."""
+
+    launcher: Connection | None = None
+    lock = threading.Lock()
+
+
+_REPORT = _Report()
+
+
+def end_rank(text: str, code: int = 1) -> NoReturn:
+    """End this rank and say why, from whichever thread is the first to know."""
+    _REPORT.lock.acquire()  # for good: a second thread must not report as well
+    if not text.startswith("distca: "):
+        text = f"distca: error: {plain(' '.join(text.split()))}"
+    if _REPORT.launcher is not None:
+        _REPORT.launcher.send(Failure(time.time(), here().rank, code, text))
+    else:
+        print(text, file=sys.stderr, flush=True)
     end_process(code)
 
 

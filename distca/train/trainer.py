@@ -28,6 +28,7 @@ from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
 from distca.runtime.gloo import one_worker_per_group
+from distca.runtime.liveness import Liveness, is_lost
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
@@ -63,13 +64,20 @@ def run(settings: Settings) -> int:
     place = launch.here()
     device = device_for(settings, place.local_rank)
     start_group(settings, device, place.local_world)
+    ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
     finished = False
-    if place.rank < num_training(settings, place.world):
-        trainer = Trainer(settings, device)
-        trainer.train()
-        finished = trainer.step >= settings.run.steps
-    else:
-        serve(settings, device)
+    try:
+        if place.rank < num_training(settings, place.world):
+            trainer = Trainer(settings, device)
+            trainer.train()
+            finished = trainer.step >= settings.run.steps
+        else:
+            serve(settings, device)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise ranks.explained(error) from error
+    ranks.close()
     dist.destroy_process_group()                                 # not after a failure, which others must not tell first
     if place.rank == 0 and finished and settings.checkpoint.export:
         export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))

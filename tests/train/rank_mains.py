@@ -126,6 +126,20 @@ def train_and_stop_in_the_last_save(settings: Settings) -> int:
     return trainer.run(settings)
 
 
+def train_impatiently(settings: Settings) -> int:
+    """Five seconds without a sign of life are too many, though ranks may take longer than that to start."""
+    from distca.train import trainer
+
+    class Watched(trainer.Trainer):
+        def train(self) -> None:
+            _say(settings)
+            super().train()
+
+    liveness = vars(trainer)["Liveness"]
+    vars(trainer).update(Trainer=Watched, Liveness=lambda seconds, on_lost: liveness(5, on_lost))
+    return trainer.run(settings)
+
+
 def stop_when_asked(settings: Settings) -> int:
     asked = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))

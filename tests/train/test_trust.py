@@ -110,7 +110,8 @@ def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains: ModuleType
     assert launch(short, mains.train_and_stop_in_the_last_save) == 1
     assert time.monotonic() - begin < 100                        # torch's own wait is half an hour
     error = capfd.readouterr().err
-    assert "step_00000001 was not written" in error and "Traceback" not in error
+    assert "step_00000001 was not written" in error or "rank 1 gave no sign of life for 5 s" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.multiprocess
