@@ -1,9 +1,9 @@
 """Conversations as tokens, with the loss on what the assistant says and on nothing else.
 
 The tokenizer's own chat template writes them, in the sandbox that transformers renders templates in, so that a model is
-trained on what it is asked with. Where a template marks the assistant's words by {% generation %}, these are in the
-loss. Otherwise a turn is found by asking the template twice: with everything before the turn and the prompt to
-generate, and with the turn; what the second adds is what the model is to say, the end of its turn included.
+trained on what it is asked with. Where a conversation reaches a {% generation %} block of the template, what is written
+there is in the loss. Otherwise a turn is found by asking the template twice: with everything before the turn and the
+prompt to generate, and with the turn; what the second adds is what the model is to say, the end of its turn included.
 
 Some templates write earlier turns differently once others follow (they drop what was thought). A conversation that is
 rewritten so becomes one document for each of the assistant's turns, as the model sees it when it takes that turn.
@@ -13,18 +13,24 @@ Templates are not told the date: the same data are the same tokens tomorrow.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from distca.train.tokenizing import Tokens, in_groups, tokenizer_file
+from distca.train.tokenizing import Tokens, in_groups
 from distca.validation import plain, read_json, read_text
+from distca.workload.token_counts import TextTokenizer, tokenizer_file
 
+LOG = logging.getLogger("distca")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around a generation block; Unicode has no such characters and never will
+_MARKS = "__generation_marks__"                      # what the rendering context calls them
+_MARK, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode has no such characters and never will
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -34,6 +40,7 @@ class Rendered(NamedTuple):
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    by_turns: bool = True  # found by asking the template twice, not by generation blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +48,34 @@ class ChatTemplate:
     """A compiled template, with the special tokens that it may name."""
 
     template: Any
-    marked: bool  # has generation blocks
+    has_blocks: bool  # generation blocks that Jinja sees, whether a conversation reaches them or not
     special_tokens: dict[str, str]
 
     def documents(self, where: str, messages: Messages) -> list[Rendered]:
         """The documents of a conversation: one, or one for each turn where later turns rewrite earlier ones."""
-        if self.marked:
-            if any(mark in json.dumps(list(messages), ensure_ascii=False) for mark in (_OPEN, _CLOSE)):
-                raise ValueError(f"{where} holds U+FDD0 or U+FDD1, which no text may; repair or drop it")
-            return [_between_marks(self._render(where, messages))]
-        whole, turns, as_written = self._render(where, messages), [], True
+        whole = self._render(where, messages)
+        marked = self._marked(where, messages, whole) if self.has_blocks else None
+        return [marked] if marked is not None else self._turns(where, messages, whole)
+
+    def _marked(self, where: str, messages: Messages, whole: str) -> Rendered | None:
+        """What stands in generation blocks; None where the conversation reached none.
+
+        Rendered again, with marks around the blocks that do not occur in the text: without the marks it is the same
+        text, however the template passes blocks on (in macros, captured by set), or the template is refused.
+        """
+        number = next(number for number in count() if f"{_MARK}{number}" not in whole)
+        marks = f"{_MARK}{number}{_OPEN}", f"{_MARK}{number}{_CLOSE}"
+        parts = re.split("({}|{})".format(*marks), self._render(where, messages, marks=marks))
+        if len(parts) == 1:
+            return None
+        found = _between(parts, *marks)
+        if found is None or found.text != whole:
+            raise ValueError(f"{where}: the chat template changes what a generation block has written (it trims, cuts "
+                             "or measures it); write {% generation %} around what comes out in the end")
+        return found
+
+    def _turns(self, where: str, messages: Messages, whole: str) -> list[Rendered]:
+        turns, as_written = [], True
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self._render(where, messages[:number], prompt=True)
@@ -65,22 +90,26 @@ class ChatTemplate:
             return [Rendered(whole, tuple(span for turn in turns for span in turn.spans))]
         return turns
 
-    def _render(self, where: str, messages: Messages, *, prompt: bool = False) -> str:
+    def _render(self, where: str, messages: Messages, *, prompt: bool = False,
+                marks: tuple[str, str] = ("", "")) -> str:
         try:
-            return self.template.render(messages=[dict(message) for message in messages], tools=None, documents=None,
-                                        add_generation_prompt=prompt, **self.special_tokens)
+            text: str = self.template.render(
+                messages=[dict(message) for message in messages], tools=None, documents=None,
+                add_generation_prompt=prompt, **self.special_tokens, **{_MARKS: marks})
+            text.encode("utf-8")
         except Exception as error:  # whatever a template does
             reason = plain(" ".join(str(error).split()))[:200] or type(error).__name__
+            if isinstance(error, UnicodeEncodeError):
+                reason = "half a surrogate pair"
             raise ValueError(f"{where}: the chat template fails ({reason}); repair or drop the conversation, or "
                              "change the template") from None
+        return text
 
 
 def load_chat_template(tokenizer: str) -> ChatTemplate:
     """The template beside a tokenizer.json: chat_template.jinja, or what tokenizer_config.json says."""
-    folder = tokenizer_file(tokenizer).parent
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    config = config if isinstance(config, dict) else {}
+    folder = tokenizer_file(tokenizer, "data.tokenizer").parent
+    config = _object(folder / "tokenizer_config.json")
     source = config.get("chat_template")
     if isinstance(source, list):
         source = next((one.get("template") for one in source
@@ -90,6 +119,8 @@ def load_chat_template(tokenizer: str) -> ChatTemplate:
     if not isinstance(source, str):
         raise ValueError(f"data.content is 'chat' but {folder} has no chat template; put the model's "
                          "tokenizer_config.json or chat_template.jinja beside tokenizer.json")
+    if "added_tokens_decoder" not in config:
+        config |= _object(folder / "special_tokens_map.json")  # where older versions of transformers name them
     named = {name: value.get("content") if isinstance(value, dict) else value
              for name in SPECIAL_TOKENS if (value := config.get(name)) is not None}
     return compile_template(source, {name: value for name, value in named.items() if isinstance(value, str)})
@@ -98,20 +129,23 @@ def load_chat_template(tokenizer: str) -> ChatTemplate:
 def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplate:
     """The template of a Jinja source, as transformers would compile it."""
     try:
-        environment, syntax_error = _environment()
+        environment = _environment()
     except ImportError:
         raise ValueError("data.content is 'chat' but the package jinja2, which chat templates are written for, is not "
                          "installed; run: pip install jinja2") from None
+    from jinja2.nodes import ExtensionAttribute
+
     try:
-        template = environment.from_string(source)
-    except syntax_error as error:
-        raise ValueError(f"the chat template beside data.tokenizer is no Jinja template ({plain(str(error))}); repair "
+        blocks = environment.parse(source).find_all(ExtensionAttribute)
+        return ChatTemplate(environment.from_string(source), any(True for _ in blocks), special_tokens)
+    except Exception as error:  # TemplateSyntaxError, or Python's own, of what Jinja makes of a template
+        reason = plain(" ".join(str(error).split()))[:200]
+        raise ValueError(f"the chat template beside data.tokenizer is no Jinja template ({reason}); repair "
                          "it") from None
-    return ChatTemplate(template, re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None, special_tokens)
 
 
-def _environment() -> tuple[Any, type[Exception]]:
-    """The sandbox with what templates may use, and the error of those that are none."""
+def _environment() -> Any:
+    """The sandbox with what templates may use."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import CallBlock
@@ -127,8 +161,10 @@ def _environment() -> tuple[Any, type[Exception]]:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
-        def marked(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
+        @jinja2.pass_context
+        def marked(self, context: Any, caller: Any) -> str:
+            opening, closing = context[_MARKS]
+            return f"{opening}{caller()}{closing}"
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -137,18 +173,28 @@ def _environment() -> tuple[Any, type[Exception]]:
                                                 extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
-    return environment, jinja2.TemplateError
+    return environment
 
 
 def encoded_chats(
-    conversations: Iterable[tuple[str, Messages]], template: ChatTemplate, tokenizer: Any
+    conversations: Iterable[tuple[str, Messages]], template: ChatTemplate, tokenizer: TextTokenizer
 ) -> Iterator[Tokens]:
     """The conversations as tokens, some at a time."""
-    rendered = (one for where, messages in conversations for one in template.documents(where, messages))
-    for group in in_groups(rendered, lambda one: len(one.text)):
-        encodings = tokenizer.encode_batch([one.text for one in group], add_special_tokens=False)
-        for one, encoding in zip(group, encodings, strict=True):
-            yield Tokens(np.array(encoding.ids, dtype=np.int64), tokens_in(one.spans, encoding.offsets))
+    num_by_turns = 0
+
+    def rendered() -> Iterator[Rendered]:
+        nonlocal num_by_turns
+        for where, messages in conversations:
+            documents = template.documents(where, messages)
+            num_by_turns += template.has_blocks and any(one.by_turns and one.spans for one in documents)
+            yield from documents
+
+    for group in in_groups(rendered(), lambda one: len(one.text)):
+        for one, (ids, offsets) in zip(group, tokenizer.with_offsets([one.text for one in group]), strict=True):
+            yield Tokens(np.array(ids, dtype=np.int64), tokens_in(one.spans, offsets))
+    if num_by_turns:
+        LOG.info("%d conversations reach no {%% generation %%} block of the chat template: all that the assistant says "
+                 "in them is in the loss", num_by_turns)
 
 
 def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -161,16 +207,29 @@ def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int
     return found
 
 
-def _between_marks(text: str) -> Rendered:
-    """The text without the marks, and what stood between them."""
-    spans, parts, at = [], [], 0
-    for part in text.split(_OPEN):
-        said, close, rest = part.partition(_CLOSE)
-        if close:
-            spans.append((at, at + len(said)))
-        parts.append(said + rest)
-        at += len(said) + len(rest)
-    return Rendered("".join(parts), tuple(spans))
+def _between(parts: Iterable[str], opening: str, closing: str) -> Rendered | None:
+    """The parts without the marks, and what stands between marks; None where one has no other."""
+    spans, texts, at, depth, start = [], [], 0, 0, 0
+    for part in parts:
+        if part == opening:
+            start = at if depth == 0 else start
+            depth += 1
+        elif part == closing:
+            depth -= 1
+            if depth == 0 and start < at:
+                spans.append((start, at))
+        else:
+            texts.append(part)
+            at += len(part)
+        if depth < 0:
+            return None
+    return Rendered("".join(texts), tuple(spans), by_turns=False) if depth == 0 else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    found = read_json(path) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,

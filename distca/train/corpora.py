@@ -31,7 +31,8 @@ from distca.train.sources import (
     tokens_of,
     whole_files,
 )
-from distca.train.tokenizing import Tokens, byte_encoder, encoded, load_tokenizer, open_tokenizer, vocab_of
+from distca.train.tokenizing import Tokens, byte_encoder, encoded, load_tokenizer
+from distca.workload.token_counts import open_tokenizer
 
 MAX_TOKEN = 2**31 - 1
 _GROWTH = 1.25
@@ -129,15 +130,17 @@ def corpus_from(settings: Settings) -> Corpus:
         raise ValueError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
     field = data.field or FIELDS[data.content]
     if data.source == "megatron" or data.content == "tokens":
-        known = vocab_of(open_tokenizer(data.tokenizer)) if data.tokenizer else None
+        known = (open_tokenizer(data.tokenizer, "data.tokenizer", special_tokens=False).vocab if data.tokenizer
+                 else None)
         vocab = _vocab(data.vocab, known, data.tokenizer)
         if data.source == "megatron":
             return MegatronCorpus.open(path, vocab)
         return in_memory(tokens_of(records(data, path), field), vocab, path)
     if data.content == "chat":
-        tokenizer, template = open_tokenizer(data.tokenizer), load_chat_template(data.tokenizer)
+        tokenizer = open_tokenizer(data.tokenizer, "data.tokenizer", special_tokens=False)
+        template = load_chat_template(data.tokenizer)
         chats = encoded_chats(messages_of(records(data, path), field), template, tokenizer)
-        return in_memory(chats, _vocab(data.vocab, vocab_of(tokenizer), data.tokenizer), path)
+        return in_memory(chats, _vocab(data.vocab, tokenizer.vocab, data.tokenizer), path)
     encoder = load_tokenizer(data.tokenizer) if data.tokenizer else byte_encoder()
     texts = text_files(path) if data.source == "text" else texts_of(records(data, path), field)
     return in_memory(encoded(texts, encoder), _vocab(data.vocab, encoder.vocab, data.tokenizer or "bytes"), path)

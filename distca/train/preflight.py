@@ -21,6 +21,7 @@ from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.setting_checks import check_degrees
 from distca.train.settings import Settings
 from distca.validation import read_text
+from distca.workload.token_counts import open_tokenizer
 
 MAX_LOG_BYTES = 2**30  # of a steps.jsonl that a run continues
 
@@ -190,9 +191,8 @@ def _model(settings: Settings) -> DecoderShape:
     chosen = settings.model
     vocab = 1
     if settings.data.tokenizer:
-        from distca.train.tokenizing import load_tokenizer
-
-        vocab = load_tokenizer(settings.data.tokenizer).vocab
+        has_texts = settings.data.content == "text" and settings.data.source != "megatron"
+        vocab = open_tokenizer(settings.data.tokenizer, "data.tokenizer", special_tokens=has_texts).vocab
     source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
     if chosen.load and not (Path(chosen.load) / "config.json").is_file():
         raise ValueError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "

@@ -15,8 +15,7 @@ from typing import Any
 from distca.models import read_config
 from distca.train.settings import Settings
 from distca.train.tokenizing import END_OF_DOCUMENT
-from distca.validation import read_json
-from distca.workload.token_counts import END_NAMES
+from distca.workload.token_counts import TextTokenizer, open_tokenizer
 
 FOLDER = "tokenizer"             # in checkpoint.folder
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -37,7 +36,7 @@ def keep_tokenizer(settings: Settings, checkpoints: Path) -> None:
         shutil.copyfile(source, partial / name)
     if TOKENIZER in files and CONFIG not in files:
         about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        end = _end_of(files[TOKENIZER])
+        end = _opened(settings, files[TOKENIZER]).end
         about |= {} if end is None else {"eos_token": end[0]}
         (partial / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     partial.rename(kept)
@@ -56,7 +55,7 @@ def token_ids(settings: Settings) -> dict[str, Any]:
     end: int | None = END_OF_DOCUMENT
     if settings.data.tokenizer:
         file = _files(settings).get(TOKENIZER)
-        found = None if file is None else _end_of(file)
+        found = None if file is None else _opened(settings, file).end
         end = None if found is None else found[1]
     elif settings.data.source == "megatron" or settings.data.content == "tokens":
         end = None
@@ -77,10 +76,6 @@ def _files(settings: Settings) -> dict[str, Path]:
     return found if TOKENIZER in found or "tokenizer.model" in found else {}
 
 
-def _end_of(file: Path) -> tuple[str, int] | None:
-    """The token that ends a document, as `tokenizing` finds it: the first of END_NAMES that the tokenizer knows."""
-    content = read_json(file, max_bytes=2**30)
-    vocab = content.get("model", {}).get("vocab", {})
-    known = dict(vocab) if isinstance(vocab, dict) else {token: number for number, (token, *_) in enumerate(vocab)}
-    known |= {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    return next(((name, known[name]) for name in END_NAMES if name in known), None)
+def _opened(settings: Settings, file: Path) -> TextTokenizer:
+    option = "data.tokenizer" if settings.data.tokenizer else "model.load"
+    return open_tokenizer(str(file), option, special_tokens=False)

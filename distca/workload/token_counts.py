@@ -1,38 +1,123 @@
-"""How many tokens texts are, as a Hugging Face tokenizer counts them and training would.
+"""Texts as tokens of a Hugging Face tokenizer, the same in training as in counting: here tokenizers are opened.
 
-The tokenizer's own rules apply, special tokens included, and a document ends with the first of `END_NAMES` that the
-tokenizer knows, where it knows one.
+A tokenizer.json also holds how it was last called. transformers saves truncation and padding with it, and a BPE may be
+saved with dropout; these would cut documents, lengthen them and make other tokens every time, so none is obeyed. The
+tokens that its post-processor adds to a text stay. Behind them a document ends with the first of `END_NAMES` that the
+tokenizer knows, unless the post-processor has ended it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from distca.validation import plain, read_json, short
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+MAX_TOKENIZER_BYTES = 2**30
 
 TokenCounter = Callable[[Sequence[str]], list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """An opened tokenizer.json, whose calls depend on nothing but the text."""
+
+    name: str                      # "data.tokenizer is '…'", for errors
+    tokenizer: Any
+    vocab: int                     # every token is below this
+    end: tuple[str, int] | None    # the token that ends a document
+
+    def documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text as a document: with what the post-processor adds and an end, without a BOM."""
+        return [self._ended(one) for one in self._encoded([text.removeprefix("\ufeff") for text in texts])]
+
+    def with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The tokens of each text as it stands, and the characters [start, stop) of each token."""
+        return [(one.ids, one.offsets) for one in self._encoded(texts)]
+
+    def _encoded(self, texts: Sequence[str]) -> Any:
+        with _one_line(f"{self.name}, which cannot encode a text", "repair the tokenizer, or give another"):
+            return self.tokenizer.encode_batch(list(texts))
+
+    def _ended(self, encoding: Any) -> list[int]:
+        ids: list[int] = encoding.ids
+        if self.end is None or ids[-1:] == [self.end[1]]:
+            return ids
+        added = encoding.special_tokens_mask  # by the post-processor
+        return ids if added[-1:] == [1] and 0 in added else [*ids, self.end[1]]
+
+
 def token_counter(path: str) -> TokenCounter:
     """What counts the tokens of texts: `path` is a tokenizer.json, or a folder with one."""
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        raise ValueError("--tokenizer needs the package tokenizers, which is not installed; run: pip install "
-                         "tokenizers") from None
+    tokenizer = open_tokenizer(path, "--tokenizer", special_tokens=True)
+    return lambda texts: [len(ids) for ids in tokenizer.documents(texts)]
+
+
+def tokenizer_file(path: str, option: str) -> Path:
+    """The tokenizer.json that `option` names, itself or by its folder."""
     file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ValueError(f"tokenizer is {path!r}, which is no file and no folder with a tokenizer.json; name one")
+        raise ValueError(f"{option} is {path!r}, which is no file and no folder with a tokenizer.json; name one")
+    if file.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise ValueError(f"{option} is {path!r}, which has more than {MAX_TOKENIZER_BYTES} bytes; name a "
+                         "tokenizer.json")
+    return file
+
+
+def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextTokenizer:
+    """A tokenizer.json that adds its special tokens to every text, or none: then it has no post-processor, which could
+    also trim offsets."""
     try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError(f"{option} is {path!r} but the package tokenizers is not installed; run: pip install "
+                         "tokenizers") from None
+    name = f"{option} is {path!r}"
+    file = tokenizer_file(path, option)
+    with _one_line(f"{name}, which is no tokenizer.json", "name one"):
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises plain Exception
-        raise ValueError(f"tokenizer is {path!r}, which is no tokenizer.json ({' '.join(str(error).split())}); name "
-                         "one") from None
-    end = next((number for name in END_NAMES if (number := tokenizer.token_to_id(name)) is not None), None)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None) is not None:
+            tokenizer.model.dropout = None
+        if not special_tokens:
+            tokenizer.post_processor = None
+        vocab = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        added = tokenizer.encode("").ids
+    if not vocab:
+        raise ValueError(f"{name}, whose vocabulary is empty; name another")
+    if max(added, default=0) >= vocab:
+        raise ValueError(f"{name}, whose post_processor adds token {max(added)}, where tokens are 0 to {vocab - 1}; "
+                         "repair it, or name another")
+    if special_tokens:
+        _check_beginning(name, file.parent / "tokenizer_config.json", tokenizer, added[:1])
+    end = next(((word, number) for word in END_NAMES if (number := tokenizer.token_to_id(word)) is not None), None)
+    return TextTokenizer(name, tokenizer, vocab, end)
 
-    def count(texts: Sequence[str]) -> list[int]:
-        ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-        return [len(one) + (end is not None and one[-1:] != [end]) for one in ids]
 
-    return count
+def _check_beginning(name: str, config_path: Path, tokenizer: Any, first: list[int]) -> None:
+    """Refuse a tokenizer_config.json that asks for another first token, which transformers would obey."""
+    config = read_json(config_path) if config_path.is_file() else {}
+    bos, wanted = (config.get(key) if isinstance(config, dict) else None for key in ("bos_token", "add_bos_token"))
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    if isinstance(bos, str) and isinstance(wanted, bool) and wanted != (first == [tokenizer.token_to_id(bos)]):
+        raise ValueError(f"{name}, which {'does not begin' if wanted else 'begins'} a text with {short(bos)}, but the "
+                         f"tokenizer_config.json beside it has add_bos_token {str(wanted).lower()}; save both by "
+                         "transformers' save_pretrained, or take add_bos_token out")
+
+
+@contextmanager
+def _one_line(problem: str, remedy: str) -> Iterator[None]:
+    """Whatever the package raises, as a refusal: it raises plain Exception, or panics, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"
+        if isinstance(error, MemoryError) or not (panic or isinstance(error, Exception)):
+            raise
+        reason = plain(" ".join(str(error).split()))[:200]
+        raise ValueError(f"{problem} ({reason}); {remedy}") from None

@@ -81,6 +81,25 @@ def test_changed_files_are_lengths_or_one_line(tmp_path: Path, name: str) -> Non
     assert refused > 5
 
 
+def test_changed_tokenizers_are_lengths_or_one_line(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed; pip install tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "one": 1, "</s>": 2}, unk_token="<unk>"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    made.enable_truncation(2)
+    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n')
+    refused = 0
+    for seed in range(5 * NUM_CHANGES):
+        (tmp_path / "t.json").write_bytes(_changed(made.to_str().encode(), seed))
+        try:
+            found = read_source(tmp_path / "a.jsonl", Reading(tokenizer=str(tmp_path / "t.json")))
+        except ValueError as error:
+            refused += 1
+            assert was_refused(error) and str(error).isprintable() and "--tokenizer is " in str(error), (seed, error)
+        else:
+            assert isinstance(found, np.ndarray) and found.min() >= 1
+    assert refused > 5
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_files_that_are_said_to_be_others(tmp_path: Path, name: str, format_: str) -> None:

@@ -1,6 +1,7 @@
 """The assistant's tokens are those that transformers says are the assistant's, whatever a template looks like."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from distca.train.chat import compile_template, tokens_in
+from distca.train.chat import Rendered, compile_template, encoded_chats, tokens_in
 from distca.train.corpora import Corpus, corpus_from
 from distca.train.preflight import check_machine
 from distca.train.settings import Settings
+from distca.workload.token_counts import open_tokenizer
 
 CONVERSATIONS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"},
@@ -167,6 +170,11 @@ def test_rows_that_are_no_conversations_are_named(folder: Path, conversation: An
     ("{{ messages.append(1) }}", "the chat template fails"),                 # the sandbox: nothing is changed
     ("{{ ''.__class__.__mro__ }}", "the chat template fails"),               # and nothing is reached
     ("{{ messages[0].content }}{% if add_generation_prompt %}?{% endif %}", "otherwise than its prompt to generate"),
+    ("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", "changes what a generation block"),
+    ("{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}{{ x }}", "changes what a generation"),
+    ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", "is no Jinja template"),
+    ("{% generation %}", "is no Jinja template"),
+    ("{{ '\\ud83d' }}", "the chat template fails (half a surrogate pair)"),
 ])
 def test_a_template_that_fails_is_one_line(folder: Path, template: str, message: str) -> None:
     write_template(folder, template)
@@ -182,9 +190,57 @@ def test_templates_are_looked_for_before_any_rank_starts(folder: Path) -> None:
         check_machine(some_settings(folder, folder / "a.jsonl"))
 
 
-def test_marks_in_a_conversation_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("opening", ["{%- generation %}", "{%-generation%}", "{%+ generation %}",
+                                     "{%+\ngeneration\t+%}", "{%- generation -%}"])
+@pytest.mark.parametrize("closing", ["{% endgeneration %}", "{%- endgeneration -%}", "{%+endgeneration+%}"])
+def test_blocks_may_be_written_in_every_way_that_jinja_reads(folder: Path, opening: str, closing: str) -> None:
+    write_template(folder, MARKED.replace("{%- generation %}", "{{- '' }}" + opening).replace(
+        "{% endgeneration %}", closing))
+    assert columns(chats(folder)) == transformers_columns(folder)
+
+
+@pytest.mark.parametrize("unused", [
+    "{# {% generation %}{{ message.content }}{% endgeneration %} #}",
+    "{% if false %}{% generation %}{{ message.content }}{% endgeneration %}{% endif %}",
+    "{% if messages | length > 99 %}{% raw %}{% generation %}{% endraw %}{% endif %}",
+    "{% set never %}{% generation %}{{ messages }}{% endgeneration %}{% endset %}",
+])
+def test_a_block_that_no_conversation_reaches_changes_nothing(
+    folder: Path, unused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_template(folder, PLAIN + unused)
+    with caplog.at_level("INFO", logger="distca"):
+        assert columns(chats(folder)) == transformers_columns(folder)
+    said = [record.getMessage() for record in caplog.records if "generation" in record.getMessage()]
+    seen_by_jinja = "if false" in unused or "set never" in unused
+    assert said == ["3 conversations reach no {% generation %} block of the chat template: all that the assistant says "
+                    "in them is in the loss"] * seen_by_jinja
+
+
+@pytest.mark.parametrize("state", ["truncation", "padding", "dropout", "trimmed offsets"])
+def test_the_state_of_a_tokenizer_does_not_change_a_conversation(folder: Path, state: str) -> None:
+    """transformers saves truncation and padding of its last call. Trimmed offsets would take the new line at the end of
+    a turn out of the loss."""
     write_template(folder, MARKED)
-    assert "holds U+FDD0" in refusal(folder, [{"role": "user", "content": "\ufdd0"}, CONVERSATIONS[0][2]])
+    expected = transformers_columns(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if state == "truncation":
+        tokenizer.enable_truncation(8)
+    elif state == "padding":
+        tokenizer.enable_padding(length=64)
+    elif state == "dropout":
+        tokenizer.model.dropout = 0.5
+    else:
+        tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert columns(chats(folder)) == expected
+    assert said(folder, chats(folder))[0] == "4<|im_end|>\nYes, très sûr 🙂\n\n- it is<|im_end|>\n"
+
+
+def test_special_tokens_may_be_named_in_a_file_of_their_own(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": MARKED}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    assert columns(chats(folder)) == transformers_columns(folder)
 
 
 def test_dates_do_not_change_the_tokens() -> None:
@@ -197,3 +253,89 @@ def test_a_token_is_in_a_span_that_it_has_a_character_of() -> None:
     assert tokens_in([(3, 6)], offsets).tolist() == [False, True, True, True, False]
     assert tokens_in([(0, 1), (8, 9)], offsets).tolist() == [True, False, False, False, True]
     assert tokens_in([], []).tolist() == []
+
+
+# ---- templates at random
+
+CONTENTS = ["", "4", " two words ", "\n\nlines\n", "très sûr 🙂", "<|im_end|>", "{% generation %}", "{{ x }}{# y #}",
+            "\ufdd0", "\ufdd00\ufdd1", "\ufdd2a\ufdd01", "<b>&amp;"]
+NOTHING = "{{ '' }}"    # ends what whitespace control reaches
+WRAPS = [               # how a block is passed on, and the same where transformers can follow it
+    ("BLOCK", "BLOCK"), ("{% if true %}BLOCK{% endif %}",) * 2, ("{% for part in [1, 2] %}BLOCK{% endfor %}",) * 2,
+    ("{% macro say(message) %}BLOCK{% endmacro %}{{ say(message) }}", "BLOCK"),
+    ("{% set said %}BLOCK{% endset %}{{ said }}", "BLOCK"),
+    ("{% set said %}BLOCK{% endset %}{{ '(' ~ [said] | join(',') ~ ')' }}", "(BLOCK)"),
+    ("{% macro box() %}[{{ caller() }}]{% endmacro %}{% call box() %}BLOCK{% endcall %}", "[BLOCK]"),
+    ("{% filter replace('q', 'qq') %}BLOCK{% endfilter %}", "BLOCK"),
+]
+ASIDES = [              # what writes no block, and the same without one
+    ("", ""), ("{# {% generation %} #}", ""), ("{#- {%+ generation -%} -#}", ""),
+    ("{% raw %}{% generation %}{% endraw %}", "{{ '{% generation %}' }}"),
+    ("{% if false %}{%- generation %}x{% endgeneration -%}{% endif %}", ""),
+    ("{% if message.never %}{%+generation%}{{ message.content }}{%endgeneration+%}{% endif %}", ""),
+    ("{% set unused %}{% generation %}x{% endgeneration %}{% endset %}", ""),
+]
+TEMPLATE = """{{ bos_token }}{% for message in messages %}BEFORE{% if message.role == 'assistant' %}\
+{{ '<|im_start|>assistant\n' }}SAID{% else %}\
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}ASIDE{% endif %}AFTER{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def random_templates(rng: random.Random) -> tuple[str, str]:
+    """A template, and one that writes the same and whose blocks transformers can follow."""
+    def tag(name: str) -> str:
+        space, sign = (lambda: rng.choice(["", " ", "\n", " \t "])), (lambda: rng.choice(["", "-", "+"]))
+        return "{%" + sign() + space() + name + space() + sign() + "%}"
+
+    def gap() -> str:
+        return rng.choice(["", " ", "\n", "\n  ", "text "])
+
+    has_block = rng.random() < 0.8          # a template without one is asked for its turns, so they begin as prompted
+    parts = {"BEFORE": gap() + NOTHING, "AFTER": gap() + NOTHING} if has_block else {"BEFORE": "", "AFTER": ""}
+    opening, closing = (tag("generation"), tag("endgeneration")) if has_block else ("", "")
+    nests = has_block and rng.random() < 0.3
+    inner = (tag("generation") + "inner" + tag("endgeneration"), "inner") if nests else ("", "")
+    body = gap() + "{{ message.content }}" + gap()
+    end = rng.choice(["{{ '<|im_end|>\n' }}", "", "{% if true %}!{% endif %}"])
+    made = []
+    for wrap, nested, aside in zip(rng.choice(WRAPS), inner, rng.choice(ASIDES), strict=True):
+        block = f"{NOTHING}{opening}{body}{NOTHING}{nested}{NOTHING}{end}{closing}{NOTHING}"
+        template = TEMPLATE
+        for name, part in ({"SAID": wrap.replace("BLOCK", block), "ASIDE": NOTHING + aside + NOTHING} | parts).items():
+            template = template.replace(name, part)
+        made.append(template)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 600), marks=pytest.mark.slow)], ids=str)
+def test_text_and_loss_of_random_templates_are_those_of_transformers(folder: Path, seeds: range) -> None:
+    """Spans that are empty, or end in a character of several tokens, are not compared token by token: transformers gets
+    their last token wrong."""
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>")
+    opened = open_tokenizer(str(folder), "data.tokenizer", special_tokens=False)
+    num_marked = num_masks = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        ours, theirs = random_templates(rng)
+        roles = ["system"] * rng.randrange(2) + ["user", "assistant"] * rng.randrange(4) + ["user"]
+        chat = [{"role": role, "content": rng.choice(CONTENTS)} for role in roles]
+        rendered: Any = render_jinja_template(
+            [chat], chat_template=theirs, return_assistant_tokens_mask=True, bos_token="<s>")
+        (text,), (spans,) = rendered
+        template = compile_template(ours, {"bos_token": "<s>"})
+        documents = template.documents("here", chat)
+        if not spans:
+            assert documents == compile_template(theirs, {"bos_token": "<s>"}).documents("here", chat), seed
+            assert documents[0].text == text and documents[0].by_turns, seed
+            continue
+        num_marked += 1
+        assert documents == [Rendered(text, tuple(span for span in spans if span[0] < span[1]), by_turns=False)], seed
+        if all(start < stop and text[stop - 1] < "\x80" for start, stop in spans):
+            num_masks += 1
+            (tokens,) = encoded_chats([("here", chat)], template, opened)
+            expected: Any = fast.apply_chat_template(chat, chat_template=theirs, return_assistant_tokens_mask=True,
+                                                     return_dict=True)
+            assert tokens.in_loss is not None
+            assert tokens.ids.tolist() == expected["input_ids"], seed
+            assert tokens.in_loss.astype(int).tolist() == expected["assistant_masks"], seed
+    assert num_marked > len(seeds) / 3 and num_masks > len(seeds) / 10
