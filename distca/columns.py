@@ -5,7 +5,9 @@ Text too, where ranks exchange nothing but numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +28,11 @@ def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:
     """For owners with that many parts each: every part's owner, and its number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def added(values: Iterable[float]) -> float:
+    """Their sum, rounded after every addition: Python's `sum` does so up to 3.11 alone, and plans compare bits."""
+    return reduce(add, values, 0)
 
 
 def from_text(text: str, most: int) -> IntArray:

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from distca.columns import added
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.planning.micro_batch import MicroBatch
@@ -292,8 +293,8 @@ def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
 
 def _slowest_seconds(step: StepPlan) -> float:
     """Of the slowest server of every call."""
-    return sum(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
-               for plan in step.plans() for work in (plan.work(),))
+    return added(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
+                 for plan in step.plans() for work in (plan.work(),))
 
 
 def same_columns(one: Layout, other: Layout) -> bool:
