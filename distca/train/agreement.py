@@ -12,12 +12,12 @@ import hashlib
 import logging
 import platform
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
-import distca
 from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import MixedTime
 from distca.planning.plan_bytes import step_from_bytes, step_to_bytes
@@ -79,7 +79,7 @@ class Agreement:
         chosen = {f"{section}.{name}": str(value) for section in ("attention", "batch", "parallel")
                   for name, value in asdict(getattr(self.settings, section)).items()}
         chosen["attention.cost"] += f" ({_tables(step.plans()[0].cost)})"
-        return {"distca": distca.__version__, "numpy": np.__version__, "Python": platform.python_version(), **chosen,
+        return {"distca": version("distca"), "numpy": np.__version__, "Python": platform.python_version(), **chosen,
                 "model": str(step.model)}
 
 
