@@ -5,27 +5,57 @@ Text too, where ranks exchange nothing but numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from distca.validation import short
+
 IntArray = npt.NDArray[np.int64]
 
 
-def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64) -> None:
-    """Make the named fields of a frozen record read-only columns; call it from __post_init__."""
+def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64, *, rows: bool = False) -> None:
+    """Make the named fields of a frozen record read-only columns; call it from __post_init__.
+
+    Refused are values that the dtype would change, and with `rows` columns that have not one entry each per row.
+    """
     for name in names:
-        column = np.ascontiguousarray(getattr(record, name), dtype=dtype)
+        column = _exact(f"{name} of {type(record).__name__}", getattr(record, name), np.dtype(dtype))
         column.setflags(write=False)
         object.__setattr__(record, name, column)
+    shapes = [getattr(record, name).shape for name in names]
+    if rows and not all(shape == shapes[0] and len(shape) == 1 for shape in shapes):
+        raise ValueError(f"the columns {', '.join(names)} of {type(record).__name__} have shapes "
+                         f"{', '.join(map(str, shapes))}; give each one entry per row")
+
+
+def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    if isinstance(given, np.ndarray) and given.dtype == dtype:
+        return np.ascontiguousarray(given)
+    try:
+        with np.errstate(invalid="ignore"):
+            column = np.ascontiguousarray(given, dtype=dtype)
+        if np.array_equal(column, given, equal_nan=dtype.kind == "f"):
+            return column
+    except (TypeError, ValueError, OverflowError):
+        pass
+    kind = {"i": "whole numbers", "b": "true or false"}.get(dtype.kind, "numbers")
+    raise ValueError(f"{what} is {short(given)}; give {kind}")
 
 
 def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:
     """For owners with that many parts each: every part's owner, and its number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def added(values: Iterable[float]) -> float:
+    """Their sum, rounded after every addition: Python's `sum` does so up to 3.11 alone, and plans compare bits."""
+    return reduce(add, values, 0)
 
 
 def from_text(text: str, most: int) -> IntArray:

@@ -18,7 +18,7 @@ _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
     "units": {"validation"},
-    "columns": set(),
+    "columns": {"validation"},
     "dealing": set(),
     "formats": {"validation"},
     "spec": {"validation"},

@@ -71,7 +71,8 @@ def _improve(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.
         heavy = int(load.argmax())
         if load[heavy] <= (1.0 + _LEVEL) * load.mean():
             return
-        if not any(_shift(chunk, lengths, work, load, free, heavy, int(light)) for light in np.argsort(load)[:-1]):
+        lightest = np.argsort(load, kind="stable")[:-1].tolist()
+        if not any(_shift(chunk, lengths, work, load, free, heavy, light) for light in lightest):
             return
 
 

@@ -5,6 +5,8 @@ interpolate throughput, bilinearly in the logarithms of the lengths, since throu
 quadratically. Planners search on these times, so `seconds` never falls when q_len or kv_len grows: the interpolated
 times are sampled on a grid SUBDIVISIONS times finer, capped by the next measurement, raised to their running maximum
 and joined by straight lines. Measurements that never fall are met exactly, and a saturated kernel to within 0.1 %.
+Every rank makes its own surface and must get the same bits on any CPU. numpy's log and exp do not give them, so all
+here is sums, products, quotients and square roots, which IEEE 754 rounds alike everywhere.
 
 Off the grid: below its smallest lengths a shard costs what the smallest costs, as a partial tile takes a whole tile's
 time; beyond its largest lengths every further pair is charged at the saturated peak. `require` is how a caller asks,
@@ -33,12 +35,14 @@ AnyArray = npt.NDArray[Any]
 
 FORMAT = "distca-latency-table"
 VERSION = 1
-SUBDIVISIONS = 16
+SUBDIVISIONS = 16  # a power of two: intervals are halved
 MAX_LENGTHS = 64    # of a grid's side, which is then refined
 MAX_HEADS = 2**20
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6  # of one call
 SATURATED_Q_LEN = 128  # attention kernels reach their peak once a shard fills a tile of queries
 
+_SQRT_HALF, _LOG_2 = 0.7071067811865476, 0.6931471805599453
+_LAST_ODD = 23  # |s| <= 0.1716, so that what follows s²³/23 is below 2e-20
 _KEYS = ("name", "q_len", "kv_len", "forward_seconds", "backward_seconds", "peak_pairs_per_second", "metadata")
 
 
@@ -66,8 +70,8 @@ class Surface:
             rate[row] = np.where(np.isnan(rate[row]), rate[row - 1], rate[row])
         q, kv = _refined(q_len), _refined(kv_len)
         shard_q = np.minimum(q[:, None], kv)  # [fine q, fine kv]
-        i, u = _bracket(np.log(q_len), np.log(shard_q))
-        j, v = _bracket(np.log(kv_len), np.log(kv))
+        i, u = _bracket(_log(q_len), _log(shard_q))
+        j, v = _bracket(_log(kv_len), _log(kv))
         fine = _pairs(shard_q, kv) / _bilinear(rate, i, j, u, v)
         fine = np.minimum(fine, _ceiling(q_len, kv_len, seconds, shard_q, kv))
         fine = np.maximum.accumulate(np.maximum.accumulate(fine, axis=0), axis=1)
@@ -99,7 +103,8 @@ class Surface:
         rate = pairs / self.seconds
         corners = np.maximum.reduce([rate[:-1, :-1], rate[1:, :-1], rate[:-1, 1:], rate[1:, 1:]])
         fewest = _pairs(self.q[:-1, None], np.maximum(self.q[:-1, None], self.kv[:-1]))
-        bend = np.diff(self.q)[:, None] ** 2 / 8
+        step = np.diff(self.q)[:, None]
+        bend = step * step / 8
         with np.errstate(divide="ignore"):
             inside = np.where(bend < fewest, corners * fewest / np.maximum(fewest - bend, 0.0), np.inf)
         most = _pairs(np.minimum(self.q[1:, None], self.kv[1:]), self.kv[1:]) / self.seconds[:-1, :-1]
@@ -142,11 +147,25 @@ def _ceiling(q_len: IntArray, kv_len: IntArray, seconds: FloatArray, q: FloatArr
 
 def _refined(grid: IntArray) -> FloatArray:
     """The grid with SUBDIVISIONS geometric steps in every interval, keeping its own points exactly."""
-    knots = np.arange(len(grid))
-    steps = np.arange((len(grid) - 1) * SUBDIVISIONS + 1) / SUBDIVISIONS
-    fine = np.exp(np.interp(steps, knots, np.log(grid)))
-    fine[::SUBDIVISIONS] = grid
+    fine = grid.astype(np.float64)
+    while len(fine) <= (len(grid) - 1) * SUBDIVISIONS:
+        fine = np.insert(fine, np.arange(1, len(fine)), np.sqrt(fine[:-1] * fine[1:]))
     return fine
+
+
+def _log(x: AnyArray) -> FloatArray:
+    """Natural logarithms to two ulps, the same bits everywhere.
+
+    x = m 2^e with m within a factor √2 of 1, and log m = 2 atanh s = 2 (s + s³/3 + s⁵/5 + …) with s = (m-1) / (m+1).
+    """
+    m, e = np.frexp(np.asarray(x, dtype=np.float64))             # m in [1/2, 1)
+    small = m < _SQRT_HALF
+    m, e = np.where(small, 2.0 * m, m), e - small
+    s = (m - 1.0) / (m + 1.0)
+    square, series = s * s, np.zeros_like(s)
+    for odd in range(_LAST_ODD, 1, -2):
+        series = series * square + 1.0 / odd
+    return np.asarray(e * _LOG_2 + 2.0 * (s + s * (series * square)), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

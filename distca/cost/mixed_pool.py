@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.columns import freeze
+from distca.columns import added, freeze
 from distca.cost.attention_time import AttentionTime, Column, FloatArray
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped_tables import find_table
@@ -114,7 +114,7 @@ class MixedTime(AttentionTime):
 
     def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
         """Of all servers together, as if each were busy to the end; kinds may suit other lengths best, so of any."""
-        rate = sum(1.0 / self.kinds[number].least(1.0, backward) for number in self.kind.tolist())
+        rate = added(1.0 / self.kinds[number].least(1.0, backward) for number in self.kind.tolist())
         return len(self.kind) * float(np.sum(pairs)) / rate
 
     def __eq__(self, other: object) -> bool:

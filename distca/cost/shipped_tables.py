@@ -3,8 +3,8 @@
 `tables/h200.json` is `h200`. Tables of the same GPU and kernel for other heads are in the folder `tables/h200`.
 """
 
+from fractions import Fraction
 from importlib.resources import as_file, files
-from math import log2
 from pathlib import Path
 
 from distca.cost.latency_table import LatencyTable
@@ -58,9 +58,10 @@ def _is_of(table: LatencyTable, heads: int, kv_heads: int, head_dim: int) -> boo
     return (about.get("num_heads"), about.get("num_kv_heads"), about.get("head_dim")) == (heads, kv_heads, head_dim)
 
 
-def _distance(table: LatencyTable, heads: int, kv_heads: int) -> float:
-    """In doublings of KV heads, which make the items of a work list, and of query heads per KV head."""
+def _distance(table: LatencyTable, heads: int, kv_heads: int) -> Fraction:
+    """The factor between the KV heads, which make the items of a work list, times that of query heads per KV head."""
     about = table.metadata
     q, kv = about["num_heads"], about["num_kv_heads"]
     assert isinstance(q, int) and isinstance(kv, int)
-    return abs(log2(kv / kv_heads)) + abs(log2(q / kv * kv_heads / heads))
+    factors = Fraction(kv, kv_heads), Fraction(q * kv_heads, kv * heads)
+    return max(factors[0], 1 / factors[0]) * max(factors[1], 1 / factors[1])

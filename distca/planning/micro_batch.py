@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.validation import short
+from distca.workload.documents import check_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import NanoBatch
 
@@ -45,10 +47,19 @@ class MicroBatch:
 
     def validate(self) -> None:
         """Prove that every token is a query once, and that keys of another nano-batch are where that one has them."""
+        check_lengths(self.lengths)
         held: dict[tuple[int, int, int], int] = {}               # (document, start, stop) -> rank, as queries
         for number, nano in enumerate(self.nano_batches):
             layout = nano.layout
             layout.validate()
+            outside = nano.document[(nano.document < 0) | (nano.document >= len(self.lengths))]
+            if len(outside) or nano.document.shape != layout.lengths.shape:
+                raise ValueError(f"nano-batch {number} numbers its {layout.num_documents} documents "
+                                 f"{short(nano.document.tolist())}; give each its number, from 0 to "
+                                 f"{len(self.lengths) - 1}")
+            if layout.num_ranks != self.layouts[0].num_ranks:
+                raise ValueError(f"nano-batch {number} has {layout.num_ranks} ranks but the first has "
+                                 f"{self.layouts[0].num_ranks}; lay all over the same ranks")
             only = layout.key_only
             for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
                                                    only.stop.tolist(), only.rank.tolist(), strict=True):
@@ -57,6 +68,8 @@ class MicroBatch:
                                      f"{rank}, where no nano-batch before it has them; name the slices that one has")
             held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
                                 strict=True), layout.rank.tolist(), strict=True))
+        if not held:
+            raise ValueError("a micro-batch has no nano-batches; give one, or ping and pong")
         document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
         whole = np.ones(len(held), dtype=bool)
         whole[1:] = document[1:] != document[:-1]                # a document's first slice

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from distca.columns import added
 from distca.cost.work import pairs_of_shard
 from distca.planning.shard_cut import Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable
@@ -160,7 +161,7 @@ class Mover:
 
     def _relief(self, piece: Piece, shard: Shard) -> float:
         """By how much the home's load falls when the shard leaves."""
-        return piece.work(self.prices.measure) - sum(part.work(self.prices.measure) for part in _rest(piece, shard))
+        return piece.work(self.prices.measure) - added(part.work(self.prices.measure) for part in _rest(piece, shard))
 
     def _overfill(self, pieces: list[tuple[int, int, Piece]]) -> tuple[Shard, int, int]:
         """A whole piece to the server that it takes the least far above its cap."""

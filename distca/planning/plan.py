@@ -16,8 +16,10 @@ from distca.cost.work import backward_bytes, causal_pairs
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.planning.traffic import Traffic, traffic, traffic_between_nodes
 from distca.spec import ModelShape
+from distca.validation import check_whole
 from distca.workload.layout import Layout
-from distca.workload.topology import Topology
+from distca.workload.packing import check_pool, check_tolerance
+from distca.workload.topology import Topology, check_topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,14 @@ class Plan:
     def validate(self) -> None:
         """Prove exact coverage, real servers, true homes and tile-sized shards; raise ValueError where one fails."""
         self.layout.validate()
+        check_pool(self.speed, self.layout.num_ranks)
+        check_tolerance(self.tolerance)
+        check_topology(self.topology, self.num_servers)
+        self.model.kv_heads_per_rank(self.tp)
+        if self.window is not None:
+            check_whole("window", self.window, remedy="give at least 1 key, the query's own, or None for all")
+        if self.cost is not None:
+            self.cost.check_servers(self.num_servers)
         _check_servers(self)
         _check_homes(self)
         _check_tiles(self)
@@ -208,11 +218,14 @@ def _check_tiles(plan: Plan) -> None:
 def _check_coverage(plan: Plan) -> None:
     """Every pair that is seen exactly once, by cutting each document's queries wherever any task begins or ends."""
     tasks, lengths = plan.tasks, plan.layout.lengths
-    diagonal = tasks.kv_stop == tasks.q_stop
-    if not (diagonal | (tasks.kv_stop <= tasks.q_start)).all() or (tasks.kv_start < 0).any():
-        i = int(np.flatnonzero(~(diagonal | (tasks.kv_stop <= tasks.q_start)) | (tasks.kv_start < 0))[0])
+    ends_right = (tasks.kv_stop == tasks.q_stop) | (tasks.kv_stop <= tasks.q_start)
+    bad = ~ends_right | (tasks.kv_start < 0) | (tasks.kv_start > tasks.kv_stop)
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        remedy = "end its keys at its last query or before its first" if not ends_right[i] else (
+            "begin its keys at 0 or later, and not behind their end")
         raise ValueError(f"task {i} reads keys [{tasks.kv_start[i]}, {tasks.kv_stop[i]}) for queries "
-                         f"[{tasks.q_start[i]}, {tasks.q_stop[i]}); end its keys at its last query or before its first")
+                         f"[{tasks.q_start[i]}, {tasks.q_stop[i]}); {remedy}")
     span = int(lengths.max()) + 1
     base = tasks.document * span
     edges = np.unique(np.concatenate([base + tasks.q_start, base + tasks.q_stop, base + tasks.kv_start,

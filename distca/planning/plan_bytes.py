@@ -1,71 +1,144 @@
-"""A plan as bytes that travel to a dedicated server, and back: data that is checked, never code that is run.
+"""Plans as bytes that travel, to dedicated servers or from rank 0: data that is checked, never code that is run.
 
 A header in JSON says how long each column is and holds the few scalars; the columns follow, eight bytes to a number.
-What `cost` a plan was balanced by stays behind: a server runs the plan and never plans again.
+What `cost` a plan was balanced by stays behind: who gets a plan runs it and never plans again.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan
+from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable
 from distca.spec import Experts, Latent, ModelShape
 from distca.workload.layout import KeySlices, Layout
+from distca.workload.packing import NanoBatch
 
 MAGIC = b"distca plan 2\n"
+STEP_MAGIC = b"distca step 1\n"
 _SLICES = ("document", "start", "stop", "rank")
+_LAYOUT = ("lengths", *(f"slice {name}" for name in _SLICES), *(f"key {name}" for name in _SLICES))
 _TASKS = tuple(field.name for field in fields(TaskTable))
-_COLUMNS = ("lengths", *(f"slice {name}" for name in _SLICES), *(f"key {name}" for name in _SLICES),
-            *(f"task {name}" for name in _TASKS), "speed")
+_COLUMNS = (*_LAYOUT, *(f"task {name}" for name in _TASKS), "speed")
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    layout, keys = plan.layout, plan.layout.key_only
-    columns = [layout.lengths, *(getattr(layout, name) for name in _SLICES), *(getattr(keys, name) for name in _SLICES),
-               *(getattr(plan.tasks, name) for name in _TASKS), plan.speed]
-    header = {"columns": dict(zip(_COLUMNS, map(len, columns), strict=True)), "num_ranks": layout.num_ranks,
-              "tolerance": plan.tolerance, "model": asdict(plan.model), "tp": plan.tp, "limit": plan.limit,
-              "backward": plan.backward, "window": plan.window}
-    text = json.dumps(header).encode()
-    return b"".join((MAGIC, len(text).to_bytes(8, "little"), text, *(column.astype(column.dtype.newbyteorder("<"))
-                     .tobytes() for column in columns)))
+    columns = (*_columns_of(plan.layout), *(getattr(plan.tasks, name) for name in _TASKS), plan.speed)
+    header = {"num_ranks": plan.layout.num_ranks, "tolerance": plan.tolerance, "model": asdict(plan.model),
+              "tp": plan.tp, "limit": plan.limit, "backward": plan.backward, "window": plan.window}
+    return _written(MAGIC, header, dict(zip(_COLUMNS, columns, strict=True)))
 
 
 def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
     """The plan that `plan_to_bytes` wrote; ValueError where these are not its bytes."""
-    content = bytes(content)
-    begin = len(MAGIC) + 8
-    if not content.startswith(MAGIC) or len(content) < begin:
-        raise ValueError(f"{len(content)} bytes are no plan of this version; run the same distca on every rank")
-    end = begin + int.from_bytes(content[len(MAGIC):begin], "little")
+    header, columns = _read(MAGIC, bytes(content))
     try:
-        header: dict[str, Any] = json.loads(content[begin:end])
-        lengths = {name: int(header["columns"][name]) for name in _COLUMNS}
         model = _model(header["model"])
         num_ranks, tp, backward = int(header["num_ranks"]), int(header["tp"]), bool(header["backward"])
         window = None if header["window"] is None else int(header["window"])
         tolerance, limit = float(header["tolerance"]), None if header["limit"] is None else str(header["limit"])
-    except (KeyError, TypeError, ValueError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"a plan's header cannot be read ({type(error).__name__}: {error}); run the same distca on "
-                         "every rank") from None
-    if min(lengths.values()) < 0 or end + 8 * sum(lengths.values()) != len(content):
+        layout = _layout([columns[name] for name in _LAYOUT], num_ranks)
+        tasks, speed = TaskTable(*(columns[f"task {name}"] for name in _TASKS)), columns["speed"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unread(error) from None
+    return Plan(layout, tasks, speed, tolerance, model, tp, limit=limit, backward=backward, window=window)
+
+
+def step_to_bytes(step: StepPlan) -> bytes:
+    """What `step_from_bytes` needs of a step: where documents live and the plan of every call, each plan once."""
+    plans = step.plans()
+    number = {id(plan): at for at, plan in enumerate(plans)}
+    header = {"placement": step.placement, "tried": step.tried,
+              "calls": [number[id(plan)] for plan in _calls(step)]}
+    columns = {f"plan {at}": np.frombuffer(plan_to_bytes(plan), dtype="<i8") for at, plan in enumerate(plans)}
+    for m, micro_batch in enumerate(step.micro_batches):
+        for n, nano in enumerate(micro_batch.nano_batches):
+            columns |= {f"{m} {n} {name}": column for name, column in zip(
+                ("document", *_LAYOUT), (nano.document, *_columns_of(nano.layout)), strict=True)}
+    return _written(STEP_MAGIC, header, columns)
+
+
+def step_from_bytes(content: bytes, own: StepPlan) -> StepPlan:
+    """The step that `step_to_bytes` wrote, on a rank whose `own` is for the same lengths, settings and model.
+
+    Proven as a whole before it is returned; ValueError where it is not such a step.
+    """
+    header, columns = _read(STEP_MAGIC, content)
+    any_plan = own.plans()[0]
+    try:
+        plans = [replace(plan_from_bytes(columns[f"plan {at}"].tobytes()), model=own.model, tp=own.tp,
+                         cost=any_plan.cost, topology=any_plan.topology)
+                 for at in range(1 + max(map(int, header["calls"])))]
+        calls = iter([plans[at] for at in header["calls"]])
+        stages = tuple(tuple(tuple(tuple(islice(calls, len(depths))) for depths in nanos) for nanos in ticks)
+                       for ticks in own.by_stage[:1 if own.is_shared else None])
+        micro_batches = tuple(MicroBatch(micro_batch.lengths, tuple(
+            NanoBatch(_layout([columns[f"{m} {n} {name}"] for name in _LAYOUT], nano.layout.num_ranks),
+                      columns[f"{m} {n} document"]) for n, nano in enumerate(micro_batch.nano_batches)))
+            for m, micro_batch in enumerate(own.micro_batches))
+        tried = tuple((float(tolerance), float(seconds)) for tolerance, seconds in header["tried"])
+        placement = None if header["placement"] is None else str(header["placement"])
+        step = replace(own, by_stage=stages * (own.num_stages // len(stages)), micro_batches=micro_batches,
+                       tried=tried, placement=placement)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise _unread(error) from None
+    step.validate()
+    return step
+
+
+def _calls(step: StepPlan) -> Iterable[Plan]:
+    """The plan of every call, those of stages that share attention once."""
+    return (plan for ticks in step.by_stage[:1 if step.is_shared else None] for nanos in ticks for depths in nanos
+            for plan in depths)
+
+
+def _columns_of(layout: Layout) -> list[np.ndarray]:
+    return [layout.lengths, *(getattr(table, name) for table in (layout, layout.key_only) for name in _SLICES)]
+
+
+def _layout(columns: list[np.ndarray], num_ranks: int) -> Layout:
+    lengths, document, start, stop, rank = columns[:5]
+    return Layout(lengths, document, start, stop, rank, num_ranks, KeySlices(*columns[5:]))
+
+
+def _written(magic: bytes, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
+    text = json.dumps({"columns": {name: len(column) for name, column in columns.items()}, **header}).encode()
+    text += b" " * (-(len(magic) + 8 + len(text)) % 8)           # columns begin, and all ends, on whole numbers
+    return b"".join((magic, len(text).to_bytes(8, "little"), text, *(column.astype(column.dtype.newbyteorder("<"))
+                     .tobytes() for column in columns.values())))
+
+
+def _read(magic: bytes, content: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    begin = len(magic) + 8
+    if not content.startswith(magic) or len(content) < begin:
+        raise ValueError(f"{len(content)} bytes are no plan of this version; run the same distca on every rank")
+    end = begin + int.from_bytes(content[len(magic):begin], "little")
+    try:
+        header: dict[str, Any] = json.loads(content[begin:end])
+        lengths = {name: int(length) for name, length in header["columns"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _unread(error) from None
+    if min(lengths.values(), default=0) < 0 or end + 8 * sum(lengths.values()) != len(content):
         raise ValueError(f"a plan's {len(content)} bytes are not the {8 * sum(lengths.values())} of its columns behind "
                          f"{end} of its header; run the same distca on every rank")
     columns: dict[str, np.ndarray] = {}
     for name, length in lengths.items():
         columns[name] = np.frombuffer(content, dtype="<f8" if name == "speed" else "<i8", count=length, offset=end)
         end += 8 * length
-    slices = {name: columns[f"slice {name}"] for name in _SLICES}
-    layout = Layout(columns["lengths"], **slices, num_ranks=num_ranks,
-                    key_only=KeySlices(*(columns[f"key {name}"] for name in _SLICES)))
-    tasks = TaskTable(*(columns[f"task {name}"] for name in _TASKS))
-    return Plan(layout, tasks, columns["speed"], tolerance, model, tp, limit=limit, backward=backward,
-                window=window)
+    return header, columns
+
+
+def _unread(error: Exception) -> ValueError:
+    return ValueError(f"a plan's header cannot be read ({type(error).__name__}: {error}); run the same distca on "
+                      "every rank")
 
 
 def _model(about: dict[str, Any]) -> ModelShape:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.columns import Positions
+from distca.columns import Positions, added
 from distca.planning.shard_cut import Prices
 from distca.planning.tasks import TILE, TaskTable
 from distca.planning.traffic import key_ranges, query_ranges
@@ -156,7 +156,7 @@ def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[flo
         if kv_stop <= kv_start:
             return None
         own = prices.measure(int(layout.stop[i] - layout.start[i]), int(layout.stop[i]))
-        now = sum(_part_work(first, last, kv_start, kv_stop, prices) for first, last in zip(begin, end, strict=True))
+        now = added(_part_work(first, last, kv_start, kv_stop, prices) for first, last in zip(begin, end, strict=True))
         change.append((int(layout.rank[i]), now - own))
         shares.append((i, kv_start, kv_stop))
     if any(extra > max(spare[rank], 0.0) for rank, extra in change):

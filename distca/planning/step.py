@@ -16,12 +16,14 @@ from functools import partial
 
 import numpy as np
 
+from distca.columns import added
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.planning.micro_batch import MicroBatch
 from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.placed import Planner, is_no_more, sends_no_more
 from distca.planning.plan import Plan, max_over_mean, server_work
+from distca.planning.step_checks import check_calls, check_fields
 from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
 from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
@@ -112,6 +114,8 @@ class StepPlan:
                              f"micro-batches but the step has {self.num_stages} and {len(self.micro_batches)}")
         for micro_batch in self.micro_batches:
             micro_batch.validate()
+        check_fields(self)
+        check_calls(self)
         for plan in self.plans():
             plan.validate()
         for stage, num_layers in enumerate(self.layers):
@@ -123,10 +127,7 @@ class StepPlan:
     def _check_call(self, stage: int, tick: int, nano: int, depth: int) -> None:
         """The call has the documents of the micro-batches that run in it, and seconds of its direction."""
         where = f"tick {tick}, nano-batch {nano}, layer {depth} of stage {stage}"
-        depths = self.by_stage[stage][tick][nano]
-        if depth >= len(depths):
-            raise ValueError(f"{where} has no plan; plan every layer")
-        plan, running = depths[depth], self.ticks.micro_batch[tick]
+        plan, running = self.by_stage[stage][tick][nano][depth], self.ticks.micro_batch[tick]
         if self.is_shared:
             placing = np.where(np.array(self.layers) > depth, running, IDLE).tolist()
             layout = tick_layout(placing, [micro_batch.layouts[nano] for micro_batch in self.micro_batches])
@@ -292,8 +293,8 @@ def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
 
 def _slowest_seconds(step: StepPlan) -> float:
     """Of the slowest server of every call."""
-    return sum(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
-               for plan in step.plans() for work in (plan.work(),))
+    return added(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
+                 for plan in step.plans() for work in (plan.work(),))
 
 
 def same_columns(one: Layout, other: Layout) -> bool:

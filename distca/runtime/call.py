@@ -183,8 +183,8 @@ def _has_triton() -> bool:
 
 
 def different_plans(rank: int, others: list[int]) -> ValueError:
-    return ValueError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance and "
-                      "version on every rank, and make the same calls in the same order")
+    return ValueError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance, "
+                      "cost and versions on every rank, and make the same calls in the same order")
 
 
 class Call(ABC):

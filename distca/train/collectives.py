@@ -42,16 +42,28 @@ def first_says(ask: Callable[[], Value], group: dist.ProcessGroup | None = None)
             answer = {"value": ask()}
         except ValueError as error:
             answer = {"error": str(error)}
-    content = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
-    length = torch.tensor([len(content)])
-    dist.broadcast(length, src=0, group=group)
-    if dist.get_rank() != 0:
-        content = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(content, src=0, group=group)
-    answer = json.loads(bytes(content.numpy()))
+    answer = json.loads(from_first(json.dumps(answer).encode(), group))
     if "error" in answer:
         raise ValueError(answer["error"])
     return cast(Value, answer["value"])
+
+
+def from_first(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    """Rank 0's bytes, of which there are some, on every rank."""
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, src=0, group=group)
+    sent = torch.empty(int(length), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    dist.broadcast(sent, src=0, group=group)
+    return sent.numpy().tobytes()
+
+
+def all_equal(numbers: list[int], group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks hold the same numbers, of up to 63 bits; by one reduction."""
+    most = torch.tensor([[number, -number] for number in numbers])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return bool((most[:, 0] == -most[:, 1]).all())
 
 
 def set_timeouts(timeout: timedelta) -> None:

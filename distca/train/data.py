@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +33,7 @@ from distca.planning.tolerance import StepSeconds
 from distca.planning.windows import with_windows
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape, unknown_name
+from distca.train.agreement import StepDigests
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
@@ -166,6 +167,11 @@ class _Draft(NamedTuple):
     num_labels: int
     position: dict[str, int | str]
     server_work: np.ndarray | None
+    pieces: list[list[TextPiece]]  # [micro-batch]
+    digests: StepDigests
+
+
+Agree = Callable[[StepPlan, StepDigests], StepPlan]  # the step that all ranks follow, given this rank's
 
 
 class Loader:
@@ -173,14 +179,15 @@ class Loader:
 
     `model` is the decoder's shape, whose vocabulary must hold every token and whose heads tell what moving one costs;
     `topology` the nodes of the pool's ranks. A batch without a label is refused unless `trains` is false. `speed` is of
-    the pool's servers, for the batches whose making begins after it was set: that behind the next one.
+    the pool's servers, for the batches whose making begins after it was set: that behind the next one. `next` calls
+    `agree` with every batch's plan; where that returns another, it is the batch's.
     """
 
     speed: np.ndarray | None = None  # all equal
 
     def __init__(
         self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape,
-        topology: Topology | None = None, trains: bool = True,
+        topology: Topology | None = None, trains: bool = True, agree: Agree | None = None,
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
@@ -196,6 +203,7 @@ class Loader:
         self._corpus, self._settings, self._model = corpus, settings, model
         self._cost = attention_time(settings, model)
         self._rank, self._world, self._topology, self._trains = rank, world, topology, trains
+        self._agree = agree
         self._stream = Stream(lengths, seed=settings.data.seed, max_document=settings.data.max_document)
         self._position = self._stream.state()
         self._ahead: Future[_Draft] | None = None
@@ -207,6 +215,9 @@ class Loader:
         self._ahead = None
         draft = self._wait(ahead)
         wait_seconds = time.perf_counter() - begin
+        plan = draft.plan if self._agree is None else self._agree(draft.plan, draft.digests)
+        if plan is not draft.plan:
+            draft = self._drafted(plan, draft.plan_seconds, draft.pieces, draft.position)
         self._position = draft.position
         self._ahead = in_background(self._draft, self._position, self.speed)
         micro_batches = tuple(
@@ -250,7 +261,12 @@ class Loader:
         begin = time.perf_counter()
         plan = step_plan([np.array([piece.stop - piece.start for piece in pieces]) for pieces in micro_batches],
                          self._settings, self._model, self._world, self._cost, self._topology, speed)
-        seconds = time.perf_counter() - begin
+        return self._drafted(plan, time.perf_counter() - begin, micro_batches, after)
+
+    def _drafted(
+        self, plan: StepPlan, plan_seconds: float, micro_batches: list[list[TextPiece]], position: dict[str, int | str]
+    ) -> _Draft:
+        """The batch of these pieces as the plan lays them out."""
         num_labels = sum(self._num_labels(piece) for pieces in micro_batches for piece in pieces)
         if num_labels == 0 and self._trains:
             what = "documents of one token" if plan.num_labels == 0 else "tokens that are not in the loss"
@@ -258,8 +274,9 @@ class Loader:
                              "batch.tokens_per_rank or batch.micro_batches, or give other documents")
         columns = [[self._columns(nano, pieces) for nano in micro_batch.nano_batches]
                    for micro_batch, pieces in zip(plan.micro_batches, micro_batches, strict=True)]
-        return _Draft(columns, plan, plan.summary(), seconds, num_labels, after,
-                      plan.server_work() if self._settings.attention.adapt else None)
+        return _Draft(columns, plan, plan.summary(), plan_seconds, num_labels, position,
+                      plan.server_work() if self._settings.attention.adapt else None, micro_batches,
+                      StepDigests.of(plan))
 
     def _num_labels(self, piece: TextPiece) -> int:
         """Tokens of a piece that have one before them and are in the loss."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distca.spec import ModelShape
 from distca.train.corpora import Corpus, PartOfCorpus, corpus_from
-from distca.train.data import Batch, Loader
+from distca.train.data import Agree, Batch, Loader
 from distca.train.settings import Settings
 from distca.workload.topology import Topology
 
@@ -62,7 +62,7 @@ class Evaluation:
 
     def __init__(
         self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape,
-        topology: Topology | None = None,
+        topology: Topology | None = None, agree: Agree | None = None,
     ) -> None:
         tokens, needed = int(corpus.lengths().sum()), batch_tokens(settings, world)
         if tokens < needed:
@@ -70,7 +70,7 @@ class Evaluation:
             raise ValueError(f"the held-out documents have {tokens} tokens but a batch takes {needed}; {remedy}, or "
                              "take fewer tokens a step")
         self._loader = Loader(corpus, settings, rank=rank, world=world, model=model, topology=topology,
-                              trains=False)
+                              trains=False, agree=agree)
         self._start = self._loader.state()
         self._num_batches = min(settings.eval.batches, tokens // needed)
         self._every, self._last = settings.eval.every, settings.run.steps

@@ -34,6 +34,7 @@ from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.adapt import ServerSpeeds
+from distca.train.agreement import Agreement
 from distca.train.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.checkpoint import Checkpointer, SaveError
 from distca.train.checkpoint_folder import step_folders
@@ -115,13 +116,13 @@ class Trainer:
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=transport_between(shared, settings), recorder=self.recorder,
                                        spare_multiprocessors=settings.attention.spare_multiprocessors)
-        nodes = self.attention.topology
+        nodes, agree = self.attention.topology, Agreement(settings, self.trainers)
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
-                             model=shape.model, topology=nodes)
+                             model=shape.model, topology=nodes, agree=agree)
         self.speeds = ServerSpeeds(self.pool, self.trainers) if settings.attention.adapt else None
         self.evaluation = None if held_out is None or not settings.eval.every else Evaluation(
             held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model,
-            topology=nodes)
+            topology=nodes, agree=agree)
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         compile, host_bytes = compiles(settings, device), int(settings.model.offload * 1e9)
         offload = Offload(device, host_bytes) if host_bytes else None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.columns import freeze
+from distca.validation import check_whole
 from distca.workload.documents import check_lengths
 
 
@@ -39,7 +40,7 @@ class KeySlices:
     rank: np.ndarray      # [slices] nondecreasing
 
     def __post_init__(self) -> None:
-        freeze(self, self.__slots__)
+        freeze(self, self.__slots__, rows=True)
 
     def __len__(self) -> int:
         return len(self.document)
@@ -68,7 +69,8 @@ class Layout:
     key_only: KeySlices = NO_KEYS  # tokens of another nano-batch that this one's queries read
 
     def __post_init__(self) -> None:
-        freeze(self, ("lengths", "document", "start", "stop", "rank"))
+        freeze(self, ("lengths",))
+        freeze(self, ("document", "start", "stop", "rank"), rows=True)
 
     @property
     def num_slices(self) -> int:
@@ -150,6 +152,7 @@ class Layout:
     def validate(self) -> None:
         """Prove that every token of every document has exactly one home, as a query or as a key only."""
         check_lengths(self.lengths)
+        check_whole("num_ranks", self.num_ranks)
         if np.any(np.diff(self.rank) < 0) or np.any(np.diff(self.key_only.rank) < 0):
             raise ValueError("layout slices must be grouped by rank in ascending order; sort them by rank")
         keys = self.keys()

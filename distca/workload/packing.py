@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.columns import freeze
+from distca.validation import short
 from distca.workload.documents import Workload, check_lengths
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import Cuts, place
@@ -209,8 +210,8 @@ def check_pool(speed: Sequence[float] | np.ndarray | None, ranks: int) -> np.nda
     if pool.ndim != 1 or len(pool) < ranks:
         raise ValueError(f"speed has shape {pool.shape} but there are {ranks} ranks; give one speed per rank, 0 for a "
                          "rank that serves nothing, and one per dedicated server after them")
-    if not (np.isfinite(pool).all() and (pool >= 0).all() and pool.sum() > 0):
-        raise ValueError(f"speed is {pool.tolist()}; give finite numbers of 0 or more, at least one above 0")
+    if not ((pool >= 0).all() and 0 < pool.sum() < np.inf):
+        raise ValueError(f"speed is {short(pool.tolist())}; give finite numbers of 0 or more, at least one above 0")
     return pool
 
 

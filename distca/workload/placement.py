@@ -97,7 +97,7 @@ class _Documents(NamedTuple):
 
     @classmethod
     def of(cls, first: np.ndarray, last: np.ndarray, work: np.ndarray, longest: np.ndarray) -> _Documents:
-        pairs = 0.5 * (last.astype(np.float64) ** 2 - first.astype(np.float64) ** 2)
+        pairs = 0.5 * (squares(last) - squares(first))
         return cls(first, last, work, work / pairs, longest)
 
     def light_densities(self, capacity: np.ndarray, tokens_per_rank: float) -> Iterator[float]:
@@ -108,7 +108,13 @@ class _Documents(NamedTuple):
         for part in _PARTS_OF_MEAN:                              # tokens with less work than this part of the mean
             stop = np.clip(part * mean / self.rate, self.first, self.last)
             tokens = float((stop - self.first).sum())
-            yield float((0.5 * self.rate * (stop ** 2 - self.first.astype(np.float64) ** 2)).sum()) / max(tokens, 1.0)
+            yield float((0.5 * self.rate * (squares(stop) - squares(self.first))).sum()) / max(tokens, 1.0)
+
+
+def squares(position: np.ndarray) -> np.ndarray:
+    """As products, which every processor rounds alike."""
+    exact = position.astype(np.float64)
+    return exact * exact
 
 
 def _placed(
@@ -165,7 +171,7 @@ def _placed(
 
 def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -> int:
     """Where the slice that ends at `stop` begins, so that it uses up the room: on the grid, at most `free` tokens."""
-    squared = (stop - center) ** 2 - 2.0 * room
+    squared = (stop - center) * (stop - center) - 2.0 * room     # ** is the C library's pow, rounded as it likes
     start = center + sqrt(squared) if squared > 0 and stop > center else 0.0
     start = max(start, stop - free)
     if stop - start > wave_tokens:

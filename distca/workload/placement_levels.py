@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.workload.documents import MAX_LENGTH
 from distca.workload.layout import Layout, layout_from_slices
-from distca.workload.placement import Cuts, place_slices
+from distca.workload.placement import Cuts, place_slices, squares
 
 _SPREAD_TOKENS = 512  # the fewest of a slice that is cut for its keys to leave by several NICs
 _SLACK = 0.4  # part of what a rank may have above its share that nodes leave to the placement inside them
@@ -30,9 +30,9 @@ class _Parts(NamedTuple):
 
     def cut(self, part: np.ndarray, start: np.ndarray, stop: np.ndarray) -> _Parts:
         """Tokens [start, stop) of each named part; work is divided as causal pairs are."""
-        before, after = (_squares(column[part]) for column in (self.start, self.stop))
+        before, after = (squares(column[part]) for column in (self.start, self.stop))
         return _Parts(self.document[part], start, stop,
-                      self.work[part] * (_squares(stop) - _squares(start)) / (after - before))
+                      self.work[part] * (squares(stop) - squares(start)) / (after - before))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,3 @@ def _inside(
         here = _Parts(*(column[begin[number]:begin[number + 1]] for column in slices))
         yield from _inside(here, members[order_of_members[begin_of_members[number]:begin_of_members[number + 1]]],
                            pool, levels[1:])
-
-
-def _squares(position: np.ndarray) -> np.ndarray:
-    return position.astype(np.float64) ** 2

@@ -28,6 +28,9 @@ class Topology:
         freeze(self, ("node", "pod"))
         if self.node.ndim != 1 or len(self.node) == 0 or self.node.shape != self.pod.shape:
             raise ValueError(f"node has shape {self.node.shape} and pod {self.pod.shape}; give one of each per server")
+        for name in ("node", "pod"):
+            if (least := int(getattr(self, name).min())) < 0:
+                raise ValueError(f"{name} is {least} for some server; number {name}s from 0")
         wrong = self.pod_of_node()[self.node] != self.pod
         if wrong.any():
             at = int(self.node[np.flatnonzero(wrong)[0]])

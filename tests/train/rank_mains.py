@@ -177,3 +177,30 @@ def train_with_a_slow_rank(settings: Settings) -> int:
     code = trainer.run(settings)
     _say(settings, work=seen)
     return code
+
+
+def train_with_another_table(settings: Settings) -> int:
+    """Rank 1 plans by the table beside the one that the settings name."""
+    import logging
+
+    from distca.train import agreement, trainer
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    def adopted(content: bytes, own: Any) -> Any:
+        step = read(content, own)
+        places.append([one.placement for one in (own, step)])
+        return step
+
+    warnings: list[str] = []
+    places: list[list[str | None]] = []
+    read = vars(agreement)["step_from_bytes"]
+    vars(agreement)["step_from_bytes"] = adopted
+    logging.getLogger("distca").addHandler(Told(logging.WARNING))
+    if launch.here().rank == 1:
+        settings = settings.with_values({"attention.cost": settings.attention.cost.replace("own", "other")})
+    code = trainer.run(settings)
+    _say(settings, warnings=warnings, adopted=len(places))
+    return code
