@@ -28,6 +28,7 @@ from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
 from distca.runtime.gloo import one_worker_per_group
+from distca.runtime.heap import TRIM_STEPS, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
@@ -189,6 +190,8 @@ class Trainer:
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
         self.step += 1
+        if self.device.type == "cpu" and self.step % TRIM_STEPS == 0:
+            return_freed_memory()
         trace = self.recorder.end_step(self.rank, self.step)
         total, attention, linear, wait = self.over_ranks(own_total, trace)
         loss = total / batch.num_labels
