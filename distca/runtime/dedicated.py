@@ -17,6 +17,7 @@ import torch
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.runtime.call import Call, Phase, Shapes
+from distca.runtime.heap import TRIM_CALLS, return_freed_memory
 from distca.runtime.registry import PLANS_KEPT, LatestUsed
 from distca.runtime.transport import Transport
 
@@ -107,6 +108,8 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
         calls[heard.call].run_without_tokens(heard.phase)
         if heard.phase is Phase.COMBINE:
             del calls[heard.call]
+            if heard.shapes.device.type == "cpu" and heard.call % TRIM_CALLS == 0:
+                return_freed_memory()
     return served
 
 

@@ -279,7 +279,7 @@ class Checkpointer:
         first_says(self._take_lock, self._group)
 
     def _take_lock(self) -> None:
-        self._lock = FolderLock(self.folder)
+        self._lock = FolderLock(self.folder, "checkpoint.folder")
 
     def _describe(self) -> dict[str, str]:
         """What all ranks hold together: what a checkpoint must match."""

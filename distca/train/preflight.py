@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from distca.spec import ModelShape
 from distca.train.decoder_shape import DecoderShape, decoder_shape
+from distca.train.folder_lock import each_run_its_own
 from distca.train.setting_checks import check_degrees
 from distca.train.settings import Settings
 from distca.validation import read_text
@@ -145,17 +146,19 @@ def _check_files(settings: Settings) -> None:
         from distca.train.chat import load_chat_template
 
         load_chat_template(data.tokenizer)
-    for name, folder in (("log.folder", settings.log.folder), ("checkpoint.folder", settings.checkpoint.folder),
+    log = Path(settings.log.folder)
+    fresh = each_run_its_own(log)
+    _check_writable("log.folder", settings.log.folder, log.parent if fresh else log)
+    for name, folder in (("checkpoint.folder", settings.checkpoint.folder),
                          ("checkpoint.export", settings.checkpoint.export)):
         if folder:
-            _check_writable(name, folder)
+            _check_writable(name, folder, Path(folder))
     if settings.checkpoint.export:
         from distca.train.export import check_target
 
         check_target(settings.checkpoint.export, "checkpoint.export")
-    log = Path(settings.log.folder) / "steps.jsonl"
-    if log.exists():
-        read_text(log, MAX_LOG_BYTES)
+    if not fresh and (log / "steps.jsonl").exists():
+        read_text(log / "steps.jsonl", MAX_LOG_BYTES)
 
 
 def _check_corpus(name: str, path: str, source: str, split: str) -> None:
@@ -173,9 +176,9 @@ def _check_corpus(name: str, path: str, source: str, split: str) -> None:
         table_files(path, split=split, split_option="data.split" if name == "data.path" else "")
 
 
-def _check_writable(name: str, folder: str) -> None:
-    """The folder, or the nearest one above it that exists, takes new files."""
-    path = Path(folder).absolute()
+def _check_writable(name: str, folder: str, path: Path) -> None:
+    """The path, or the nearest folder above it that exists, takes new files."""
+    path = path.absolute()
     try:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         with tempfile.TemporaryFile(dir=existing):

@@ -195,7 +195,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go.", common=True)
+    folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go; latest is a link to "
+                                         "the newest run's own folder.", common=True)
     every: int = setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
     tensorboard: bool = setting(False, "Also write TensorBoard events into the folder.")
     wandb: str = setting("", "Also log to this project of Weights & Biases; true for one named distca.",

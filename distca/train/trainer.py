@@ -28,6 +28,7 @@ from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
 from distca.runtime.gloo import one_worker_per_group
+from distca.runtime.heap import TRIM_STEPS, return_freed_memory
 from distca.runtime.liveness import Liveness, is_lost
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
@@ -38,12 +39,13 @@ from distca.train.agreement import Agreement
 from distca.train.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.checkpoint import Checkpointer, SaveError
 from distca.train.checkpoint_folder import step_folders
-from distca.train.collectives import gather_json, set_timeouts
+from distca.train.collectives import first_says, gather_json, set_timeouts
 from distca.train.data import Batch, Loader
 from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.display import Observer
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.export import export_newest
+from distca.train.folder_lock import FolderLock, open_log_folder
 from distca.train.groups import groups_of, num_training, transport_between
 from distca.train.hf_config import config_of
 from distca.train.metrics import StepRecord
@@ -135,6 +137,7 @@ class Trainer:
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         set_timeouts(timeout)
         self.step, self.stopping = 0, False
+        self.log: FolderLock | None = None                       # on rank 0, while it trains
         self.checkpoints = self.open_checkpoints(shape, dtype)
 
     def open_checkpoints(self, shape: DecoderShape, dtype: torch.dtype) -> Checkpointer | None:
@@ -154,9 +157,17 @@ class Trainer:
             self.step = state.step
         return checkpoints
 
+    def open_log(self) -> str:
+        """The folder that this run logs in, which is its alone until it ends."""
+        saved = self.settings.checkpoint.folder
+        self.log = open_log_folder(Path(self.settings.log.folder), Path(saved) if saved else None,
+                                   resumed=self.step > 0)
+        return str(self.log.folder)
+
     def train(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.ask_to_stop)
+        self.settings = self.settings.with_values({"log.folder": first_says(self.open_log, self.trainers)})
         observer = Observer(self.settings, self.rank, self.world)
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
@@ -171,6 +182,8 @@ class Trainer:
         finally:
             self.loader.close()
             observer.close(stopped=self.stopping)
+            if self.log is not None:
+                self.log.release()
         if self.checkpoints is not None:
             self.checkpoints.close()
 
@@ -186,6 +199,8 @@ class Trainer:
         with self.recorder.span("optimizer", "optimizer"):
             norm = self.update()
         self.step += 1
+        if self.device.type == "cpu" and self.step % TRIM_STEPS == 0:
+            return_freed_memory()
         trace = self.recorder.end_step(self.rank, self.step)
         total, attention, linear, wait = self.over_ranks(own_total, trace)
         loss = total / batch.num_labels

@@ -13,6 +13,7 @@ from distca.kernels import TaskRows
 from distca.kernels.accuracy import check_attention
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
+from distca.runtime import dedicated
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Call, Phase
 from distca.runtime.dedicated import Announcement, serve_until_stopped, stop_servers
@@ -92,8 +93,11 @@ def test_one_plan_used_all_along_while_others_pass() -> None:
     check(plans[-1], [row[1] for row in rows])
 
 
-def test_servers_count_calls_and_stop() -> None:
-    """Forward without backward, and both, each count as one call."""
+def test_servers_count_calls_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward without backward, and both, each count as one call; freed memory goes back every so many of either."""
+    trimmed: list[bool] = []
+    monkeypatch.setattr(dedicated, "TRIM_CALLS", 2)
+    monkeypatch.setattr(dedicated, "return_freed_memory", lambda: trimmed.append(True))
     plan = misplaced_plan(layout_from_rows([[10], [6]]), 4, MODEL, shift=2)
 
     def body(transport: LoopbackTransport) -> int | None:
@@ -108,6 +112,7 @@ def test_servers_count_calls_and_stop() -> None:
         return None
 
     assert LoopbackWorld(4, timeout_seconds=20).run(body) == [None, None, 3, 3]
+    assert len(trimmed) == 2 * 2                                 # two servers, of five calls the second and fourth
 
 
 def test_a_pool_that_serves_everything_leaves_trainers_without_kernels() -> None:

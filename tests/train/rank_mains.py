@@ -3,10 +3,13 @@
 They leave what they saw in the log folder, a file for each rank.
 """
 
+import ctypes
 import errno
+import gc
 import json
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -204,3 +207,49 @@ def train_with_another_table(settings: Settings) -> int:
     code = trainer.run(settings)
     _say(settings, warnings=warnings, adopted=len(places))
     return code
+
+
+def live_memory(settings: Settings) -> int:
+    """Live bytes of the heap and Python's blocks after 50 steps, all but 20, and all; those 20 keep their batches."""
+    import torch
+
+    from distca.train import trainer as training
+
+    kept: list[Any] = []
+    training.start_group(settings, torch.device("cpu"), launch.here().local_world)
+    trainer = training.Trainer(settings, torch.device("cpu"))
+    run_step = trainer.forward_backward
+
+    def live_after(step: int) -> list[int]:
+        """The least of five steps: what is on its way to the next step comes and goes."""
+        while trainer.step < step - 5:
+            trainer.one_step()
+        seen = []
+        for _ in range(5):
+            trainer.one_step()
+            gc.collect()
+            seen.append((live_heap_bytes(), sys.getallocatedblocks()))
+        return [min(column) for column in zip(*seen, strict=True)]
+
+    def keep_rows(batch: Any) -> torch.Tensor:
+        kept.append(batch.rows)
+        return run_step(batch)
+
+    trimmed: list[int] = []
+    vars(training)["return_freed_memory"] = lambda: trimmed.append(trainer.step)
+    before, after = live_after(50), live_after(settings.run.steps - 20)
+    vars(trainer)["forward_backward"] = keep_rows
+    _say(settings, before=before, after=after, leaking=live_after(settings.run.steps), trimmed=trimmed)
+    trainer.loader.close()
+    return 0
+
+
+def live_heap_bytes() -> int:
+    """What is allocated and not freed, by glibc's own count."""
+    class MallInfo(ctypes.Structure):
+        _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = MallInfo
+    counts = ask().counts
+    return int(counts[7] + counts[4])                            # uordblks in arenas, hblkhd in mappings of their own
