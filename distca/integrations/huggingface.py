@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from distca.cost.latency_table import LatencyTable
 from distca.integrations import check_version, not_installed
-from distca.integrations.document_lengths import RowSlices, from_batch
+from distca.integrations.document_lengths import DOCUMENTS, RowSlices, from_arguments
 from distca.integrations.huggingface_models import check_config, refused, shape_of, stateful_reason
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
 from distca.kernels import kernel_named
@@ -154,8 +154,7 @@ class _Forward:
         try:
             if self.refused is not None:
                 raise self.refused
-            slices, kept = from_batch(about.get("position_ids"), about.get("cu_seq_lens_q"), self.padding, num_rows,
-                                      row_len, about.get("document_ids"))
+            slices, kept = from_arguments(about, self.padding, num_rows, row_len)
         except ValueError as error:
             return error
         self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
@@ -310,6 +309,10 @@ def _ordinary(
         if _RUNNING.served is not None and torch.is_grad_enabled():
             _RUNNING.served.attention.begin(error, query.device)  # other ranks are waiting for a batch
         raise error
+    unread = next((name for name in DOCUMENTS if about.get(name) is not None), None)
+    if unread is not None:
+        raise ValueError(f"{unread} came with a cache or with a mask of your own, which alone say what is seen; leave "
+                         f"out {unread}, or the mask or cache")
     if not torch.compiler.is_compiling():
         _say_decoding()
     if about.get("softcap") is None and about.get("s_aux") is None:

@@ -44,7 +44,7 @@ check_version("megatron-core", megatron.core.__version__)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _ROTATED = ("rope", "learned_absolute", "none")                  # position embeddings that can begin anywhere
-_POSITIONS = "distca_positions"                                  # on packed_seq_params: [tokens]
+_POSITIONS = "distca_positions"                                  # on packed_seq_params: [tokens], on the host
 
 
 class BalancedCoreAttention(MegatronModule):
@@ -71,7 +71,7 @@ class BalancedCoreAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check(config, attn_mask_type, attention_type, dropout)
         self.scale = softmax_scale
-        self.window = _window(config, layer_number)
+        self.window, self.layer_number = _window(config, layer_number), layer_number
         self.group = getattr(pg_collection, "dp", None) if group is None else group
         self.options = options
         self.pool: PackedLayers | None = None
@@ -98,6 +98,9 @@ class BalancedCoreAttention(MegatronModule):
             raise ValueError(f"attn_mask_type is {attn_mask_type} and attention_bias "
                              f"{'none' if attention_bias is None else 'given'}; distca serves causal attention without "
                              "a bias")
+        if attention_mask is not None:
+            raise ValueError("attention_mask came with packed_seq_params, which alone say where documents begin; pass "
+                             "attention_mask=None")
         return self._attend(query, key, value, packed_seq_params).flatten(1)
 
     @torch.compiler.disable(reason="distca's attention exchanges with other ranks")
@@ -110,7 +113,8 @@ class BalancedCoreAttention(MegatronModule):
             attach(self, self.pool)
         edges, key_edges = document_edges(packed)
         return self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training, scale=self.scale,
-                                positions=getattr(packed, _POSITIONS, None), window=self.window)
+                                positions=getattr(packed, _POSITIONS, None), window=self.window,
+                                check=partial(_check_lengths, packed), layer=self.layer_number)
 
 
 def enable(
@@ -167,7 +171,7 @@ def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) ->
         raise ValueError("packed_seq_params came without position_ids; pass them to every pipeline stage, or leave out "
                          "follow_positions where documents do not span ranks")
     positions = position_ids.reshape(-1)
-    setattr(packed, _POSITIONS, positions)
+    setattr(packed, _POSITIONS, positions.to("cpu", copy=True))  # as they are now, whatever the buffer holds later
     gpt.distca_positions = positions if len(positions) and int(positions[0]) else None
 
 
@@ -186,6 +190,19 @@ def document_edges(packed: PackedSeqParams) -> tuple[torch.Tensor, torch.Tensor 
         raise ValueError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}; give 'thd'")
     edges = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return edges, packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
+
+
+def _check_lengths(packed: PackedSeqParams) -> None:
+    """Refuse a batch whose documents do not fit what else packed_seq_params say of them."""
+    if packed.cu_seqlens_q is None:
+        return
+    real, padded = packed.cu_seqlens_q.diff(), packed.cu_seqlens_q_padded
+    if padded is not None and (padded.shape != packed.cu_seqlens_q.shape or bool((real > padded.diff()).any())):
+        raise ValueError(f"packed_seq_params.cu_seqlens_q has {len(real)} documents, which do not fit the "
+                         f"{len(padded) - 1} of cu_seqlens_q_padded; pad each where it ends, or give one of them")
+    if packed.max_seqlen_q is not None and len(real) and int(real.max()) > int(packed.max_seqlen_q):
+        raise ValueError(f"packed_seq_params.max_seqlen_q is {int(packed.max_seqlen_q)} but a document has "
+                         f"{int(real.max())} tokens; give the longest one's, or leave it out")
 
 
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, dropout: float) -> None:

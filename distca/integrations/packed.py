@@ -94,7 +94,7 @@ class PackedAttention:
         self._table: RowTable | None = None                      # made then
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._speed: Sequence[float] | None = None
-        self._begun = WeakTensorKeyDictionary()                  # tensor -> what it said then, PackedBatch, beside
+        self._begun = WeakTensorKeyDictionary()                  # tensor -> _Begun
 
     def anew(self, **changed: Any) -> PackedAttention:
         """The same group and options, or those `changed`, with nothing begun."""
@@ -127,15 +127,16 @@ class PackedAttention:
     @not_compiled
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position_ids: torch.Tensor, *,
-        document_ids: torch.Tensor | None = None, scale: float | None = None, window: int | None = None,
-        softcap: float | None = None, sinks: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None, layer: int | None = None, scale: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of positions [tokens] -> out like q.
 
         Or [rows, tokens, heads, dim] with positions [rows, tokens]. Position 0 begins a document; a row that begins
         later continues the document of the row before it, or of the rank before. `document_ids`, like positions, number
-        the documents of all ranks where loaders put their parts elsewhere. All layers of a forward pass the same
-        `position_ids`: the first one exchanges lengths and plans, and every rank of the group makes this call.
+        the documents of all ranks where loaders put their parts elsewhere. Every rank of the group makes this call.
+        Each call reads positions and exchanges lengths, because a buffer may have been refilled. `layer`, counted up in
+        every forward from the model's first layer, lets the first one do that for all that pass the same tensors.
         `scale`, `window`, `softcap` and `sinks` are CoreAttention's.
         """
         def read() -> RowSlices:
@@ -145,28 +146,33 @@ class PackedAttention:
             return from_positions(position_ids, document_ids)
 
         rows = (q, k, v) if q.ndim == 3 else tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v))
-        batch = self.begin_once(position_ids, read, rows[0], rows[1], rows[2])
+        batch = self.begin_once(position_ids, read, rows[0], rows[1], rows[2], layer=layer, beside=document_ids)
         out = self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # a view would be a node more of autograd's
 
     def begin_once(
         self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-        in_pool: bool = True, beside: torch.Tensor | None = None,
+        in_pool: bool = True, beside: torch.Tensor | None = None, layer: int | None = None, lasting: bool = False,
     ) -> PackedBatch:
-        """The batch that a tensor stands for, which all layers of a forward and their replays are given.
+        """The batch that a tensor and the one `beside` it stand for, read once for the layers of a forward.
 
-        Begun by its first layer, dropped with the tensor; one that is overwritten for the next batch, or has another
-        one `beside` it, is begun again.
+        A tensor that is the same object may have other contents: torch does not count what is written in inference
+        mode, through `.data`, numpy or a CUDA graph. And where this rank's contents stayed the same, another rank's may
+        not have. So a call shares what was read only where every rank can tell that it belongs to the same forward: it
+        is of the `layer` after the last one, or a replay in backward, or the tensor is `lasting`, never refilled.
         """
-        about = _version(key), in_pool, id(beside), _version(beside)
         begun = self._begun.get(key)
-        if begun is None or begun[0] != about:
+        replayed = torch._C._current_graph_task_id() != -1
+        if begun is None or begun.in_pool != in_pool or begun.beside is not beside or not (
+                lasting or replayed or (layer is not None and begun.layer is not None and layer == begun.layer + 1)):
             slices, shapes = _read(read, q, k, v)
             if self.model is None and shapes is not None:
                 self.model = _shape_of(shapes)
-            begun = about, self.begin(slices, q.device, shapes) if in_pool else self.at_home(slices), beside
-            self._begun[key] = begun
-        return begun[1]
+            batch = self.begin(slices, q.device, shapes) if in_pool else self.at_home(slices)
+            begun = self._begun[key] = _Begun(batch, in_pool, beside, layer)
+        elif not replayed:
+            begun.layer = layer
+        return begun.batch
 
     @not_compiled
     def begin(
@@ -253,8 +259,14 @@ class PackedAttention:
         return self.model
 
 
-def _version(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
+@dataclass(slots=True)
+class _Begun:
+    """What a tensor stood for when it was last read, and for which of the layers since."""
+
+    batch: PackedBatch
+    in_pool: bool
+    beside: torch.Tensor | None
+    layer: int | None
 
 
 def _read(

@@ -1,17 +1,18 @@
 """Attention for trainers that hand every layer the edges of its documents: one tensor of cumulative lengths.
 
-All layers of a forward get the same tensor, and so does a layer that recomputation replays; the tensor therefore stands
-for the micro-batch: its first layer exchanges lengths and plans, the others find the plan.
+All layers of a forward get the same tensor, and so does a layer that recomputation replays: the first layer exchanges
+lengths and plans, the others find the plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from distca.integrations.document_lengths import RowSlices, from_cumulative, from_positions, whole_documents
+from distca.integrations.document_lengths import RowSlices, check_keys, from_edges
 from distca.integrations.packed import PackedAttention
 from distca.planning.plan import Plan
 from distca.runtime.transport import Transport
@@ -42,24 +43,29 @@ class PackedLayers:
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, *, training: bool,
-        positions: torch.Tensor | None = None, key_edges: torch.Tensor | None = None, scale: float | None = None,
-        window: int | None = None, sinks: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None, key_edges: torch.Tensor | None = None,
+        check: Callable[[], None] | None = None, layer: int | None = None, lasting: bool = False,
+        scale: float | None = None, window: int | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], documents between neighbouring edges -> out like q.
 
         `positions` [tokens] or [rows, tokens], where a row of them begins past 0, say that it continues a document.
+        `check` raises, when documents are read, what else is wrong with them. `layer` and `lasting` are `begin_once`'s:
+        by which the layers of one forward are told.
         Only training leaves home: evaluation talks to nobody, so ranks may run unequal numbers of batches of it.
         """
         def read() -> RowSlices:
-            if key_edges is not None and key_edges is not edges and not torch.equal(key_edges, edges):
-                raise ValueError("cumulative lengths of keys differ from those of queries; distca serves "
-                                 "self-attention, where both are the same tokens")
-            if positions is not None and positions.numel() and bool((positions[..., 0] != 0).any()):
-                return from_positions(positions)
-            return whole_documents(from_cumulative(edges, q.shape[0]))
+            check_keys(edges, key_edges)
+            if check is not None:
+                check()
+            if positions is not None and positions.numel() != q.shape[0]:
+                raise ValueError(f"positions have shape {tuple(positions.shape)} for {q.shape[0]} tokens; give a "
+                                 "position for each token")
+            rows = 1 if positions is None or positions.ndim == 1 else max(positions.shape[0], 1)
+            return from_edges(edges, (rows, q.shape[0] // rows), positions)
 
         batch = self._attention.begin_once(edges, read, q, k, v, in_pool=training and self.group is not None,
-                                           beside=positions)
+                                           beside=positions, layer=layer, lasting=lasting)
         return self._attention.attend(q, k, v, batch, scale=scale, window=window, sinks=sinks)
 
 

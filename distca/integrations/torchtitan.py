@@ -38,7 +38,7 @@ except ImportError as error:
 
 check_version("torchtitan", version("torchtitan"))
 
-_POSITIONS = WeakTensorKeyDictionary()                           # edges of documents -> positions they were made of
+_POSITIONS = WeakTensorKeyDictionary()                           # edges made here -> their positions, on the host
 _edges_of = decoder.create_varlen_metadata_for_document          # torchtitan's own
 
 
@@ -84,18 +84,19 @@ class BalancedAttention(VarlenAttention):
             return torch.empty_like(q_BLNH)
         dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan's own does on a GPU
         q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BLNH, k_BLNH, v_BLNH))  # [tokens, heads, dim]
-        out = self._attend(q, k, v, attention_masks.cu_seq_q, scale, sinks)
+        out = self._attend(q, k, v, attention_masks, scale, sinks)
         return out.view_as(q_BLNH).to(q_BLNH.dtype)
 
     @torch.compiler.disable(reason="distca's attention exchanges with other ranks; leave 'model' out of "
                                    "compile.components")
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, scale: float | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata, scale: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        edges = metadata.cu_seq_q
         pool = self._join(_data_parallel_group()) if self.pool is None else self.pool
         return pool.attend(q, k, v, edges, positions=_POSITIONS.get(edges), training=self.training, scale=scale,
-                           window=self.window, sinks=sinks)
+                           window=self.window, sinks=sinks, key_edges=metadata.cu_seq_k, lasting=edges in _POSITIONS)
 
     def _join(self, group: dist.ProcessGroup | None) -> PackedLayers:
         self.pool = layers_over(group, self.options)
@@ -132,7 +133,7 @@ def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
         edges = torch.tensor(host, dtype=torch.int32, device=positions.device)
         made = VarlenMetadata(edges, edges, max(lengths), max(lengths),
                               host if options.get("include_host_offsets") else None)
-    _POSITIONS[made.cu_seq_q] = positions
+    _POSITIONS[made.cu_seq_q] = positions.to("cpu", copy=True)   # as they are now, whatever the buffer holds later
     return made
 
 

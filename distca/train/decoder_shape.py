@@ -75,6 +75,7 @@ class DecoderShape:
     rope_scaling: RopeScaling | None = None
     max_positions: int = 131_072                                 # told to who loads the weights; nothing here is cut
     family: str = "llama"
+    init_std: float = 0.02                                       # of weights that are drawn, not loaded
 
     @property
     def qkv_bias(self) -> bool:
@@ -125,7 +126,7 @@ def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
     shape = _with_fields(shape, model)
     if not source and model.name == "tiny" and not model.vocab:  # ours, for any data
         shape = replace(shape, model=replace(shape.model, vocab=max(vocab, shape.model.vocab)))
-    _check_heads(shape)
+    check_heads(shape)
     if vocab > shape.model.vocab:
         field, value = next((field, value) for field, value in (
             ("model.load", model.load), ("model.config", model.config), ("model.name", model.name)) if value)
@@ -149,7 +150,8 @@ def check_model(model: Model) -> None:
                              f"weights have a shape of their own; leave model.{field} out")
 
 
-def _check_heads(shape: DecoderShape) -> None:
+def check_heads(shape: DecoderShape) -> None:
+    """Refuse heads that cannot be rotated, or that transformers would not read back."""
     model = shape.model
     if model.head_dim % 2:
         raise ValueError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one, of which rotary "

@@ -1,7 +1,8 @@
 """config.json of Hugging Face models, read and written: which decoder it describes, and what describes a decoder.
 
-What a file leaves out is what transformers takes for that model type. What this decoder does not compute (experts,
-latent attention, other activations and biases, other rotary scalings) is refused by name. Nothing here needs torch.
+What a file leaves out is what transformers takes for that model type, and what transformers does not read for it is not
+read here. What this decoder does not compute (experts, latent attention, other activations and biases, dropout, other
+rotary scalings, weights that are quantized) is refused by name. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,26 @@ from distca.train.decoder_shape import (
     Llama3Scaling,
     RopeScaling,
     YarnScaling,
+    check_heads,
 )
 from distca.validation import check_number, check_whole, short
 
 _DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' own, where they are not the same for all
     "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28,
+              "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128,
+              "num_key_value_heads": 32},
 }
-_EXPECTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+_NULLABLE = ("sliding_window", "num_key_value_heads")            # no window, as many as heads
+_TRAINED: dict[str, tuple[Any, ...]] = {                         # values that can be trained, the usual one first
+    "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0, None), "is_causal": (True,), "attention_dropout": (0.0, None),
+    "per_layer_config": (None, {}), "text_config": (None,), "quantization_config": (None, {}),
+    "compression_config": (None, {})}
+_UNREAD = {"llama": (), "mistral": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias", "mlp_bias"),
+           "qwen3": ("mlp_bias",)}                               # of these, by transformers
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -41,27 +52,49 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
         about = "has experts or another decoder than these" if kind in ARCHITECTURES else "is not known"
         raise ValueError(f"{file} has model_type {short(kind)}, which {about} and cannot be trained; supported are: "
                          f"{', '.join(FAMILIES)}")
-    for field, value in _EXPECTED.items():
-        if config.get(field, value) != value:
-            raise ValueError(f"{file} has {field} {short(config[field])}; only {value!r} can be trained")
-    config = _DEFAULTS[kind] | {field: value for field, value in config.items() if field != "text_config"}
+    for field, values in _TRAINED.items():
+        if field not in _UNREAD[kind] and config.get(field, values[0]) not in values:
+            raise ValueError(f"{file} has {field} {short(config[field])}; only {values[0]!r} can be trained: change it "
+                             "where the weights allow that, or give another model")
+    config = _DEFAULTS[kind] | config
+    for field, value in _DEFAULTS[kind].items():
+        if config[field] is None and field not in _NULLABLE:
+            raise ValueError(f"{file} has {field} None; give a number, or leave it out for {value}")
     name = file.resolve().parent.name if file.name == CONFIG else file.stem
     model = shape_of_config(config, name, windows=_windows(config, file))
     if model.experts is not None or model.latent is not None:
         what = "experts" if model.experts is not None else "latent attention"
         raise ValueError(f"{file} has {what}, which cannot be trained; supported are dense models of type: "
                          f"{', '.join(FAMILIES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{file} has rope_parameters {short(rope)}; give an object of names and values")
-    theta = next((one["rope_theta"] for one in (rope, config) if one.get("rope_theta") is not None), 10_000.0)
+    rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if rope and scaling and rope != scaling:
+        raise ValueError(f"{file} has rope_parameters {short(rope)} and rope_scaling {short(scaling)}; leave out one")
+    rope = rope or scaling
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{file} has rope_parameters {short(rope)}; give one object of names and values for all")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        turned = short(rope["partial_rotary_factor"])
+        raise ValueError(f"{file} has rope partial_rotary_factor {turned}; only 1.0 can be trained")
+    theta = check_number(f"{file}: rope_theta", next(
+        (one["rope_theta"] for one in (rope, config) if "rope_theta" in one), 10_000.0), above=0)
     positions = check_whole(f"{file}: max_position_embeddings", config["max_position_embeddings"])
-    theta = check_number(f"{file}: rope_theta", theta, above=0)
-    return DecoderShape(
+    if "original_max_position_embeddings" in config:             # which transformers prefers to the one among rope's
+        rope = rope | {"original_max_position_embeddings": config["original_max_position_embeddings"]}
+    shape = DecoderShape(
         model, rope_theta=theta, norm_eps=check_number(f"{file}: rms_norm_eps", config.get("rms_norm_eps", 1e-6),
                                                        least=0),
-        tied=bool(config.get("tie_word_embeddings", False)), rope_scaling=_rope_scaling(file, rope, positions, theta),
-        max_positions=positions, family=kind)
+        tied=_flag(config, file, "tie_word_embeddings"), rope_scaling=_rope_scaling(file, rope, positions, theta),
+        max_positions=positions, family=kind,
+        init_std=check_number(f"{file}: initializer_range", config.get("initializer_range", 0.02), least=0))
+    check_heads(shape)
+    return shape
+
+
+def _flag(config: Mapping[str, Any], file: Path, field: str) -> bool:
+    value = config.get(field, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{file} has {field} {short(value)}; give true or false")
+    return value
 
 
 def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
@@ -73,7 +106,7 @@ def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
         "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
         "vocab_size": model.vocab, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tied,
         "rope_theta": shape.rope_theta, "rope_scaling": _scaling_of(shape.rope_scaling),
-        "max_position_embeddings": shape.max_positions, "torch_dtype": dtype}
+        "max_position_embeddings": shape.max_positions, "initializer_range": shape.init_std, "torch_dtype": dtype}
     if shape.family in ("llama", "qwen3"):
         config["attention_bias"] = False
     if shape.family == "llama":
@@ -93,18 +126,22 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
     kind, layers = config["model_type"], config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 2**16:
         return ()                                                # refused, or too many to be a model's, further on
-    if kind == "llama":
-        return ()
-    window, kinds = config["sliding_window"], config.get("layer_types")
+    kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers and all(
             one in (SLIDING, FULL) for one in kinds)):
         raise ValueError(f"{file} has layer_types {short(kinds)}; give {layers} of {SLIDING!r} and {FULL!r}")
-    if kind == "mistral":
-        if kinds is not None and len(set(kinds)) > 1:
+    if kind == "llama":
+        return ()
+    window = config["sliding_window"]
+    if kind == "mistral":                                        # with layer_types, transformers takes it for Ministral
+        kinds = [FULL if window is None else SLIDING] * layers if kinds is None else kinds
+        if len(set(kinds)) > 1:
             raise ValueError(f"{file} has layer_types that mix windows, which model_type 'mistral' has for all layers "
-                             "or none; leave layer_types out")
-        return () if window is None else (check_whole(f"{file}: sliding_window", window),) * layers
-    window = check_whole(f"{file}: sliding_window", window) if config.get("use_sliding_window") and (
+                             "or none; give the same type for all")
+        if SLIDING in kinds:
+            return (check_whole(f"{file}: sliding_window", window),) * layers
+        return ()
+    window = check_whole(f"{file}: sliding_window", window) if _flag(config, file, "use_sliding_window") and (
         window is not None) else None
     if kinds is None and window is not None:
         first = check_whole(f"{file}: max_window_layers", config["max_window_layers"], least=0)
@@ -112,7 +149,7 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
     if kinds is None or SLIDING not in kinds:
         return ()
     if window is None:
-        raise ValueError(f"{file} has layers of type {SLIDING!r} but no sliding_window that is used; set "
+        raise ValueError(f"{file} has layer_types with {SLIDING!r} but no sliding_window that is used; set "
                          "use_sliding_window and sliding_window")
     return tuple(window if one == SLIDING else None for one in kinds)
 
@@ -130,10 +167,13 @@ def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: fl
 
     if kind == "linear":
         return LinearScaling(number("factor"))
-    given = rope.get("original_max_position_embeddings")
-    original = check_whole(f"{file}: rope original_max_position_embeddings", positions if given is None else given)
+    original = check_whole(f"{file}: rope original_max_position_embeddings",
+                           rope.get("original_max_position_embeddings", positions))
     if kind == "llama3":
-        return Llama3Scaling(number("factor"), number("low_freq_factor"), number("high_freq_factor"), original)
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise ValueError(f"{file}: rope high_freq_factor is {high} and low_freq_factor {low}; give a larger one")
+        return Llama3Scaling(number("factor"), low, high, original)
     if theta <= 1:
         raise ValueError(f"{file}: rope_theta is {theta}, which yarn takes the logarithm of; give more than 1")
     factor = number("factor")

@@ -17,6 +17,7 @@ from distca.train.hf_config import shape_from_hf
 from distca.train.model import Decoder, write_parameter
 from distca.validation import read_json
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYER_NAMES = {                                                 # of pre, in segment i, and of post, in segment i + 1
     "pre.norm": "input_layernorm",
@@ -36,11 +37,11 @@ _LAYER_NAMES = {                                                 # of pre, in se
 def hf_name(name: str) -> str:
     """A parameter's name in the Hugging Face model."""
     if name == "head.weight":
-        return "lm_head.weight"
+        return HEAD
     _, segment, *path, kind = name.split(".")
     inner = ".".join(path)
     if inner in ("embed", "norm"):
-        return {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}[inner]
+        return {"embed": EMBEDDING, "norm": "model.norm.weight"}[inner]
     layer = int(segment) - (path[0] == "post")
     return f"model.layers.{layer}.{_LAYER_NAMES[inner]}.{kind}"
 
@@ -56,7 +57,15 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
     parameters = {hf_name(name): parameter for name, parameter in decoder.named_parameters()}
     whole = {hf_name(name) for name, _ in Decoder(decoder.shape, device="meta").named_parameters()}
     found = set()
+    pair = {EMBEDDING, HEAD}
+    twice = decoder.shape.tied and pair <= {name for name, _ in _tensors(folder)}
+    first: torch.Tensor | None = None                            # of a head and an embedding that should be one
     for name, read in _tensors(folder):
+        if twice and name in pair:
+            if first is not None and not torch.equal(first, read()):
+                raise ValueError(f"{folder} has tie_word_embeddings true but {HEAD} that is not {EMBEDDING}; set it to "
+                                 "false in config.json, as transformers takes it, or remove the former")
+            first = read() if first is None else None
         if name in parameters:
             tensor = read()
             if tensor.shape != parameters[name].shape:
@@ -65,7 +74,7 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
             write_parameter(parameters[name], tensor)
             found.add(name)
         elif not (name in whole or name.endswith("rotary_emb.inv_freq")
-                  or (name == "lm_head.weight" and decoder.shape.tied)):
+                  or (name == HEAD and decoder.shape.tied)):
             raise ValueError(f"{folder} has {name}, which this decoder does not; only plain models of its type can be "
                              "loaded")
     missing = sorted(parameters.keys() - found)

@@ -29,7 +29,6 @@ from distca.train.rotary import Rotary, rotary_table
 
 __all__ = ["Decoder", "DecoderShape", "Rotary", "chunked_cross_entropy", "write_parameter"]
 
-INIT_STD = 0.02
 Attend = Callable[..., torch.Tensor]                             # of q, k, v, and of `window` where the layer has one
 Result = TypeVar("Result")
 
@@ -211,12 +210,12 @@ class Decoder(nn.Module):
         decoder's weights and keeps its own.
         """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
-        narrow = INIT_STD / sqrt(2 * self.shape.model.num_layers)
+        narrow = self.shape.init_std / sqrt(2 * self.shape.model.num_layers)
         own = dict(self.named_parameters())
         for name, like in Decoder(self.shape, device="meta").named_parameters():
             whole = torch.full(like.shape, float(not name.endswith(".bias")), device=generator.device)
             if like.ndim > 1:
-                std = narrow if name.endswith(("post.output.weight", "mlp.down.weight")) else INIT_STD
+                std = narrow if name.endswith(("post.output.weight", "mlp.down.weight")) else self.shape.init_std
                 whole.normal_(std=std, generator=generator)
             if name in own:
                 write_parameter(own[name], whole)
