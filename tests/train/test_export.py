@@ -103,7 +103,7 @@ def test_shards_an_index_and_another_dtype(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     state = model.state_dict()
     for name, parameter in decoder.named_parameters():
-        assert torch.equal(state[hf_name(name)], parameter.bfloat16()), name
+        assert torch.equal(state[hf_name(name)], parameter.bfloat16()), name  # each number rounds by itself
 
 
 def test_the_model_never_stands_whole_in_memory(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_every_mesh_exports_the_same_tensors(
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors.keys() == {hf_name(name) for name, _ in alone.named_parameters()}
     for name, parameter in alone.named_parameters():
-        assert torch.equal(tensors[hf_name(name)], parameter), name
+        assert torch.equal(tensors[hf_name(name)], parameter), name  # the same draws, cut and put together
 
 
 def test_broken_folders_are_refused(tmp_path: Path) -> None:
