@@ -82,10 +82,11 @@ def assert_refilled(prepared: HopperTasks, rows: TaskRows, kv_heads: int = 2, wi
     A refilled table keeps the tile height, and the choice against parts and kept dS, of the rows it was prepared with.
     Fresh ones choose anew, and products of other shapes round differently.
     """
-    tensors, fresh = inputs(kv_heads), HOPPER.prepare(rows, CPU, window)
+    fresh = HOPPER.prepare(rows, CPU, window)
+    q, k, v, dout = tensors = inputs(kv_heads)
     actual, expected = attend(tensors, prepared), attend(tensors, fresh)
     for results in (actual, expected):
-        check_attention(results, *tensors, rows, window=window)
+        check_attention(results, q, k, v, dout, rows, window=window)
     kinds = {(tables.tall is None, tables.num_parts, tables.kept is None)
              for tables in (tasks.by_heads[6, kv_heads, 16] for tasks in (prepared, fresh))}
     if len(kinds) == 1:
