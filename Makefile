@@ -19,7 +19,21 @@ check: $(INSTALLED) lint
 	  tests/dispatch tests/baselines tests/report tests/test_docs.py tests/test_imports.py tests/test_models.py \
 	  tests/test_spec.py tests/test_validation.py
 
+# Floats are compared here. As on CPUs without AVX2 and without AVX-512, with two threads and with one; then as it is.
+ROUNDING := tests/kernels tests/runtime tests/cost tests/planning tests/simulate tests/integrations tests/train
+AVX512 := X86_V4 AVX512_ICL AVX512_SPR
+SEED := $(shell date +%s)
+SHUFFLED := $(BIN)/python -m pytest -n 2 --dist loadfile --shuffle $(SEED) --hypothesis-profile sweep \
+  --hypothesis-seed $(SEED)
+
 sweep: $(INSTALLED)
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
+	  NPY_DISABLE_CPU_FEATURES='X86_V3 $(AVX512)' OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+	  $(SHUFFLED) -m 'not slow and not multiprocess' $(ROUNDING)
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	  NPY_DISABLE_CPU_FEATURES='$(AVX512)' OMP_NUM_THREADS=1 \
+	  $(SHUFFLED) -m 'not slow and not multiprocess' $(ROUNDING)
+	OMP_NUM_THREADS=1 $(SHUFFLED)
 	$(PYTEST) -m slow
 
 lint: $(INSTALLED)

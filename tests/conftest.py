@@ -1,6 +1,11 @@
-"""What tests of several packages share. No example has a deadline: other work may share the machine."""
+"""What tests of several packages share, and what keeps them independent of the machine, of time and of their order.
+
+No example has a deadline, since other work may share the machine, and every run draws the same examples.
+`--hypothesis-profile sweep` draws others, `--shuffle SEED` changes the order.
+"""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from distca import cli
 
@@ -36,7 +41,22 @@ def pytest_report_header() -> str | None:
     return WITHOUT_AMX
 
 
-settings.register_profile("distca", deadline=None)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in an order that "
+                     "depends on SEED alone: workers of pytest-xdist must agree on it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle")
+    if seed is not None:
+        draw = random.Random(seed)
+        file_order = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (file_order[item.path], draw.random()))
+
+
+UNTIMED: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("distca", derandomize=True, **UNTIMED)
+settings.register_profile("sweep", print_blob=True, **UNTIMED)
 settings.load_profile("distca")
 
 

@@ -106,12 +106,14 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
     """
     served = attached(module)
     served.forward, served.generates, served.refused = None, named.get("past_key_values") is not None, None
-    for mask in (*inputs[1:2], named.get("attention_mask")):
+    masks = *inputs[1:2], named.get("attention_mask")
+    for mask in masks:
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
             served.refused = ValueError(
                 f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
                 "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
-    _RUNNING.served = served
+    is_made = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
+    _RUNNING.served = None if is_made and not module.training else served  # a static cache's masks come ready made
 
 
 class _Forward:
@@ -136,7 +138,6 @@ class _Forward:
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, about: dict[str, Any]
     ) -> PackedBatch:
         if self.batch is None:
-            _RUNNING.served = None                               # its masks are made
             slices = self._read(query, about)
             if self.in_pool or (module.training and self.records):
                 shapes = Shapes(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
@@ -246,15 +247,16 @@ def packed_attention(
     """Transformers' attention interface: query [rows, heads, tokens, dim] -> out [rows, tokens, heads, dim]."""
     if not isinstance(attention_mask, PackedMask):
         return _ordinary(module, query, key, value, attention_mask, dropout, scaling, about)
-    _check_call(module, key, query, dropout, about)
-    return _attend(module, query, key, value, attention_mask, scaling, about), None
+    return _attend(module, query, key, value, attention_mask, dropout, scaling, about), None
 
 
 @torch.compiler.disable(reason="distca's attention exchanges with other ranks, by lengths that change with every batch")
 def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: PackedMask,
-    scaling: float | None, about: dict[str, Any],
+    dropout: float, scaling: float | None, about: dict[str, Any],
 ) -> torch.Tensor:
+    _RUNNING.served = None                                       # its masks are made
+    _check_call(module, key, query, dropout, about)
     forward = mask.forward
     query, key, value = _one_dtype(query, key, value)
     batch = forward.begin(module, query, key, about)
@@ -306,8 +308,9 @@ def _ordinary(
         error = ValueError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
                            "give attention_mask [rows, tokens] or nothing, and documents by position_ids or "
                            "cu_seq_lens_q")
-        if _RUNNING.served is not None and torch.is_grad_enabled():
-            _RUNNING.served.attention.begin(error, query.device)  # other ranks are waiting for a batch
+        served, _RUNNING.served = _RUNNING.served, None
+        if served is not None and torch.is_grad_enabled():
+            served.attention.begin(error, query.device)          # other ranks are waiting for a batch
         raise error
     unread = next((name for name in DOCUMENTS if about.get(name) is not None), None)
     if unread is not None:

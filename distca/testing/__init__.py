@@ -211,6 +211,17 @@ def gradient(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.grad
 
 
+def greedy(logits: torch.Tensor, off: float = 1e-5) -> torch.Tensor:
+    """The best token of each row of logits, which any rounding picks: the next best is out of its reach.
+
+    Two runs whose logits are off by rounding, each by at most `off` of itself and of 1, choose the same token only if
+    the best logit leads by more than both can be off. Checked, so that a comparison of tokens holds on any machine.
+    """
+    best, tokens = logits.topk(2)
+    assert (best[..., 0] - best[..., 1] > 2 * off * (1 + best.abs().amax(-1))).all(), "rounding decides the best token"
+    return tokens[..., 0]
+
+
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The one line that a call is refused with."""
     try:

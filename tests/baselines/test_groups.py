@@ -73,6 +73,7 @@ def test_adaptive_is_never_slower_than_either_sharding() -> None:
     adaptive = adaptive_layout(rows, 8, cost=COST)
     adaptive.validate()
     by_document, by_sequence = (_longest(cut(rows, 8), 8) for cut in (head_tail_layout, per_sequence_layout))
+    # bit for bit: a rank has the same tasks either way, priced one by one and added up in the same order
     np.testing.assert_array_equal(_longest(adaptive, 8), np.minimum(by_document, by_sequence))
     assert (by_document != by_sequence).any()
     wlb_ideal_step([rows], COST, MODEL, layers=(2,), cp=8).validate()

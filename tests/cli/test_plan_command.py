@@ -74,7 +74,7 @@ def test_json_says_what_the_library_says(run_json: Callable[..., dict[str, Any]]
     assert said["bytes_received_max"] == summary.bytes_received.max()
     assert said["bytes_all_gather"] == summary.bytes_all_gather
     assert said["tasks"] == summary.num_tasks
-    assert 0 < said["plan_seconds"] < 5
+    assert said["plan_seconds"] > 0
     assert said["attention_seconds"] is said["attention_seconds_backward"] is said["exchange_seconds"] is None
     assert said["work_max_over_mean_backward"] == said["work_max_over_mean"]
 

@@ -121,7 +121,7 @@ def test_a_partial_tile_takes_as_long_as_a_whole_one_of_the_kernels() -> None:
     whole = time.shard(128, 16_384)
     assert time.shard(1, 16_384) == time.shard(32, 16_384) == pytest.approx(whole / 4, rel=0.01)
     assert time.shard(33, 16_384) == pytest.approx(whole / 2, rel=0.01)
-    assert time.shard(1, 16_384, True) == time.shard(128, 16_384, True)
+    assert time.shard(1, 16_384, True) == time.shard(128, 16_384, True)  # asked as the same tile
     alone = time.servers(*columns([8], [16_384], [0]), 1)[0]
     assert alone <= time.servers(*columns([32], [16_384], [0]), 1)[0]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
 
 import distca
-from distca.testing import run_processes
+from distca.testing import greedy, run_processes
 
 pytest.importorskip("transformers")
 
@@ -63,6 +63,20 @@ def test_a_mask_that_numbers_documents_is_refused() -> None:
             call(torch.tensor([[1, 1, 2, 2]]))
 
 
+@pytest.mark.parametrize("ended", ["generating into a static cache", "refused"])
+def test_a_model_by_name_is_not_served_by_one_that_ran_before(ended: str) -> None:
+    before, tokens = small("llama"), torch.arange(1, 7).view(2, 3)
+    enable(before)
+    if ended == "refused":
+        with pytest.raises(ValueError, match="attention_mask is a mask of your own"):
+            before.train()(tokens, attention_mask=torch.zeros(2, 1, 3, 3))
+    else:
+        before.eval().generate(tokens, max_new_tokens=3, do_sample=False, cache_implementation="static")
+    model = small("llama", attn_implementation="distca")
+    model(**packed([5, 3], 0))
+    assert latest_plan(model).layout.lengths.tolist() == [5, 3]
+
+
 def packed(lengths: list[int], seed: int, edges: bool = False) -> dict[str, Any]:
     """Documents of these lengths as the padding-free collator gives them; a rank without any has one padding token."""
     draw = np.random.default_rng(seed)
@@ -81,6 +95,14 @@ def joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def generates_alike(model: Any, one: Any, prompt: torch.Tensor, **options: Any) -> None:
+    """The same tokens, where none of them is for rounding to decide."""
+    mine, theirs = (x.generate(prompt, do_sample=False, return_dict_in_generate=True, output_logits=True, **options)
+                    for x in (model, one))
+    greedy(torch.stack(theirs.logits))
+    assert torch.equal(mine.sequences, theirs.sequences)
 
 
 @contextmanager
@@ -140,8 +162,7 @@ def as_on_one_process(transport: C10dTransport, kind: str, rows: list[list[int]]
             batch = packed([30, 1, 7], 100 + 10 * rank + seed)
             close(model(**batch).logits, one(**batch, use_cache=False).logits)
         prompt = torch.arange(1, 2 * (rank + 3) + 1).view(2, -1)
-        generate = {"max_new_tokens": 4 + rank, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(model.generate(prompt, **generate), one.generate(prompt, **generate))
+        generates_alike(model, one, prompt, max_new_tokens=4 + rank, pad_token_id=0)
     assert not calls
     model.train()
     model(**batches[rank], num_items_in_batch=total, use_cache=False).loss.backward()
@@ -227,9 +248,8 @@ def test_one_rank_with_padding_edges_caches_and_autocast(kind: str) -> None:
         close(mine[mask.bool()], theirs[mask.bool()])
         if mask[:, -1].all():
             for cache in ("dynamic", "static"):
-                generate = {"attention_mask": mask.long(), "max_new_tokens": 4, "do_sample": False,
-                            "cache_implementation": cache}
-                assert torch.equal(model.generate(ids, **generate), one.generate(ids, **generate))
+                generates_alike(model, one, ids, attention_mask=mask.long(), max_new_tokens=4,
+                                cache_implementation=cache)
     with pytest.raises(ValueError, match="attention_mask is a mask of your own"):
         model.train()(input_ids=ids, attention_mask=torch.zeros(2, 1, 30, 30))
 

@@ -78,7 +78,10 @@ def check_exact(rank: int, lengths: list[int], tokens: list[int], window: int | 
 
 
 def check_unchanged(rank: int, lengths: list[int], tokens: list[int]) -> None:
-    """A changed first token of a document changes every later token of it and no bit of another."""
+    """A changed first token of a document changes every later token of it and no bit of another.
+
+    Attention multiplies a document's queries with its own keys alone, in shapes that its lengths decide.
+    """
     here = mine(rank, tokens)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[here]
     attention = distca.PackedAttention()

@@ -44,6 +44,7 @@ def test_gradients_for_any_number_of_heads_at_a_time(
 
 
 def test_dk_and_dv_have_the_same_bits_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel sums them in both: keeping dS only adds a store."""
     rows, tensors = TaskRows.documents([700, 1, 3000]), random_inputs(3701, 3701, 8, 2, 256)
     kept = accuracy.attend(HOPPER, tensors, rows)
     monkeypatch.setattr(hopper_buffers, "most_places", lambda device, tile_keys: 0)

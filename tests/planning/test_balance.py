@@ -208,6 +208,7 @@ print(digest.hexdigest())
 
 
 def test_every_process_computes_the_same_plan() -> None:
+    """On one machine: exp and log of a cost table may round differently on another, so runs compare digests."""
     package = os.path.dirname(os.path.dirname(distca.__file__))
     digests = set()
     for hash_seed in ("1", "2"):

@@ -114,7 +114,7 @@ def test_simulated_steps_take_longer_the_slower_pods_are_linked(tmp_path: Path) 
         plan = STRATEGIES["distca"].step_plan(choice, where, costs, StepDocuments(lengths))
         assert plan is not None
         seconds.append(execute(plan, costs).seconds)
-    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]  # 0 is as between nodes, 50 GB/s
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]  # 0 becomes 50 GB/s, as between nodes: one computation
 
 
 def test_a_negative_bandwidth_is_refused(tmp_path: Path) -> None:

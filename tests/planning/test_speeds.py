@@ -62,7 +62,7 @@ def test_a_lasting_outlier_stays_inside_the_bounds() -> None:
 
 
 def test_all_ranks_compute_the_same_bits() -> None:
-    """Whatever the order of servers: no sum over them enters a speed but the median."""
+    """Whatever the order of servers: no sum over them enters a speed but the median, and + - * / round alike."""
     rng, order = np.random.default_rng(3), np.random.default_rng(4).permutation(9)
     speed, work, seconds = rng.uniform(0.5, 2, 9), rng.uniform(1, 5, 9), rng.uniform(1, 5, 9)
     assert (updated(speed, work, seconds)[order] == updated(speed[order], work[order], seconds[order])).all()

@@ -55,7 +55,7 @@ def test_the_seconds_are_those_of_each_step_executed() -> None:
     for tolerance, seconds in step.tried:
         alone = plan_step([LENGTHS], LLAMA, num_data=8, layers=(32,), tp=8, tolerance=tolerance, placement="given",
                           cost=costs.attention)
-        assert execute(alone, costs).seconds == seconds
+        assert execute(alone, costs).seconds == seconds          # the same plan and costs: one computation twice
 
 
 def test_equal_seconds_leave_the_network_to_others() -> None:

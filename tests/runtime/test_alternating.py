@@ -93,7 +93,7 @@ def test_the_cpu_kernel_hands_over_tensors_of_its_own(num_tokens: int) -> None:
     again = kernel.forward(q, k, v, prepared)
     grads = kernel.backward(BackwardInputs(dout, q, k, v, *again), prepared)
     for actual, wanted in zip([*again, *grads], first, strict=True):
-        assert torch.equal(actual, wanted)
+        assert torch.equal(actual, wanted)                       # the same call of the same tensors
     assert all(map(torch.equal, (q, k, v, dout), before))
     assert not first[0][70:].any() and torch.isinf(first[1][70:]).all()
     with pytest.raises(ValueError, match="tokens; give the rows of these buffers"):

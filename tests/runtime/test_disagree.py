@@ -115,7 +115,7 @@ def test_equal_plans_need_not_be_one_object() -> None:
         return [attend_once(attend, mine if transport.rank else misplaced_plan(ROWS, 3, MODEL)) for _ in range(3)]
 
     for first, second, third in LoopbackWorld(3, timeout_seconds=10).run(body):
-        assert torch.equal(first, second) and torch.equal(first, third)
+        assert torch.equal(first, second) and torch.equal(first, third)  # one call three times over
 
 
 def test_a_rank_one_step_behind_is_detected() -> None:
@@ -192,4 +192,4 @@ def test_many_plans_in_turn_agree_and_are_forgotten() -> None:
 
     for outs in on_fake_ranks(plans[0], body):
         for out, again in zip(outs[:40], outs[:39:-1], strict=True):
-            assert torch.equal(out, again)
+            assert torch.equal(out, again)                       # prepared anew, the tables are equal

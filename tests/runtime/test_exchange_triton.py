@@ -85,6 +85,7 @@ def exchanged(wires: list[torch.Tensor], exchanges: list[Any]) -> list[torch.Ten
 
 
 def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    """Bit for bit: of copies, and of sums whose terms are added one by one in the order of the tables either way."""
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

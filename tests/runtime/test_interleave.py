@@ -182,7 +182,7 @@ def test_backward_may_run_twice_over_a_retained_graph(state: str) -> None:
         out = attend(*qkv_of(leaves), plan)
         first = torch.autograd.grad(out, leaves, tensors[3][index], retain_graph=True)
         second = torch.autograd.grad(out, leaves, tensors[3][index])
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # one call twice over
         return out.detach(), *second
 
     rows = on_fake_ranks(plan, body, state=state)
@@ -198,7 +198,7 @@ def test_gradients_of_gradients_are_refused_and_first_ones_given() -> None:
         leaves, dout = [x[index].requires_grad_() for x in tensors[:3]], tensors[3][index].requires_grad_()
         plain = torch.autograd.grad(attend(*qkv_of(leaves), plan), leaves, dout)
         first = torch.autograd.grad(attend(*qkv_of(leaves), plan), leaves, dout, create_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))  # one call twice over
         with pytest.raises(RuntimeError, match="differentiate twice"):
             first[0].sum().backward()
 

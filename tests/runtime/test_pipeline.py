@@ -1,6 +1,5 @@
 """A pipeline on fake ranks: whatever its stages, ticks and documents, the losses and gradients of one process."""
 
-import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")
 CHUNK = 7                                                        # tokens of the loss
 PLANNINGS = ("balanced", "scattered", "home", "per_document_cp")  # the last two with 1F1B, among a stage's data ranks
-TIMEOUT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -120,12 +118,12 @@ class Work(StageWork):
         return nullcontext()
 
 
-def on_fake_ranks(step: Step, make: type[Work] = Work,
-                  recorders: list[Recorder] | None = None) -> list[list[Work]]:
+def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder] | None = None,
+                  timeout_seconds: float = 20.0) -> list[list[Work]]:
     """Every training rank's work after the step's ticks, [stage][data]."""
     plan = step.plan()
-    world = LoopbackWorld(step.num_ranks + step.num_dedicated, TIMEOUT_SECONDS)
-    stages = [LoopbackWorld(step.num_data, TIMEOUT_SECONDS) for _ in step.layers]
+    world = LoopbackWorld(step.num_ranks + step.num_dedicated, timeout_seconds)
+    stages = [LoopbackWorld(step.num_data, timeout_seconds) for _ in step.layers]
 
     def body(transport: LoopbackTransport) -> Any:
         if transport.rank >= step.num_ranks:
@@ -306,10 +304,8 @@ def test_a_stage_that_fails_ends_all_of_them() -> None:
             return super().forward(micro_batch, received, plans, backward_plans)
 
     for planning in ("balanced", "home"):
-        begin = time.monotonic()
-        with pytest.raises(ArithmeticError, match="the head fell off"):
-            on_fake_ranks(Step((1, 1, 1), 1, ((5, 3),) * 4, planning=planning), make=Failing)
-        assert time.monotonic() - begin < TIMEOUT_SECONDS / 2
+        with pytest.raises(ArithmeticError, match="the head fell off"):  # and not when others' waits end: a test's do
+            on_fake_ranks(Step((1, 1, 1), 1, ((5, 3),) * 4, planning=planning), make=Failing, timeout_seconds=1000.0)
 
 
 def test_ticks_and_plans_that_do_not_fit_are_refused() -> None:

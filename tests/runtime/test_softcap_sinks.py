@@ -104,7 +104,7 @@ def test_queries_without_keys_give_nothing_and_pull_at_no_sink() -> None:
     dout = torch.ones_like(out)
     for sinks in (torch.tensor([0.3, -1.0]), torch.full((2,), -torch.inf)):  # the second takes no part
         merged, merged_lse = with_sinks(out, lse, sinks)
-        assert not merged[:2].any() and torch.equal(merged_lse[:2], sinks.expand(2, 2))
+        assert not merged[:2].any() and torch.equal(merged_lse[:2], sinks.expand(2, 2))  # x + log1p(exp(-inf)) is x
         share = torch.sigmoid(sinks - 0.5)
         torch.testing.assert_close(merged[2], (1 - share)[:, None].expand(2, 8))
         torch.testing.assert_close(gradient_of_sinks(dout, merged, merged_lse, sinks), -share * (1 - share) * 8)

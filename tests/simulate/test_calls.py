@@ -66,7 +66,7 @@ def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backw
         if hides:
             assert ends[0] < ends[1] and call.ring.seconds.sum() >= waits.ring.seconds.sum()
         else:
-            assert ends[0] == ends[1]
+            assert ends[0] == ends[1]                            # it is the call that waits
         assert ends[0] >= travel
 
 

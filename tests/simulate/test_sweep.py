@@ -74,6 +74,7 @@ def test_speedups_are_ratios_of_the_steps(compared: Comparison) -> None:
 
 
 def test_two_processes_give_the_same_figures() -> None:
+    """Bit for bit: a batch is one process's work, and means are taken over batches in order."""
     question = _question(batches=2, strategies=("fixed_packing", "distca"))
     assert compare(question, workers=2).as_json() == compare(question).as_json()
 

@@ -54,7 +54,7 @@ def second_fails(settings: Settings) -> int:
     if launch.here().rank == 1:
         raise RuntimeError("rank one gave up")
     _say(settings)
-    time.sleep(100)
+    time.sleep(1000)                                             # longer than a test may take
     return 0
 
 
@@ -156,13 +156,13 @@ def stop_when_asked(settings: Settings) -> int:
 def never_stop(settings: Settings) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _say(settings, ready=True)
-    time.sleep(100)
+    time.sleep(1000)                                             # longer than a test may take
     return 0
 
 
 def wait_without_listening(settings: Settings) -> int:
     _say(settings, ready=True)
-    time.sleep(100)
+    time.sleep(1000)                                             # longer than a test may take
     return 0
 
 

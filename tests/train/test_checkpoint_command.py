@@ -148,7 +148,7 @@ def test_a_trusted_conversion_keeps_every_bit(run: Callable[..., tuple[int, str,
     assert state is not None
     assert (state.step, state.loader) == (3, {"at": 3})
     for (name, ours), theirs in zip(other.named_parameters(), decoder.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+        assert torch.equal(ours, theirs), name                   # copies
         for key, value in optimizer.state[theirs].items():
             assert torch.equal(fresh.state[ours][key], value)
     assert run("checkpoint", "convert", "saved", "--trust")[1].endswith("nothing to convert\n")

@@ -117,7 +117,7 @@ def test_random_damage_never_goes_unnoticed(saved: tuple[Path, dict[int, dict[st
         assert state.step == (2 if same else 1), (case, damages[case % len(damages)].__name__)
         assert state.loader == {"epoch": 0, "index": 7 * state.step, "offset": 12 * state.step}
         found = everything(*run)
-        assert all(torch.equal(found[key], value) for key, value in held[state.step].items()), case
+        assert all(torch.equal(found[key], value) for key, value in held[state.step].items()), case  # copies
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == (not same) and all(name in line and "\n" not in line for line in lines), (case, lines)
         if not same:
@@ -150,7 +150,7 @@ def test_what_is_no_file_at_all_is_named(saved: tuple[Path, dict[int, dict[str, 
         assert (state := saver.resume()) is not None and state.step == 1
     saver.close()
     found = everything(*run)
-    assert all(torch.equal(found[key], value) for key, value in held[1].items())
+    assert all(torch.equal(found[key], value) for key, value in held[1].items())  # copies
     (line,) = [record.getMessage() for record in caplog.records]
     assert name in line and "step_00000002" in line and "\n" not in line
 

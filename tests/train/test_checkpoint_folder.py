@@ -158,7 +158,7 @@ def test_the_manifest_leaves_no_byte_without_a_checksum(tmp_path: Path) -> None:
         verify(complete(tmp_path, 2, tensors=fewer))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60)
 @given(data=st.data())
 def test_any_change_of_a_manifest_is_seen(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / step_name(1)

@@ -136,7 +136,7 @@ def test_safetensors_reads_what_is_written(three: Path) -> None:
     expected = {name.removeprefix("model."): value for name, value in runs.everything(*run).items()
                 if name.startswith("model.")}
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())  # copies
 
 
 def test_older_ones_go_only_once_a_newer_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

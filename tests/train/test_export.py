@@ -17,7 +17,7 @@ import torch
 
 from distca.kernels import dense_attention
 from distca.spec import ModelShape
-from distca.testing import run_processes
+from distca.testing import greedy, run_processes
 from distca.train.checkpoint import Checkpointer
 from distca.train.checkpoint_folder import MANIFEST
 from distca.train.decoder_shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
@@ -84,7 +84,7 @@ def test_an_export_opens_with_the_same_logits_and_generates(kind: str, tmp_path:
     written = model.generate(tokens[None, :40], max_new_tokens=8, do_sample=False)[0]
     expected = tokens[:40]
     for _ in range(8):                                           # greedy, without a cache
-        expected = torch.cat([expected, logits(expected)[-1:].argmax(dim=1)])
+        expected = torch.cat([expected, greedy(logits(expected)[-1:])])
     assert written.tolist() == expected.tolist()
     assert replace(shape_from_hf(tmp_path / "out"), model=decoder.shape.model) == decoder.shape
 
@@ -103,7 +103,7 @@ def test_shards_an_index_and_another_dtype(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     state = model.state_dict()
     for name, parameter in decoder.named_parameters():
-        assert torch.equal(state[hf_name(name)], parameter.bfloat16()), name
+        assert torch.equal(state[hf_name(name)], parameter.bfloat16()), name  # each number rounds by itself
 
 
 def test_the_model_never_stands_whole_in_memory(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_every_mesh_exports_the_same_tensors(
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors.keys() == {hf_name(name) for name, _ in alone.named_parameters()}
     for name, parameter in alone.named_parameters():
-        assert torch.equal(tensors[hf_name(name)], parameter), name
+        assert torch.equal(tensors[hf_name(name)], parameter), name  # the same draws, cut and put together
 
 
 def test_broken_folders_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A run that is killed at any moment goes on bit for bit, whatever it was doing: training, saving, being verified.
 
 Each trial starts a run, kills all of it with SIGKILL after a random time or at a chosen call, and lets the same command
-finish. Its log must be the log of a run that was never interrupted. While runs are killed their folder is verified and
+finish. Its log must be the log of a run that was never interrupted: as many ranks and threads go on with the same
+operations on the same shapes, at offsets that plans alone decide. While runs are killed their folder is verified and
 exported by others, which must neither disturb them nor take a half-written checkpoint for a good one.
 """
 

@@ -95,9 +95,7 @@ def test_local_ranks_meet(mains: ModuleType, settings: Settings, tmp_path: Path)
 @pytest.mark.multiprocess
 def test_the_first_failure_ends_all_and_is_the_one_reported(mains: ModuleType, settings: Settings, tmp_path: Path,
                                                             capfd: pytest.CaptureFixture[str]) -> None:
-    begin = time.monotonic()
     assert launch(settings, mains.second_fails) == 1
-    assert time.monotonic() - begin < 50
     error = capfd.readouterr().err
     assert error.startswith("distca: rank 1 failed:\nTraceback") and error.endswith("RuntimeError: rank one gave up\n")
     assert not any(_is_running(one["pid"]) for one in _said(tmp_path))
@@ -141,9 +139,7 @@ def test_signals_reach_the_ranks(mains: ModuleType, settings: Settings, tmp_path
 
     before = signal.getsignal(signal.SIGTERM)
     sender = _once_ready(tmp_path, 1, send)
-    begin = time.monotonic()
     assert launch(settings.with_values({"run.ranks": 1}), getattr(mains, main)) == code
-    assert time.monotonic() - begin < 50
     sender.join()
     (said,) = _said(tmp_path)
     assert said.get("saved", False) is saved

@@ -95,6 +95,7 @@ def test_runs_with_a_plan_on_fake_ranks() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_recomputation_changes_nothing(tied: bool) -> None:
+    """Bit for bit: the same operations on the same shapes run again, and gradients add up in the graph's order."""
     grads = []
     for recompute in ("none", "selective", "full"):
         decoder = Decoder(replace(SHAPE, tied=tied))
@@ -128,12 +129,13 @@ def test_recomputation_keeps_only_what_enters() -> None:
 def test_weights_depend_on_the_generator_alone() -> None:
     one, same, other = (Decoder(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     pairs = list(zip(one.parameters(), same.parameters(), other.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert all(torch.equal(a, b) for a, b, _ in pairs)           # the same draws into the same shapes
     assert not any(torch.equal(a, c) for a, _, c in pairs if a.ndim > 1)
     assert torch.equal(Decoder(SHAPE).head_weight, Decoder(SHAPE).head_weight)
 
 
 def test_meta_construction_then_reset_gives_the_same_weights() -> None:
+    """Bit for bit: the same draws into the same shapes."""
     decoder = Decoder(SHAPE, device="meta")
     assert all(parameter.is_meta for parameter in decoder.parameters())
     decoder.to_empty(device="cpu").reset_parameters(torch.Generator().manual_seed(3))

@@ -164,7 +164,7 @@ def other_ways(transport: C10dTransport, folder: str) -> dict[str, Any]:
 
 
 def same_weights(case: Case, folder: Path) -> list[bool]:
-    """Weights are a single process's, whatever the mesh; all ranks read their own from a folder."""
+    """Weights are a single process's, whatever the mesh: drawn whole and then cut, or copied from a folder."""
     decoder, _ = spread(case)
     alone = Decoder(decoder.shape, generator=generator())
 
@@ -204,7 +204,7 @@ def what_a_rank_keeps() -> tuple[dict[bool, int], list[str], bool]:
 
     with torch.no_grad():
         dtypes = [str(x.dtype) for x in (*decoder(run), *decoder.parameters())]
-    unchanged = all(torch.equal(one, other) and one.dtype == other.dtype
+    unchanged = all(torch.equal(one, other) and one.dtype == other.dtype  # handed over, not computed
                     for one, other in zip(inside[0], rotary, strict=True))
     return held, dtypes, unchanged
 

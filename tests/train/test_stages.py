@@ -46,6 +46,7 @@ def through(part: Decoder, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
        st.booleans())
 def test_stages_one_after_the_other_are_the_whole_decoder(layers: list[int], lengths: list[int],
                                                           recompute: bool) -> None:
+    """Bit for bit: cut or not, the same operations on the same shapes make one graph."""
     whole = Decoder(with_layers(sum(layers)), generator=generator())
     stages = [stage_of(whole, stage, len(layers), layers) for stage in range(len(layers))]
     assert [len(list(stage.segments)) for stage in stages] == [num + 1 for num in layers]
@@ -87,6 +88,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 
 def test_a_stage_without_memory_draws_the_whole_decoders_weights() -> None:
+    """Bit for bit: it draws the other stages' too, into the same shapes."""
     whole = Decoder(SHAPE, generator=generator())
     stage = stage_of(Decoder(SHAPE, device="meta"), 1, 3, (1, 1, 1))
     assert all(parameter.is_meta for parameter in stage.parameters())

@@ -152,7 +152,7 @@ def test_a_killed_run_resumes_where_it_was(tmp_path: Path) -> None:
     process.wait()
     assert len(losses(tmp_path / "cut")) < 12
     train(tmp_path / "cut", 2, *options)
-    assert losses(tmp_path / "cut") == whole                     # bit for bit on as many ranks
+    assert losses(tmp_path / "cut") == whole                     # as many ranks: the same operations and shapes
 
 
 @pytest.mark.multiprocess

@@ -78,7 +78,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": lambd
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40))
 def test_lengths_read_back(tmp_path: Path, name: str, lengths: list[int]) -> None:
     WRITERS[name](tmp_path / name, lengths)
