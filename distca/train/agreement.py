@@ -12,7 +12,7 @@ import hashlib
 import logging
 import platform
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ class Agreement:
         chosen = {f"{section}.{name}": str(value) for section in ("attention", "batch", "parallel")
                   for name, value in asdict(getattr(self.settings, section)).items()}
         chosen["attention.cost"] += f" ({_tables(step.plans()[0].cost)})"
-        return {"distca": version("distca"), "numpy": np.__version__, "Python": platform.python_version(), **chosen,
+        return {"distca": _own_version(), "numpy": np.__version__, "Python": platform.python_version(), **chosen,
                 "model": str(step.model)}
 
 
@@ -89,6 +89,13 @@ def _differences(first: dict[str, str], rank: int, its: dict[str, str]) -> str:
         return (f"rank {rank} has the same versions, settings and cost as rank 0: please report the CPUs of both hosts "
                 "and the version of distca")
     return f"rank {rank} has {', '.join(found)}; give every host the same"
+
+
+def _own_version() -> str:
+    try:
+        return version("distca")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "not installed"
 
 
 def _tables(cost: AttentionTime | None) -> str:
