@@ -59,8 +59,8 @@ class Liveness:
 
     def explained(self, error: RuntimeError) -> TransportError:
         """The error of a collective, with the rank that caused it where the others know."""
-        if self._threads:
-            self._decided.wait(timeout=GRACE_SECONDS / 2)
+        if self._threads and self._decided.wait(timeout=GRACE_SECONDS / 2):
+            self._threads[0].join(timeout=GRACE_SECONDS / 2)     # passes it on: else the next rank would name this one
         if self.verdict is not None:
             return TransportError(self.line())
         if isinstance(error, TransportError):

@@ -53,6 +53,33 @@ def test_a_death_is_noticed_at_once_by_all(size: int) -> None:
         assert outcomes[rank].seconds < NEVER_SECONDS
 
 
+def fail_by_itself(transport: C10dTransport, slow: int) -> str:
+    """The main thread notices the death by itself, as on gloo, and ends its process; one is slow to pass it on."""
+    ranks = Liveness(NEVER_SECONDS, print).start()
+    if transport.rank == slow:
+        say = ranks._say
+
+        def say_late(what: int, rank: int) -> bool:
+            time.sleep(0.3)
+            return say(what, rank)
+
+        vars(ranks)["_say"] = say_late
+    try:
+        for call in range(1_000_000):
+            if transport.rank == VICTIM and call == 3:
+                os._exit(17)
+            transport.gather(0, torch.device("cpu"))
+    except TransportError as error:
+        return str(ranks.explained(error))
+    return ""
+
+
+def test_the_rank_that_died_is_named_though_others_end_at_once() -> None:
+    outcomes = run_processes(4, fail_by_itself, 2, timeout_seconds=NEVER_SECONDS, deadline_seconds=90, lost=VICTIM)
+    for rank in (0, 2, 3):
+        assert f"rank {rank} of 4: rank 1 ended" in outcomes[rank].value, outcomes
+
+
 @pytest.mark.parametrize("size", [3])
 def test_a_stopped_rank_is_noticed_within_the_timeout(size: int) -> None:
     outcomes = run_processes(size, wait_for_the_verdict, TIMEOUT_SECONDS, "stops", timeout_seconds=4.0,
