@@ -35,7 +35,7 @@ from distca.simulate.costs import Costs
 from distca.simulate.setting import Setting, setting
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
-from distca.validation import was_refused
+from distca.validation import UserError
 from distca.workload.sequences import Source
 
 TABLE, TOLERANCE = "h200", 0.05
@@ -80,9 +80,8 @@ def asked(options: argparse.Namespace) -> Iterator[tuple[Case, Setting]]:
                         model_named(case.model), cluster_named(CLUSTER), gpus=8 * case.nodes, context=case.context,
                         tp=tp, pp=pp, sequences=case.sequences,
                         micro_batches=1 if figure == "fig9" else case.sequences)
-                except ValueError as error:
-                    if not was_refused(error):
-                        raise
+                except UserError:
+                    continue
 
 
 def measure(case: Case, where: Setting, num_batches: int) -> Result:
@@ -172,9 +171,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for case, where in asked(options):
         try:
             row = measure(case, where, options.batches)
-        except ValueError as error:                              # it does not fit the memory
-            if not was_refused(error):
-                raise
+        except UserError as error:                               # it does not fit the memory
             console.print(f"{case.figure} {case.model} {case.nodes} nodes, TP {where.tp}: {error}")
             continue
         results[_key(row)] = row

@@ -18,6 +18,7 @@ from distca.planning.step import StepPlan
 from distca.runtime.gloo import end_process
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.trace import Span, StepTrace
+from distca.validation import UserError
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
@@ -35,9 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "C10dTransport", "ClusterShape", "CoreAttention", "LatencyTable", "Layout", "LoopbackWorld", "ModelShape",
     "PackedAttention", "Plan", "Span", "StepPlan", "StepTrace", "SymmetricTransport", "Topology", "Transport",
-    "TransportError", "__version__", "analytic_table", "cluster_named", "compare", "data", "end_process", "kernels",
-    "latest_plan", "model_named", "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped", "shipped_table",
-    "stop_servers",
+    "TransportError", "UserError", "__version__", "analytic_table", "cluster_named", "compare", "data", "end_process",
+    "kernels", "latest_plan", "model_named", "pack", "plan", "plan_step", "sample_lengths", "serve_until_stopped",
+    "shipped_table", "stop_servers",
 ]
 
 _NEED_TORCH = {  # public name -> the module that is, or defines, it

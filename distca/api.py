@@ -22,6 +22,7 @@ from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
 from distca.planning.tolerance import AUTO, DEFAULT_TOLERANCE, StepSeconds, asked_tolerance
 from distca.spec import ClusterShape, ModelShape, cluster_named
+from distca.validation import UserError
 from distca.workload.layout import Layout
 from distca.workload.topology import Topology
 
@@ -118,7 +119,7 @@ def _predicted_on(cluster: str | ClusterShape, model: ModelShape, tp: int, cost:
     from distca.simulate.execute import step_seconds
 
     if cost is None:
-        raise ValueError("tolerance is 'auto' but cost is None; give the latency table whose seconds it is chosen by")
+        raise UserError("tolerance is 'auto' but cost is None; give the latency table whose seconds it is chosen by")
     return step_seconds(model, cluster_named(cluster) if isinstance(cluster, str) else cluster, tp, cost)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distca.validation import short
+from distca.validation import UserError, short
 
 IntArray = npt.NDArray[np.int64]
 
@@ -29,8 +29,8 @@ def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64
         object.__setattr__(record, name, column)
     shapes = [getattr(record, name).shape for name in names]
     if rows and not all(shape == shapes[0] and len(shape) == 1 for shape in shapes):
-        raise ValueError(f"the columns {', '.join(names)} of {type(record).__name__} have shapes "
-                         f"{', '.join(map(str, shapes))}; give each one entry per row")
+        raise UserError(f"the columns {', '.join(names)} of {type(record).__name__} have shapes "
+                        f"{', '.join(map(str, shapes))}; give each one entry per row")
 
 
 def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:
@@ -44,7 +44,7 @@ def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):
         pass
     kind = {"i": "whole numbers", "b": "true or false"}.get(dtype.kind, "numbers")
-    raise ValueError(f"{what} is {short(given)}; give {kind}")
+    raise UserError(f"{what} is {short(given)}; give {kind}")
 
 
 def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:

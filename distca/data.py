@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distca.columns import from_text, to_text
+from distca.validation import UserError
 from distca.workload.documents import IGNORED, check_lengths
 from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
@@ -75,11 +76,11 @@ def rows(
     targets = tokens if labels is None else [_column(one, f"labels[{i}]") for i, one in enumerate(labels)]
     lengths = check_lengths([len(one) for one in tokens], field="documents")
     if [len(one) for one in targets] != lengths.tolist():
-        raise ValueError("labels have other lengths than documents; give one label per token, -100 to leave it out")
+        raise UserError("labels have other lengths than documents; give one label per token, -100 to leave it out")
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank} of {ranks} ranks; give 0 to {ranks - 1}")
+        raise UserError(f"rank is {rank} of {ranks} ranks; give 0 to {ranks - 1}")
     if placement not in PLACEMENTS:
-        raise ValueError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+        raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
     layout = _in_order(lengths, ranks) if placement == "given" or lengths.sum() < ranks else _balanced(
         lengths, ranks, tolerance)
     shifted = [np.append(one[1:], IGNORED) for one in targets]
@@ -109,8 +110,8 @@ class Collator:
         rank, ranks = 0, 1
         if dist.is_initialized():
             if torch.utils.data.get_worker_info() is not None:
-                raise ValueError("distca.data.Collator runs in a worker of the loader, which cannot reach other ranks; "
-                                 "set num_workers (Trainer: dataloader_num_workers) to 0")
+                raise UserError("distca.data.Collator runs in a worker of the loader, which cannot reach other ranks; "
+                                "set num_workers (Trainer: dataloader_num_workers) to 0")
             rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         documents = _documents_of(features) if ranks == 1 else _gathered(features, self.group)
         return rows([ids for ids, _ in documents], rank, ranks, labels=[labels for _, labels in documents],
@@ -120,7 +121,7 @@ class Collator:
 def _column(values: Tokens, field: str) -> np.ndarray:
     found = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ValueError(f"{field} has shape {found.shape} and {found.dtype}; give whole numbers, one per token")
+        raise UserError(f"{field} has shape {found.shape} and {found.dtype}; give whole numbers, one per token")
     return found.astype(np.int64, copy=False)
 
 
@@ -178,7 +179,7 @@ def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | 
     table = _all_gather(padded, group)
     for rank, (row, (count, words)) in enumerate(zip(table, told, strict=True)):
         if count < 0:
-            raise ValueError(f"rank {rank}: {to_text(row[:words])}") from wrong
+            raise UserError(f"rank {rank}: {to_text(row[:words])}") from wrong
     return [document for row, (count, tokens) in zip(table, told, strict=True)
             for document in _from_wire(row, count, tokens)]
 
@@ -205,8 +206,8 @@ def _documents_of(features: Sequence[Mapping[str, Any]]) -> list[Labelled]:
 def _documents_in(feature: Mapping[str, Any]) -> list[Labelled]:
     """Token ids and labels of each document of a feature."""
     if "input_ids" not in feature:
-        raise ValueError(f"a feature has {', '.join(feature) or 'nothing'} but no input_ids; tokenize the dataset, and "
-                         "keep its input_ids")
+        raise UserError(f"a feature has {', '.join(feature) or 'nothing'} but no input_ids; tokenize the dataset, and "
+                        "keep its input_ids")
     ids = _column(feature["input_ids"], "input_ids")
     labels = _column(feature["labels"], "labels").copy() if feature.get("labels") is not None else ids.copy()
     for name in _MASKS:
@@ -214,6 +215,6 @@ def _documents_in(feature: Mapping[str, Any]) -> list[Labelled]:
             labels[~np.asarray(feature[name], dtype=bool)] = IGNORED
     edges = np.cumsum(feature.get("seq_lengths") or [len(ids)])
     if edges[-1] != len(ids) or len(labels) != len(ids):
-        raise ValueError(f"a feature has {len(ids)} input_ids, {len(labels)} labels and seq_lengths of {edges[-1]}; "
-                         "give as many of each")
+        raise UserError(f"a feature has {len(ids)} input_ids, {len(labels)} labels and seq_lengths of {edges[-1]}; "
+                        "give as many of each")
     return [(a, b) for a, b in zip(np.split(ids, edges[:-1]), np.split(labels, edges[:-1]), strict=True) if len(a)]

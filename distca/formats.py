@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from distca.validation import plain, read_json, short, was_refused
+from distca.validation import UserError, plain, read_json, short
 
 MAX_LINE_BYTES = 2**28
 RECORDS_PER_BATCH = 1_024
@@ -71,14 +71,14 @@ def text_lines(
             number += 1
             left -= len(line)
             if left < 0:
-                raise ValueError(f"{name}: more than {max_bytes} bytes of text, the most that is read of it; give "
-                                 "less of it")
+                raise UserError(f"{name}: more than {max_bytes} bytes of text, the most that is read of it; give "
+                                "less of it")
             if len(line) > max_line_bytes:
-                raise ValueError(f"{name}: line {number} has more than {max_line_bytes} bytes; write shorter lines")
+                raise UserError(f"{name}: line {number} has more than {max_line_bytes} bytes; write shorter lines")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
-                raise ValueError(f"{name}: line {number} is not UTF-8 text; convert or drop it") from None
+                raise UserError(f"{name}: line {number} is not UTF-8 text; convert or drop it") from None
             yield text.removesuffix("\n").removesuffix("\r")
 
 
@@ -112,11 +112,11 @@ def table_files(path: str | Path, *, split: str = "", split_option: str = "") ->
     """
     path = Path(path)
     if split and (path.is_file() or (path / "state.json").is_file()):
-        raise ValueError(f"{split_option} is {split!r} but {path} is one split only; leave {split_option} empty")
+        raise UserError(f"{split_option} is {split!r} but {path} is one split only; leave {split_option} empty")
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"{path}: no such file or folder; check the path")
+        raise UserError(f"{path}: no such file or folder; check the path")
     if (path / "dataset_dict.json").is_file():
         listed = read_json(path / "dataset_dict.json")
         names = listed.get("splits") if isinstance(listed, dict) else None
@@ -126,10 +126,10 @@ def table_files(path: str | Path, *, split: str = "", split_option: str = "") ->
         return _saved_files(path)
     found = [file for file in files_below(path) if file.suffix in TABLE_SUFFIXES]
     if not found:
-        raise ValueError(f"{path}: a folder without a {' or '.join(TABLE_SUFFIXES)} file in it; name another")
+        raise UserError(f"{path}: a folder without a {' or '.join(TABLE_SUFFIXES)} file in it; name another")
     if len({file.suffix for file in found}) > 1:
-        raise ValueError(f"{path}: a folder with both {' and '.join(TABLE_SUFFIXES)} files in it; name one kind's own "
-                         "folder")
+        raise UserError(f"{path}: a folder with both {' and '.join(TABLE_SUFFIXES)} files in it; name one kind's own "
+                        "folder")
     by_split: dict[str, list[Path]] = {}
     for file in found:
         by_split.setdefault(split_of(file.relative_to(path)), []).append(file)
@@ -170,7 +170,7 @@ def read_columns(
         for name in names:
             if known.count(name) != 1:
                 what = "several columns" if name in known else "no column"
-                raise ValueError(f"{file}: {what} {name!r}; it has {_listed(known)}: set {option} to one of them")
+                raise UserError(f"{file}: {what} {name!r}; it has {_listed(known)}: set {option} to one of them")
         first = 0
         with _refused(str(file)), _table(file) as table:
             for batch in _batches(file, table, list(names), batch_records):
@@ -185,8 +185,8 @@ def pyarrow() -> ModuleType:
         for name in ("pyarrow.parquet", "pyarrow.ipc"):
             importlib.import_module(name)
     except ImportError:
-        raise ValueError("parquet and Arrow files need the package pyarrow, which is not installed; run: pip install "
-                         "pyarrow") from None
+        raise UserError("parquet and Arrow files need the package pyarrow, which is not installed; run: pip install "
+                        "pyarrow") from None
     return importlib.import_module("pyarrow")
 
 
@@ -197,9 +197,9 @@ def _opened(source: str | Path | BinaryIO, name: str) -> Iterator[BinaryIO]:
         file = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, raw))
         head = file.peek(4)
         if name.endswith(".gz") and head[:2] != _GZIP:
-            raise ValueError(f"{name} does not begin as gzip does; compress it again, or drop .gz from its name")
+            raise UserError(f"{name} does not begin as gzip does; compress it again, or drop .gz from its name")
         if name.endswith((".zst", ".zstd")) and head[:4] != _ZSTD:
-            raise ValueError(f"{name} does not begin as Zstandard does; compress it again, or drop the end of its name")
+            raise UserError(f"{name} does not begin as Zstandard does; compress it again, or drop the end of its name")
         if head[:2] == _GZIP:
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file))
         elif head[:4] == _ZSTD:
@@ -216,8 +216,8 @@ def _zstd(file: BinaryIO, name: str) -> BinaryIO:
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError:
-        raise ValueError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; run: pip install "
-                         "zstandard") from None
+        raise UserError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; run: pip install "
+                        "zstandard") from None
     return cast(BinaryIO, io.BufferedReader(_ZstdStream(file, zstandard.ZstdDecompressor())))
 
 
@@ -257,14 +257,15 @@ def _refused(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise ValueError(f"{name}: no such file; check the path") from None
+        raise UserError(f"{name}: no such file; check the path") from None
+    except UserError:
+        raise
     except Exception as error:
-        theirs = isinstance(error, OSError | EOFError | zlib.error) or (
-            isinstance(error, ValueError) and not was_refused(error))
+        theirs = isinstance(error, OSError | EOFError | zlib.error | ValueError)
         if not theirs and not type(error).__module__.startswith(("pyarrow", "zstd", "zstandard", "compression")):
             raise
         reason = getattr(error, "strerror", None) or plain(str(error).partition("\n")[0])[:200]
-        raise ValueError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None
+        raise UserError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None
 
 
 @contextmanager
@@ -310,7 +311,7 @@ def _saved_files(folder: Path) -> list[Path]:
     files = [folder / name for name in _plain_names(names, folder / "state.json", "_data_files")]
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{folder / 'state.json'} names {file.name}, which is not there; copy the folder again")
+            raise UserError(f"{folder / 'state.json'} names {file.name}, which is not there; copy the folder again")
     return files
 
 
@@ -318,7 +319,7 @@ def _plain_names(names: Any, file: Path, key: str) -> list[str]:
     """Names inside a folder, of which a file under `key` must have at least one: nothing leads out of the folder."""
     if not isinstance(names, list) or not names or not all(
             isinstance(name, str) and name and name.isprintable() and Path(name).name == name for name in names):
-        raise ValueError(f"{file} has {short(names)} under {key!r}, not names of files; save the dataset again")
+        raise UserError(f"{file} has {short(names)} under {key!r}, not names of files; save the dataset again")
     return names
 
 
@@ -328,9 +329,9 @@ def _chosen(path: Path, names: list[str], split: str, option: str) -> str:
         return split or names[0]
     known = _listed([name for name in names if name])
     if split:
-        raise ValueError(f"{option} is {split!r} but {path} has {known or 'no splits'}; choose one of those")
+        raise UserError(f"{option} is {split!r} but {path} has {known or 'no splits'}; choose one of those")
     remedy = f"set {option} to one of them" if option else "name the files of one"
-    raise ValueError(f"{path} holds several splits, {known}; {remedy}")
+    raise UserError(f"{path} holds several splits, {known}; {remedy}")
 
 
 def _listed(names: Sequence[str]) -> str:

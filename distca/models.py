@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.spec import Experts, Latent, ModelShape, unknown_name
-from distca.validation import check_whole, read_json
+from distca.validation import UserError, check_whole, read_json
 
 CONFIG = "config.json"
 ARCHITECTURES = (  # model_type: decoders with gated feed-forwards
@@ -64,7 +64,7 @@ def model_named(name: str) -> ModelShape:
         return MODELS[name]
     if Path(name).exists() or name.endswith(".json") or len(Path(name).parts) > 1:
         return model_of_folder(name)
-    raise ValueError(f"{unknown_name('model', name, MODELS)}; or give a folder with a config.json")
+    raise UserError(f"{unknown_name('model', name, MODELS)}; or give a folder with a config.json")
 
 
 def model_of_folder(path: str | Path) -> ModelShape:
@@ -77,10 +77,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """A config.json, or that of a folder."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if Path(path).is_dir() and not file.is_file():
-        raise ValueError(f"{path} has no {CONFIG}; give the folder of a Hugging Face model")
+        raise UserError(f"{path} has no {CONFIG}; give the folder of a Hugging Face model")
     content = read_json(file)
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}; give a model's {CONFIG}")
+        raise UserError(f"{file} holds a {type(content).__name__}; give a model's {CONFIG}")
     return content
 
 
@@ -95,7 +95,7 @@ def shape_of_config(
     config = _text(config)
     kind = config.get("model_type")
     if kind not in ARCHITECTURES and not any_type:
-        raise ValueError(f"model {name!r}: model_type is {kind!r}; supported are: {', '.join(ARCHITECTURES)}")
+        raise UserError(f"model {name!r}: model_type is {kind!r}; supported are: {', '.join(ARCHITECTURES)}")
     heads = _number(config, name, "num_attention_heads")
     hidden = _number(config, name, "hidden_size")
     value_dim, latent = 0, None
@@ -135,5 +135,5 @@ def _number(config: Mapping[str, Any], name: str, field: str, default: int | Non
     value = config.get(field)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"model {name!r}: its {CONFIG} has no {field}; add it")
+        raise UserError(f"model {name!r}: its {CONFIG} has no {field}; add it")
     return check_whole(f"model {name!r}: {field}", value, most=2**31)

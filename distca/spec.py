@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from distca.validation import check_number, check_whole, short
+from distca.validation import UserError, check_number, check_whole, short
 
 MAX_SIZE = 2**31  # of a model's dimensions and a node's GPUs: products of a few fit an int64
 MAX_RATE = 1e30   # of bytes, operations and seconds
@@ -25,7 +25,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
     if len(names) > MOST_NAMED:
         shown = difflib.get_close_matches(text, names, n=MOST_NAMED // 2, cutoff=0.0)
         names = [*shown, f"{len(names) - len(shown)} more"]
-    return ValueError(f"{kind} {short(name)} is unknown; {hint}choose one of: {', '.join(names)}")
+    return UserError(f"{kind} {short(name)} is unknown; {hint}choose one of: {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,21 @@ class ModelShape:
         for field, value in self._numbers():
             check_whole(f"model {self.name!r}: {field}", value, most=MAX_SIZE)
         if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(f"model {self.name!r}: windows are of {len(self.windows)} layers but there are "
-                             f"{self.num_layers}; give one for each, or none")
+            raise UserError(f"model {self.name!r}: windows are of {len(self.windows)} layers but there are "
+                            f"{self.num_layers}; give one for each, or none")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"model {self.name!r}: num_heads is {self.num_heads}, not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}; every KV head serves the same number of query heads")
         if self.experts is not None and self.experts.per_token > self.experts.num:
-            raise ValueError(f"model {self.name!r}: experts.per_token is {self.experts.per_token} but there are "
-                             f"{self.experts.num}; give at most as many")
+            raise UserError(f"model {self.name!r}: experts.per_token is {self.experts.per_token} but there are "
+                            f"{self.experts.num}; give at most as many")
         if self.experts is not None and not 0 <= self.experts.dense_layers < self.num_layers:
-            raise ValueError(f"model {self.name!r}: experts.dense_layers is {self.experts.dense_layers} of "
-                             f"{self.num_layers} layers; give fewer than there are")
+            raise UserError(f"model {self.name!r}: experts.dense_layers is {self.experts.dense_layers} of "
+                            f"{self.num_layers} layers; give fewer than there are")
         if self.latent is not None and self.latent.rope_dim >= self.head_dim:
-            raise ValueError(f"model {self.name!r}: latent.rope_dim is {self.latent.rope_dim} of a head_dim of "
-                             f"{self.head_dim}; give less")
+            raise UserError(f"model {self.name!r}: latent.rope_dim is {self.latent.rope_dim} of a head_dim of "
+                            f"{self.head_dim}; give less")
 
     def _numbers(self) -> Iterable[tuple[str, object]]:
         for field in fields(self):
@@ -107,7 +107,7 @@ class ModelShape:
     def heads_per_rank(self, tp: int = 1) -> int:
         """Query heads on one tensor-parallel rank."""
         if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or self.num_heads % tp:
-            raise ValueError(
+            raise UserError(
                 f"tp is {short(tp)} but model {self.name!r} has {self.num_heads} heads; choose a tp that divides them")
         return self.num_heads // tp
 
@@ -115,7 +115,7 @@ class ModelShape:
         """KV heads on one tensor-parallel rank, replicated where there are more ranks than KV heads."""
         self.heads_per_rank(tp)
         if max(tp, self.num_kv_heads) % min(tp, self.num_kv_heads):
-            raise ValueError(
+            raise UserError(
                 f"tp is {tp} but model {self.name!r} has {self.num_kv_heads} KV heads; choose a tp that divides them "
                 "or is a multiple of them")
         return max(1, self.num_kv_heads // tp)

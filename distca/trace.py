@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distca.validation import check_name, check_number, check_whole, short, write_own
+from distca.validation import UserError, check_name, check_number, check_whole, short, write_own
 
 MAX_COUNT = 2**53    # of bytes, and the largest rank or step: pages count in doubles
 MAX_SECONDS = 1e9    # of a step: thirty years
@@ -46,11 +46,11 @@ class Span:
     @classmethod
     def from_json(cls, content: Any, where: str) -> Span:
         if not isinstance(content, dict):
-            raise ValueError(f"{where} has a span {short(content)}; give a step_N.json that a run wrote")
+            raise UserError(f"{where} has a span {short(content)}; give a step_N.json that a run wrote")
         name = check_name(f"the name of a span of {where}", content.get("name"))
         where, lane = f"{where}, span {name!r}:", content.get("lane")
         if not isinstance(lane, str) or lane not in LANES:
-            raise ValueError(f"{where} lane is {short(lane)}; choose one of: {', '.join(LANES)}")
+            raise UserError(f"{where} lane is {short(lane)}; choose one of: {', '.join(LANES)}")
         start = check_number(f"{where} start_seconds", content.get("start_seconds"), least=-MAX_SECONDS)
         stop = check_number(f"{where} stop_seconds", content.get("stop_seconds"), least=start, most=MAX_SECONDS)
         num_bytes = check_whole(f"{where} num_bytes", content.get("num_bytes", 0), least=0, most=MAX_COUNT)
@@ -81,7 +81,7 @@ class StepTrace:
     def from_json(cls, content: Any) -> StepTrace:
         """What `to_json` gave; a file may hold anything else, which is refused by name."""
         if not isinstance(content, dict) or not isinstance(content.get("spans"), list):
-            raise ValueError("not a list of step traces; give a step_N.json that a run wrote")
+            raise UserError("not a list of step traces; give a step_N.json that a run wrote")
         rank = check_whole("rank", content.get("rank"), least=0, most=MAX_COUNT)
         step = check_whole("step", content.get("step"), least=0, most=MAX_COUNT)
         return cls(rank, step, tuple(Span.from_json(one, f"rank {rank}") for one in content["spans"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from distca.validation import short
+from distca.validation import UserError, short
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 UNITS_HELP = "Numbers may be written as 64_000, 128k or 1.5M; k is 1024, M is 1024 k."
@@ -27,11 +27,11 @@ def parse_count(field: str, text: str) -> int:
     """The whole number that a text says, or a ValueError that names the field. Whether it is too large, others say."""
     found = _COUNT.fullmatch(text)
     if found is None or len(text) > MAX_DIGITS or (found[3] and not found[4]):
-        raise ValueError(f"{field} is {short(text)}; give a whole number, such as 64_000, 128k or 1.5M")
+        raise UserError(f"{field} is {short(text)}; give a whole number, such as 64_000, 128k or 1.5M")
     value = Fraction(f"{found[1]}{found[2].replace('_', '')}{found[3] or ''}") * UNITS[found[4].lower()]
     if value.denominator != 1:
-        raise ValueError(f"{field} is {short(text)}, which is {float(value):g} with k = 1024 and no whole number; give "
-                         f"{round(value)}")
+        raise UserError(f"{field} is {short(text)}, which is {float(value):g} with k = 1024 and no whole number; give "
+                        f"{round(value)}")
     return int(value)
 
 

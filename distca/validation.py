@@ -1,6 +1,6 @@
 """The checks that every entrance shares: numbers, names, files and sizes, refused where they are read.
 
-Options, files and arguments of functions come from outside. A wrong one ends in a ValueError of one line that names
+Options, files and arguments of functions come from outside. A wrong one ends in a UserError of one line that names
 the field, its value and the remedy, before anything is allocated or started for it. The command line prints that line;
 whatever else is raised is a mistake of ours.
 """
@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import tomllib
-from opcode import opname
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -31,6 +30,10 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 MAX_DOTS = 32                 # of a line of TOML: a key of many parts opens a table for each, and all are held twice
 
 
+class UserError(ValueError):
+    """Something from outside was refused; the message is one line that says what to do."""
+
+
 def short(value: object) -> str:
     """A value as an error shows it: one line, nothing a terminal would obey, and not all of a long one."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:
@@ -44,27 +47,14 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def was_refused(error: BaseException) -> bool:
-    """Whether one of our modules refused something, rather than an accident underneath: then the message is for people.
-
-    By a `raise` of its own, or by a system call of its own, whose OSError names the file.
-    """
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not str(last.tb_frame.f_globals.get("__name__")).startswith("distca."):
-        return False
-    return isinstance(error, OSError) or opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-
-
 def check_whole(
     field: str, value: Any, *, least: int = 1, most: int | None = None, why: str = "", remedy: str = ""
 ) -> int:
     """A whole number from `least` to `most`; `why` says what sets the largest."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{field} is {short(value)}; {remedy or f'give a whole number of at least {least}'}")
+        raise UserError(f"{field} is {short(value)}; {remedy or f'give a whole number of at least {least}'}")
     if most is not None and value > most:
-        raise ValueError(f"{field} is {short(value)}; give at most {most}{f', {why}' if why else ''}")
+        raise UserError(f"{field} is {short(value)}; give at most {most}{f', {why}' if why else ''}")
     return int(value)
 
 
@@ -77,13 +67,13 @@ def check_number(
         return float(value)
     bounds = [f" above {above:g}" if above > -np.inf else "", f" of at least {least:g}" if least > -np.inf else "",
               f" of at most {most:g}" if most < MAX_NUMBER else ""]
-    raise ValueError(f"{field} is {short(value)}; give a finite number{' and'.join(filter(None, bounds))}")
+    raise UserError(f"{field} is {short(value)}; give a finite number{' and'.join(filter(None, bounds))}")
 
 
 def check_name(field: str, value: Any) -> str:
     """Text that pages and terminals can show as it is."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME or not value.isprintable():
-        raise ValueError(f"{field} is {short(value)}; give text of 1 to {MAX_NAME} characters that can be printed")
+        raise UserError(f"{field} is {short(value)}; give text of 1 to {MAX_NAME} characters that can be printed")
     return value
 
 
@@ -93,16 +83,16 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; check the path") from None
+        raise UserError(f"{path}: no such file; check the path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason}); give a readable file") from None
+        raise UserError(f"{path}: cannot be read ({reason}); give a readable file") from None
     if len(content) > max_bytes:
-        raise ValueError(f"{path}: more than {max_bytes} bytes, the most that is read of such a file; give less of it")
+        raise UserError(f"{path}: more than {max_bytes} bytes, the most that is read of such a file; give less of it")
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text file; give UTF-8 text") from None
+        raise UserError(f"{path}: not a text file; give UTF-8 text") from None
 
 
 def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
@@ -112,8 +102,8 @@ def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(f"{path} is a symbolic link, which nothing is written through; remove it, or name another "
-                         "folder") from None
+        raise UserError(f"{path} is a symbolic link, which nothing is written through; remove it, or name another "
+                        "folder") from None
 
 
 def write_own(path: str | Path, text: str) -> None:
@@ -127,11 +117,11 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"broken JSON at line {error.lineno} column {error.colno} ({error.msg}); repair or rewrite the file"
         ) from None
     except (ValueError, RecursionError):
-        raise ValueError("JSON with a number too long or lists too deep to be ours; repair or rewrite it") from None
+        raise UserError("JSON with a number too long or lists too deep to be ours; repair or rewrite it") from None
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
@@ -140,7 +130,7 @@ def read_json(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -148,10 +138,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     text = read_text(path, MAX_TOML_BYTES)
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") > MAX_DOTS:
-            raise ValueError(f"{path}: line {number} has more than {MAX_DOTS} dots; write section.field = value")
+            raise UserError(f"{path}: line {number} has more than {MAX_DOTS} dots; write section.field = value")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: broken TOML ({error}); repair the file") from None
+        raise UserError(f"{path}: broken TOML ({error}); repair the file") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: TOML with a number too long or lists too deep to be ours; repair the file") from None
+        raise UserError(f"{path}: TOML with a number too long or lists too deep to be ours; repair the file") from None

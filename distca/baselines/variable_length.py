@@ -19,6 +19,7 @@ from distca.baselines.groups import step_of_groups
 from distca.baselines.per_document_cp import head_tail_layout
 from distca.planning.step import StepPlan
 from distca.spec import ModelShape
+from distca.validation import UserError
 from distca.workload.layout import Layout, layout_from_slices
 
 _ROUNDS = 200
@@ -48,9 +49,9 @@ def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list
 def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, max_tokens: int) -> np.ndarray | None:
     """The chunk of every document, or None where documents do not fit `num_chunks` chunks of `max_tokens` tokens."""
     if num_chunks < 1 or max_tokens < 1:
-        raise ValueError(f"num_chunks is {num_chunks} and max_tokens {max_tokens}; give at least 1 of each")
+        raise UserError(f"num_chunks is {num_chunks} and max_tokens {max_tokens}; give at least 1 of each")
     if len(work) != len(lengths):
-        raise ValueError(f"work has {len(work)} entries but there are {len(lengths)} documents; give one for each")
+        raise UserError(f"work has {len(work)} entries but there are {len(lengths)} documents; give one for each")
     chunk = np.full(len(lengths), -1)
     load, free = np.zeros(num_chunks), np.full(num_chunks, max_tokens, dtype=np.int64)
     for document in np.argsort(-work, kind="stable").tolist():

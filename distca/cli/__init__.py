@@ -1,6 +1,6 @@
 """The `distca` command: what would balanced attention save on your lengths, and training that gets it.
 
-Whatever a user can get wrong ends in one line on stderr and exit code 2. Modules refuse with a ValueError that names
+Whatever a user can get wrong ends in one line on stderr and exit code 2. Modules refuse with a UserError that names
 the field, its value and the remedy; `main` is the one place that turns it into that line. Anything else is a mistake
 of ours: it keeps its traceback and exit code 1, with a sentence on what to report.
 """
@@ -24,7 +24,7 @@ from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
 from distca.runtime.gloo import end_process
-from distca.validation import plain, was_refused
+from distca.validation import UserError, plain
 
 MAX_LINE = 2000  # characters of an error
 OURS = "This is a mistake in distca, not in what you gave. Please report it with the lines above and the command."
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MemoryError:
         _fail("not enough memory for what was asked; give fewer ranks, documents or tokens")
     except Exception as error:
-        if isinstance(error, OSError) or (isinstance(error, ValueError) and was_refused(error)):
+        if isinstance(error, OSError | UserError):
             _fail(str(error))
         if hasattr(error, "format_message"):  # what the argument parser refuses has one, whoever ships its class
             _fail(error.format_message())

@@ -14,7 +14,7 @@ import numpy as np
 from distca.report.figures import count_text
 from distca.spec import unknown_name
 from distca.units import is_count
-from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, check_whole, plain, short
+from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, UserError, check_whole, plain, short
 from distca.workload.byte_streams import STDIN
 from distca.workload.distribution import CorpusFigures, deal_batches
 from distca.workload.documents import (
@@ -101,8 +101,8 @@ class BatchesAsked:
         for option in options:
             value = getattr(self, option)
             if value is not None and value is not False:
-                raise ValueError(f"{option} is {value} but {short(self.source)} {what}; leave "
-                                 f"--{option.replace('_', '-')} out")
+                raise UserError(f"{option} is {value} but {short(self.source)} {what}; leave "
+                                f"--{option.replace('_', '-')} out")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +185,7 @@ def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
     if total < asked.batch_tokens:
         for option in ("tokens_per_rank", "batches", "seed"):
             if getattr(asked, option) is not None:
-                raise ValueError(
+                raise UserError(
                     f"{option} is {getattr(asked, option)} but {name} holds {total} tokens, fewer than one batch of "
                     f"{size}; give a smaller --tokens-per-rank, or --whole for one batch of everything")
         return _one(_batch_of_lengths(name, lengths, asked, None), corpus,
@@ -210,9 +210,9 @@ def refuse_source(source: str, field: str = "SOURCE") -> None:
     """The error for a source that is neither a name nor a file."""
     names = (*SAMPLERS, STANDARD_LIBRARY)
     if Path(source).name != source or Path(source).suffix:
-        raise ValueError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
-    raise ValueError(f"{unknown_name(field, source, names)}, or give the path of a workload or lengths file; no "
-                     "file of this name is here")
+        raise UserError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
+    raise UserError(f"{unknown_name(field, source, names)}, or give the path of a workload or lengths file; no "
+                    "file of this name is here")
 
 
 def _batch_of_workload(
@@ -221,11 +221,11 @@ def _batch_of_workload(
     for name, asked, said in (("ranks", ranks, workload.ranks),
                               ("tokens_per_rank", tokens_per_rank, workload.tokens_per_rank)):
         if asked is not None and asked != said:
-            raise ValueError(f"{name} is {asked} but {path} says {said}; leave the option out or change the file")
+            raise UserError(f"{name} is {asked} but {path} says {said}; leave the option out or change the file")
     lengths = np.concatenate(workload.sequences)
     if max_document is not None and lengths.max() > max_document:
-        raise ValueError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
-                         "cutting it would leave its ranks unfilled; leave the option out or change the file")
+        raise UserError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
+                        "cutting it would leave its ranks unfilled; leave the option out or change the file")
     check_whole("ranks", workload.ranks, most=MAX_RANKS, why=RANKS_WHY)
     return DocumentBatch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank)
 
@@ -241,7 +241,7 @@ def _batch_of_lengths(
     total = int(lengths.sum())
     tokens_per_rank = tokens_per_rank or total // ranks
     if tokens_per_rank == 0:
-        raise ValueError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
+        raise UserError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
     lengths = fill(lengths, ranks * tokens_per_rank)
     return DocumentBatch(f"{plain(name)}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from distca.cli.progress import say
-from distca.validation import plain
+from distca.validation import UserError, plain
 
 checkpoint_app = typer.Typer(help="Verify and convert checkpoints of `distca train`.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_… folder of it.", show_default=False)]
@@ -50,8 +50,8 @@ def convert_command(
     """Make checkpoints of version 1 readable; their metadata is a pickle, which can run code."""
     paths = checkpoints_in(folder)
     if not trust:
-        raise ValueError(f"checkpoints of version 1 hold a pickle, and reading {str(folder)!r} can run whatever code "
-                         "its writer put there; add --trust if you trust who wrote it")
+        raise UserError(f"checkpoints of version 1 hold a pickle, and reading {str(folder)!r} can run whatever code "
+                        "its writer put there; add --trust if you trust who wrote it")
     say(f"distca checkpoint: reading {plain(str(folder))} …")
     from distca.train.convert_checkpoint import convert
 
@@ -71,6 +71,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return [folder.absolute()]
     found = step_folders(folder)
     if not found:
-        raise ValueError(f"{folder}: holds no step_… folder; give a checkpoint.folder of distca train, or one of its "
-                         "checkpoints")
+        raise UserError(f"{folder}: holds no step_… folder; give a checkpoint.folder of distca train, or one of its "
+                        "checkpoints")
     return found

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from distca.cli.checkpoint import checkpoints_in
+from distca.validation import UserError
 
 
 def export_command(
@@ -26,5 +27,5 @@ def export_command(
     from distca.train.export import DTYPES, export_newest
 
     if dtype and dtype not in DTYPES:
-        raise ValueError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
+        raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
     export_newest(found, out, dtype=dtype or None)

@@ -16,7 +16,7 @@ import numpy as np
 
 from distca.report.figures import RunFigures, StrategyFigures, byte_text, strategies_from_json
 from distca.trace import MAX_COUNT, StepTrace
-from distca.validation import check_number, check_whole, parse_json, read_json, read_text
+from distca.validation import UserError, check_number, check_whole, parse_json, read_json, read_text
 
 MAX_TRACE_BYTES = 2**28  # about two million spans
 MAX_LOG_BYTES = 2**26    # about a hundred thousand steps
@@ -57,7 +57,7 @@ class RunLog:
 def read_log(path: Path) -> RunLog:
     """A folder that `distca train` logged into, or one of its files."""
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder; give the log.folder of a run, or a file of it")
+        raise UserError(f"{path}: no such file or folder; give the log.folder of a run, or a file of it")
     if path.is_dir():
         return _read_folder(path)
     if path.suffix == ".jsonl":
@@ -70,9 +70,9 @@ def read_log(path: Path) -> RunLog:
     if isinstance(content, dict) and "tokens_per_second" in content:
         return RunLog(facts=_named(path, _summary_facts, content))
     if isinstance(content, dict) and "traceEvents" in content:
-        raise ValueError(f"{path}: a Chrome trace, which a report cannot read; give the step_N.json beside it")
-    raise ValueError(f"{path}: neither a trace, a log nor a summary of a run, nor a comparison; give step_N.json, "
-                     "steps.jsonl, summary.json, their folder, or what distca simulate --json printed")
+        raise UserError(f"{path}: a Chrome trace, which a report cannot read; give the step_N.json beside it")
+    raise UserError(f"{path}: neither a trace, a log nor a summary of a run, nor a comparison; give step_N.json, "
+                    "steps.jsonl, summary.json, their folder, or what distca simulate --json printed")
 
 
 def _named(path: Path, check: Callable[[Any], T], content: Any) -> T:
@@ -80,7 +80,7 @@ def _named(path: Path, check: Callable[[Any], T], content: Any) -> T:
     try:
         return check(content)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _read_folder(folder: Path) -> RunLog:
@@ -88,7 +88,7 @@ def _read_folder(folder: Path) -> RunLog:
     traces = {int(match[1]): path for path, match in named.items() if match}
     steps, summary = folder / "steps.jsonl", folder / "summary.json"
     if not (traces or steps in named or summary in named):
-        raise ValueError(f"{folder}: holds no step_N.json, steps.jsonl or summary.json; give the log.folder of a run")
+        raise UserError(f"{folder}: holds no step_N.json, steps.jsonl or summary.json; give the log.folder of a run")
     return RunLog(traces, _read_steps(steps) if steps in named else None,
                   _named(summary, _summary_facts, read_json(summary)) if summary in named else ())
 
@@ -104,12 +104,12 @@ def _traces(content: Any, path: Path) -> tuple[StepTrace, ...]:
 def traces_from_json(content: Any) -> tuple[StepTrace, ...]:
     """One step's traces, of different ranks, with spans that a chart can draw."""
     if not isinstance(content, list) or not content:
-        raise ValueError("not a list of step traces, one per rank; trace a step with --log.trace_step N")
+        raise UserError("not a list of step traces, one per rank; trace a step with --log.trace_step N")
     traces = tuple(StepTrace.from_json(one) for one in content)
     seen: set[int] = set()
     for trace in traces:
         if trace.rank in seen:
-            raise ValueError(f"rank {trace.rank} is there twice; write the trace again")
+            raise UserError(f"rank {trace.rank} is there twice; write the trace again")
         seen.add(trace.rank)
     return traces
 
@@ -121,7 +121,7 @@ def _read_steps(path: Path) -> RunFigures | None:
             record = parse_json(line)
             check_whole("step", record["step"], least=0, most=MAX_COUNT)
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}: line {number} is not a step's record; remove the line") from None
+            raise UserError(f"{path}: line {number} is not a step's record; remove the line") from None
         records.append(record)
     if not records:
         return None
@@ -145,7 +145,7 @@ def _server_speeds(path: Path, records: list[dict[str, Any]]) -> list[tuple[str,
 def _summary_facts(content: Any) -> tuple[tuple[str, str], ...]:
     def figure(name: str) -> float:
         if not isinstance(content, dict) or name not in content:
-            raise ValueError(f"has no {name}; give a summary.json that a run wrote")
+            raise UserError(f"has no {name}; give a summary.json that a run wrote")
         return _figure(content[name], name)
 
     return (

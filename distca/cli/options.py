@@ -9,7 +9,7 @@ import typer
 
 from distca.planning.tolerance import TOLERANCES, asked_tolerance
 from distca.units import is_count, parse_count
-from distca.validation import short
+from distca.validation import UserError, short
 from distca.workload.length_files import FORMATS
 
 COUNT = "COUNT"
@@ -35,7 +35,7 @@ def counts(field: str, text: str) -> list[int]:
     try:
         return [parse_count(field, part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
+        raise UserError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
 
 
 def tolerance_option(value: Any) -> Any:
@@ -49,7 +49,7 @@ def tolerance_option(value: Any) -> Any:
 def one_source(words: Sequence[str]) -> str:
     """SOURCE, which is one word, or lengths in several."""
     if len(words) > 1 and not all(is_count(part) for word in words for part in word.split(",")):
-        raise ValueError(f"SOURCE is {' and '.join(map(short, words[:3]))}; give one file or name, or lengths alone")
+        raise UserError(f"SOURCE is {' and '.join(map(short, words[:3]))}; give one file or name, or lengths alone")
     return ",".join(words)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from distca.report.figures import PlannedBatch, ReportData
-from distca.validation import short
+from distca.validation import UserError, short
 
 PAGE_SUFFIXES = (".html", ".htm")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -19,14 +19,14 @@ T = TypeVar("T")
 def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
     """A file of this name can be made: it is in a folder, is no folder itself and ends as it should."""
     if not str(path).isprintable():
-        raise ValueError(f"{option} is {short(str(path))}; give a name that can be printed")
+        raise UserError(f"{option} is {short(str(path))}; give a name that can be printed")
     if suffixes and path.suffix not in suffixes:
-        raise ValueError(f"{option} is {str(path)!r}; give a file name that ends in {', '.join(suffixes)}")
+        raise UserError(f"{option} is {str(path)!r}; give a file name that ends in {', '.join(suffixes)}")
     if not path.parent.is_dir():
-        raise ValueError(f"{option} is {str(path)!r} but the folder {str(path.parent)!r} does not exist; create it "
-                         "first")
+        raise UserError(f"{option} is {str(path)!r} but the folder {str(path.parent)!r} does not exist; create it "
+                        "first")
     if path.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, a folder, and cannot be written; give the name of a file")
+        raise UserError(f"{option} is {str(path)!r}, a folder, and cannot be written; give the name of a file")
     try:
         if not path.exists():
             with tempfile.TemporaryFile(dir=path.parent):
@@ -48,8 +48,8 @@ def plot_writer(option: str, path: Path) -> Callable[[PlannedBatch], None]:
     try:
         from distca.report.plots import save_plot
     except ModuleNotFoundError as error:
-        raise ValueError(f"{option} needs {error.name}, which is not installed; run: pip install {error.name}"
-                         ) from None
+        raise UserError(f"{option} needs {error.name}, which is not installed; run: pip install {error.name}"
+                        ) from None
     return _writer(option, path, PLOT_SUFFIXES, save_plot)
 
 
@@ -68,5 +68,5 @@ def _writer(
 
 
 def _not_writable(option: str, path: Path, error: OSError) -> ValueError:
-    return ValueError(f"{option} is {str(path)!r} and cannot be written ({error.strerror}); give a file in a folder "
-                      "that you may write to")
+    return UserError(f"{option} is {str(path)!r} and cannot be written ({error.strerror}); give a file in a folder "
+                     "that you may write to")

@@ -21,7 +21,7 @@ from distca.cli.simulate import MAX_WORKERS
 from distca.paper.cases import cases
 from distca.paper.check import Row, measure_all
 from distca.paper.claims import CLAIMS, Verdict, figures_of, marks, verdicts
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 
 QUICK_BATCHES, FULL_BATCHES = 2, 10
 
@@ -80,11 +80,11 @@ def _plotter(folder: Path) -> Callable[[dict[str, list[Row]]], list[Path]]:
     try:
         from distca.paper.plots import save_plots
     except ModuleNotFoundError as error:
-        raise ValueError(f"plots need {error.name}, which is not installed; run: pip install {error.name}, or give "
-                         "--no-plots") from None
+        raise UserError(f"plots need {error.name}, which is not installed; run: pip install {error.name}, or give "
+                        "--no-plots") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"out is {str(folder)!r} and cannot be made ({error.strerror}); give a folder that you may "
-                         "write to, or --no-plots") from None
+        raise UserError(f"out is {str(folder)!r} and cannot be made ({error.strerror}); give a folder that you may "
+                        "write to, or --no-plots") from None
     return lambda rows: save_plots(rows, marks(), folder)

@@ -56,7 +56,7 @@ from distca.simulate.costs import TABLE_CLUSTER
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
 from distca.units import UNITS_HELP
-from distca.validation import MAX_RANKS, check_whole
+from distca.validation import MAX_RANKS, UserError, check_whole
 from distca.workload.length_files import Reading
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
@@ -216,7 +216,7 @@ def _predicted(
 ) -> StepSeconds:
     """What a step takes on the cluster, or on nodes of so many ranks with an H200's links."""
     if cost is None:
-        raise ValueError("tolerance is 'auto' but cost is not given; give --cost, the latency table it is chosen by")
+        raise UserError("tolerance is 'auto' but cost is not given; give --cost, the latency table it is chosen by")
     machines = find_cluster(cluster or TABLE_CLUSTER)
     if ranks_per_node is not None:
         machines = replace(machines, gpus_per_node=ranks_per_node * tp)
@@ -230,7 +230,7 @@ def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[in
             check_whole("ranks_per_node", ranks_per_node, most=MAX_RANKS)
         return ranks_per_node, 0
     if ranks_per_node is not None:
-        raise ValueError(f"ranks_per_node is {ranks_per_node} and cluster {cluster!r}; give one of them")
+        raise UserError(f"ranks_per_node is {ranks_per_node} and cluster {cluster!r}; give one of them")
     shape = find_cluster(cluster)
     return shape.ranks_per_node(tp), shape.nodes_per_pod
 

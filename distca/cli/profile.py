@@ -11,7 +11,7 @@ from distca.cli.options import COUNT, count
 from distca.cli.outputs import check_output
 from distca.cli.progress import progress, say
 from distca.units import UNITS_HELP
-from distca.validation import MAX_LOCAL_RANKS, check_whole
+from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole
 
 
 def profile_command(
@@ -41,7 +41,7 @@ def profile_command(
         from distca import profiling
         from distca.profiling.network import measure_network
     except ModuleNotFoundError as error:
-        raise ValueError(f"profile needs {error.name}, which is not installed; run: pip install {error.name}") from None
+        raise UserError(f"profile needs {error.name}, which is not installed; run: pip install {error.name}") from None
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
     network = measure_network(chosen.device, ranks)
     if network.measures_the_rest:

@@ -16,6 +16,7 @@ from distca.cli.plan import PlanPool, plan_asked
 from distca.models import model_named
 from distca.report.figures import ReportData, Timeline
 from distca.report.verdict import verdict
+from distca.validation import UserError
 from distca.workload.length_files import Reading
 
 MAX_TIMELINES = 2
@@ -45,7 +46,7 @@ def report_command(
 ) -> None:
     """Write a report that opens in any browser, offline."""
     if not (paths or predicted or plan):
-        raise ValueError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
+        raise UserError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
     write = page_writer("out", out)
     data = ReportData("distca report")
     if plan:
@@ -69,8 +70,8 @@ def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: in
     traced = [(path, log.traces) for path, log in logs if log.traces]
     if step is not None and not any(step in traces for _, traces in traced):
         known = sorted({number for _, traces in traced for number in traces})
-        raise ValueError(f"step is {step} but the traced steps are: {', '.join(map(str, known)) or 'none'}; name one "
-                         "of them, or trace it with --log.trace_step")
+        raise UserError(f"step is {step} but the traced steps are: {', '.join(map(str, known)) or 'none'}; name one "
+                        "of them, or trace it with --log.trace_step")
     timelines = []
     for path, traces in traced:
         chosen = max(traces) if step is None else step
@@ -80,5 +81,5 @@ def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: in
     if predicted is not None:
         timelines.append(Timeline("predicted", read_traces(predicted)))
     if len(timelines) > MAX_TIMELINES:
-        raise ValueError(f"PATH and --predicted hold {len(timelines)} timelines; give at most {MAX_TIMELINES}")
+        raise UserError(f"PATH and --predicted hold {len(timelines)} timelines; give at most {MAX_TIMELINES}")
     return tuple(timelines)

@@ -17,6 +17,7 @@ from distca.cli.options import COUNT, count
 from distca.runtime.gloo import end_process
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
 from distca.units import UNITS_HELP
+from distca.validation import UserError
 
 
 def _train(settings: Settings) -> int:
@@ -38,7 +39,7 @@ def train_command(
     path, overrides = parse_arguments(context.args)
     if ranks is not None:
         if "run.ranks" in overrides:
-            raise ValueError(f"--ranks is {ranks} and --run.ranks is {overrides['run.ranks']}; give one of them")
+            raise UserError(f"--ranks is {ranks} and --run.ranks is {overrides['run.ranks']}; give one of them")
         overrides["run.ranks"] = str(ranks)
     settings = load_settings(path, overrides)
     if show_settings:
@@ -70,13 +71,13 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str
             raise unknown_setting(f"option {name}", key)
         if not equals:
             if not rest:
-                raise ValueError(f"{name} has no value; write {name} VALUE")
+                raise UserError(f"{name} has no value; write {name} VALUE")
             value = rest.pop(0)
         if key in overrides:
-            raise ValueError(f"{name} is given twice, as {overrides[key]!r} and {value!r}; give it once")
+            raise UserError(f"{name} is given twice, as {overrides[key]!r} and {value!r}; give it once")
         overrides[key] = value
     if len(paths) > 1:
-        raise ValueError(f"CONFIG is {' and '.join(map(repr, paths))}; give one file")
+        raise UserError(f"CONFIG is {' and '.join(map(repr, paths))}; give one file")
     return (paths[0] if paths else None), overrides
 
 

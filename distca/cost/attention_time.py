@@ -26,6 +26,7 @@ from distca.cost.latency_table import LatencyTable, Surface
 from distca.cost.shipped_tables import nearest_heads
 from distca.cost.work_list import Tasks, WorkList
 from distca.spec import ModelShape
+from distca.validation import UserError
 from distca.workload.placement import Cuts
 
 FloatArray = npt.NDArray[np.float64]
@@ -62,14 +63,14 @@ class AttentionTime:
     def of(cls, table: LatencyTable, model: ModelShape, tp: int = 1, scale: float = 1.0) -> AttentionTime:
         """Bind a table to a model's heads per rank; `scale` multiplies its seconds."""
         if not 0 < scale < float("inf"):
-            raise ValueError(f"scale is {scale!r}; give a finite number above 0")
+            raise UserError(f"scale is {scale!r}; give a finite number above 0")
         heads, kv_heads = model.heads_per_rank(tp), model.kv_heads_per_rank(tp)
         table = nearest_heads(table, heads, kv_heads, model.head_dim)
         about = table.metadata
         head_dim = about.get("head_dim", model.head_dim)
         is_other_dim = not head_dim == model.head_dim == model.value_dim
         if is_other_dim and not ("shipped" in about and isinstance(head_dim, int)):
-            raise ValueError(
+            raise UserError(
                 f"latency table {table.name!r} was measured with head_dim {head_dim} but model {model.name!r} has "
                 f"{_dims(model)}; run distca profile --model {model.name} and give its table as --cost")
         flops = (model.head_dim + model.value_dim) / (2.0 * head_dim) if is_other_dim else 1.0  # type: ignore[operator]

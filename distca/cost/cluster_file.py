@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.spec import CLUSTERS, ClusterShape, cluster_named, unknown_name
-from distca.validation import check_name, check_number, read_toml
+from distca.validation import UserError, check_name, check_number, read_toml
 
 _NAMES = tuple(field.name for field in fields(ClusterShape))
 _NEEDED = tuple(field.name for field in fields(ClusterShape) if field.default is MISSING)
@@ -26,7 +26,7 @@ def find_cluster(name: str) -> ClusterShape:
     if name in CLUSTERS:
         return CLUSTERS[name]
     if not Path(name).suffix and not Path(name).exists():
-        raise ValueError(f"{unknown_name('cluster', name, CLUSTERS)}, or give the path of a TOML file")
+        raise UserError(f"{unknown_name('cluster', name, CLUSTERS)}, or give the path of a TOML file")
     return read_cluster(name)
 
 
@@ -36,7 +36,7 @@ def read_cluster(path: str | Path) -> ClusterShape:
     try:
         return _cluster(content, Path(path).stem)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:
@@ -49,8 +49,8 @@ def _cluster(content: dict[str, Any], stem: str) -> ClusterShape:
     values |= content
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not given; add them, or base = {next(iter(CLUSTERS))!r} to take the "
-                         "rest from a known cluster")
+        raise UserError(f"{', '.join(missing)} not given; add them, or base = {next(iter(CLUSTERS))!r} to take the "
+                        "rest from a known cluster")
     for name, value in values.items():
         (check_name if name in _TEXT else check_number)(name, value)
     return ClusterShape(**values)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.spec import MAX_RATE, ModelShape
-from distca.validation import check_name, check_number, check_whole, parse_json, read_text, short
+from distca.validation import UserError, check_name, check_number, check_whole, parse_json, read_text, short
 from distca.workload.documents import check_lengths
 
 IntArray = npt.NDArray[np.int64]
@@ -186,13 +186,13 @@ class LatencyTable:
         q_len, kv_len = _checked_grid("q_len", self.q_len), _checked_grid("kv_len", self.kv_len)
         for end, name in ((0, "smallest"), (-1, "largest")):
             if q_len[end] > kv_len[end]:
-                raise ValueError(
+                raise UserError(
                     f"q_len's {name} is {q_len[end]} but kv_len's {name} is {kv_len[end]}; queries are aligned with "
                     "the end of their keys, so extend kv_len or trim q_len")
         check_name("name", self.name)
         peak = check_number("peak_pairs_per_second", self.peak_pairs_per_second, above=0, most=MAX_RATE)
         if not isinstance(self.metadata, Mapping):
-            raise ValueError(f"metadata is {short(self.metadata)}; give an object of names and values")
+            raise UserError(f"metadata is {short(self.metadata)}; give an object of names and values")
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             if name in self.metadata:
                 check_whole(f"metadata.{name}", self.metadata[name], most=MAX_HEADS)
@@ -221,16 +221,16 @@ class LatencyTable:
         """Seconds for q_len queries at the end of kv_len keys; never falls in either, and 0 without queries."""
         surface = self._backward if backward else self._forward
         if surface is None:
-            raise ValueError(f"latency table {self.name!r} has no backward_seconds; profile the backward as well")
+            raise UserError(f"latency table {self.name!r} has no backward_seconds; profile the backward as well")
         if isinstance(q_len, (int, float)) and isinstance(kv_len, (int, float)):
             if not 0 <= q_len <= kv_len:
-                raise ValueError(f"q_len is {q_len} and kv_len {kv_len}; give 0 <= q_len <= kv_len")
+                raise UserError(f"q_len is {q_len} and kv_len {kv_len}; give 0 <= q_len <= kv_len")
             return surface.at(q_len, kv_len) if q_len else 0.0
         q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         if q.ndim == kv.ndim == 0:
             return self.seconds(float(q), float(kv), backward=backward)
         if not ((q >= 0) & (q <= kv)).all():
-            raise ValueError("q_len exceeds kv_len or is negative in some entry; give 0 <= q_len <= kv_len")
+            raise UserError("q_len exceeds kv_len or is negative in some entry; give 0 <= q_len <= kv_len")
         return np.where(q > 0, surface.at_many(q, kv), 0.0)
 
     @property
@@ -241,7 +241,7 @@ class LatencyTable:
     def require(self, max_kv_len: int) -> None:
         """Refuse documents longer than what was measured."""
         if max_kv_len > self.kv_len[-1]:
-            raise ValueError(
+            raise UserError(
                 f"latency table {self.name!r} reaches kv_len {self.kv_len[-1]} but the longest document has "
                 f"{max_kv_len} tokens; profile with --max-kv-len {max_kv_len} or cut documents with --max-document")
 
@@ -265,16 +265,16 @@ class LatencyTable:
         try:
             content = parse_json(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise ValueError(f"not a latency table: its format is not {FORMAT!r}; give a file that profiling wrote")
+                raise UserError(f"not a latency table: its format is not {FORMAT!r}; give a file that profiling wrote")
             if content.get("version") != VERSION:
-                raise ValueError(
+                raise UserError(
                     f"version is {content.get('version')!r} but {VERSION} is what can be read; profile again")
             missing = [key for key in _KEYS if key not in content]
             if missing:
-                raise ValueError(f"latency table without {', '.join(missing)}; profile again")
+                raise UserError(f"latency table without {', '.join(missing)}; profile again")
             return cls(**{key: content[key] for key in _KEYS})
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise UserError(f"{path}: {error}") from None
 
 
 def peak_rate(q_len: IntArray, kv_len: IntArray, seconds: FloatArray) -> float:
@@ -292,10 +292,10 @@ def analytic_table(
 ) -> LatencyTable:
     """A table without measurements: peak throughput for shards of 128 queries or more, a whole tile's time below."""
     if max_kv_len <= SATURATED_Q_LEN:
-        raise ValueError(f"max_kv_len is {max_kv_len}; give more than the {SATURATED_Q_LEN} tokens of a tile")
+        raise UserError(f"max_kv_len is {max_kv_len}; give more than the {SATURATED_Q_LEN} tokens of a tile")
     backward_rate = flops_per_second if backward_flops_per_second is None else backward_flops_per_second
     if not (flops_per_second > 0 and backward_rate > 0):
-        raise ValueError(
+        raise UserError(
             f"flops_per_second is {flops_per_second!r} forward and {backward_rate!r} backward; give numbers above 0")
     octaves = SATURATED_Q_LEN * 2 ** np.arange(int(max_kv_len).bit_length(), dtype=np.int64)
     grid = np.append(octaves[octaves < max_kv_len], max_kv_len)
@@ -322,7 +322,7 @@ def analytic_table(
 def _checked_grid(name: str, values: IntArray) -> IntArray:
     grid = check_lengths(values, name).copy()
     if not 2 <= len(grid) <= MAX_LENGTHS or not (np.diff(grid) > 0).all():
-        raise ValueError(
+        raise UserError(
             f"{name} is {short(grid.tolist())}; give at least two lengths, at most {MAX_LENGTHS}, each above "
             "the one before")
     grid.setflags(write=False)
@@ -335,14 +335,14 @@ def _checked_seconds(name: str, values: npt.ArrayLike, q_len: IntArray, kv_len: 
             raise TypeError
         seconds = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} is not a table of numbers; give {len(q_len)} rows of {len(kv_len)} seconds") from None
+        raise UserError(f"{name} is not a table of numbers; give {len(q_len)} rows of {len(kv_len)} seconds") from None
     if seconds.shape != (len(q_len), len(kv_len)):
-        raise ValueError(f"{name} has shape {seconds.shape}; give {len(q_len)} rows of {len(kv_len)} seconds")
+        raise UserError(f"{name} has shape {seconds.shape}; give {len(q_len)} rows of {len(kv_len)} seconds")
     exists = q_len[:, None] <= kv_len
     bad = exists & ~((seconds >= LEAST_SECONDS) & (seconds <= MOST_SECONDS))
     if bad.any():
         i, j = np.argwhere(bad)[0]
-        raise ValueError(
+        raise UserError(
             f"{name} at q_len {q_len[i]}, kv_len {kv_len[j]} is {seconds[i, j]}; give seconds above 0, from "
             f"{LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     seconds[~exists] = np.nan

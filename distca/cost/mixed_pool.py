@@ -27,7 +27,7 @@ from distca.cost.attention_time import AttentionTime, Column, FloatArray
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped_tables import find_table
 from distca.spec import ModelShape, unknown_name
-from distca.validation import MAX_RANKS, check_name, check_number, check_whole, read_toml, short
+from distca.validation import MAX_RANKS, UserError, check_name, check_number, check_whole, read_toml, short
 
 MAX_KINDS = 64
 _LEAST_SPEED, _MOST_SPEED = 1e-3, 1e3
@@ -51,7 +51,7 @@ class MixedPool:
 
     def __post_init__(self) -> None:
         if not self.kinds:
-            raise ValueError("servers is empty; name at least one kind of server")
+            raise UserError("servers is empty; name at least one kind of server")
 
     @property
     def first(self) -> LatencyTable:
@@ -92,8 +92,8 @@ class MixedTime(AttentionTime):
 
     def check_servers(self, num_servers: int) -> None:
         if len(self.kind) != num_servers:
-            raise ValueError(f"servers names {len(self.kind)} of them but the pool has {num_servers}; name every rank "
-                             "of the pool, of one tensor-parallel index, and the dedicated servers last")
+            raise UserError(f"servers names {len(self.kind)} of them but the pool has {num_servers}; name every rank "
+                            "of the pool, of one tensor-parallel index, and the dedicated servers last")
 
     def repeated(self, times: int) -> MixedTime:
         return MixedTime.of_kinds(self.kinds, (times * np.bincount(self.kind, minlength=len(self.kinds))).tolist())
@@ -148,17 +148,17 @@ def read_pool(path: str | Path) -> MixedPool:
                 raise unknown_name("field", key, ("servers",))
         rows = content.get("servers")
         if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_KINDS:
-            raise ValueError(f"servers is {short(rows)}; give a list of 1 to {MAX_KINDS} kinds, each as "
-                             '{ranks = 8, table = "h200"}')
+            raise UserError(f"servers is {short(rows)}; give a list of 1 to {MAX_KINDS} kinds, each as "
+                            '{ranks = 8, table = "h200"}')
         return MixedPool(tuple(_kind(row, number, Path(path).parent) for number, row in enumerate(rows)))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _kind(row: Any, number: int, folder: Path) -> ServerKind:
     where = f"servers[{number}]"
     if not isinstance(row, dict) or not {"ranks", "table"} <= set(row):
-        raise ValueError(f'{where} is {short(row)}; give ranks and table, as in {{ranks = 8, table = "h200"}}')
+        raise UserError(f'{where} is {short(row)}; give ranks and table, as in {{ranks = 8, table = "h200"}}')
     for key in row:
         if key not in _KEYS:
             raise unknown_name(f"field of {where}", key, _KEYS)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from distca.cost.latency_table import LatencyTable
 from distca.spec import MAX_RATE, ClusterShape
-from distca.validation import check_number, check_whole, short
+from distca.validation import UserError, check_number, check_whole, short
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -40,8 +40,8 @@ class MeasuredNetwork:
                        check_number("latency_seconds", found.get("latency_seconds"), least=0, most=MAX_RATE),
                        check_number("bandwidth", found.get("bandwidth"), above=0, most=MAX_RATE))
         except ValueError as error:
-            raise ValueError(f"latency table {table.name!r} has network {short(about)}: {error}; or profile again with "
-                             "--ranks") from None
+            raise UserError(f"latency table {table.name!r} has network {short(about)}: {error}; or profile again with "
+                            "--ranks") from None
 
     def seconds(self, num_bytes: float) -> float:
         """An exchange in which a rank sends so many bytes."""
@@ -64,10 +64,10 @@ class Network:
         check_whole("gpus_per_node", self.gpus_per_node)
         for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; give bytes per second above 0")
+                raise UserError(f"{name} is {getattr(self, name)!r}; give bytes per second above 0")
         for name in ("intra_node_latency_seconds", "inter_node_latency_seconds"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; give seconds of at least 0")
+                raise UserError(f"{name} is {getattr(self, name)!r}; give seconds of at least 0")
 
     @classmethod
     def of(cls, cluster: ClusterShape) -> Network:
@@ -118,9 +118,9 @@ class Network:
         """
         sent = np.asarray(matrix_bytes, dtype=np.float64)  # [src, dst]
         if sent.ndim != 2 or sent.shape[0] != sent.shape[1]:
-            raise ValueError(f"matrix_bytes has shape {sent.shape}; give a square [src, dst] matrix")
+            raise UserError(f"matrix_bytes has shape {sent.shape}; give a square [src, dst] matrix")
         if not (sent >= 0).all():
-            raise ValueError("matrix_bytes has an entry that is negative or not a number; give bytes of at least 0")
+            raise UserError("matrix_bytes has an entry that is negative or not a number; give bytes of at least 0")
         per_node = check_whole("gpus_per_node", self.gpus_per_node if gpus_per_node is None else gpus_per_node)
         rank = np.arange(sent.shape[0])
         same_node = rank[:, None] // per_node == rank // per_node  # [src, dst]
@@ -138,7 +138,7 @@ class Network:
         Over several nodes there are as many rings as GPUs of a node take part, each crossing by its own NIC.
         """
         if num_ranks < 1:
-            raise ValueError(f"num_ranks is {num_ranks!r}; give a whole number of at least 1")
+            raise UserError(f"num_ranks is {num_ranks!r}; give a whole number of at least 1")
         per_node = check_whole("gpus_per_node", self.gpus_per_node if gpus_per_node is None else gpus_per_node)
         if num_bytes == 0 or num_ranks == 1:
             return 0.0

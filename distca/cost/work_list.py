@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from distca.columns import spread
 from distca.dealing import WORTH, by_row, cut, makespan
-from distca.validation import check_number, check_whole, short
+from distca.validation import UserError, check_number, check_whole, short
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -66,7 +66,7 @@ class WorkList:
         names = ("num_workers", "query_rows", "key_tokens", "launch_seconds", "idle_speedup")
         missing = [name for name in names if name not in facts]
         if missing:
-            raise ValueError(f"work_list has no {', '.join(missing)}; profile again")
+            raise UserError(f"work_list has no {', '.join(missing)}; profile again")
         counts = [check_whole(f"work_list.{name}", facts[name], most=MOST_COUNT) for name in names[:3]]
         launch, speedup = (_both(f"work_list.{name}", facts[name], least)
                            for name, least in (("launch_seconds", 0.0), ("idle_speedup", 1.0)))
@@ -143,7 +143,7 @@ class WorkList:
 def _both(field: str, value: object, least: float) -> tuple[float, float]:
     """Of forward and of backward."""
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{field} is {short(value)}; give a number for forward and one for backward")
+        raise UserError(f"{field} is {short(value)}; give a number for forward and one for backward")
     return (check_number(field, value[0], least=least, most=MOST_FACTOR),
             check_number(field, value[1], least=least, most=MOST_FACTOR))
 

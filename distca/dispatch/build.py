@@ -15,13 +15,14 @@ from distca.dispatch.tables import LocalRuns, RankTables, Runs, Side
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
 from distca.planning.traffic import TokenRanges, key_ranges, query_ranges
+from distca.validation import UserError
 from distca.workload.layout import Layout
 
 
 def build(plan: Plan, rank: int) -> RankTables:
     """The tables of one rank; ranks from layout.num_ranks on are dedicated servers with an empty row."""
     if not 0 <= rank < plan.num_servers:
-        raise ValueError(f"rank is {rank} but the plan has {plan.num_servers} servers; use 0 to {plan.num_servers - 1}")
+        raise UserError(f"rank is {rank} but the plan has {plan.num_servers} servers; use 0 to {plan.num_servers - 1}")
     layout = plan.layout
     tasks = touching(plan, np.arange(plan.num_servers) == rank)
     owns = rank < layout.num_ranks

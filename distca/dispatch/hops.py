@@ -18,6 +18,7 @@ from distca.dispatch.build import Places, side_of, task_columns, touching, trave
 from distca.dispatch.tables import RankTables, Runs, Side
 from distca.planning.plan import Plan
 from distca.planning.traffic import Gateways, TokenRanges, key_ranges, query_ranges
+from distca.validation import UserError
 
 _NO_TASKS = (np.empty(0, dtype=np.int64),) * 5
 
@@ -35,8 +36,8 @@ class HopTables:
 def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
     """The tables of one rank of a pool whose servers are on `node` [servers]."""
     if len(node) != plan.num_servers:
-        raise ValueError(f"the transport knows the nodes of {len(node)} ranks but the plan has {plan.num_servers} "
-                         "servers; plan for the ranks of the group")
+        raise UserError(f"the transport knows the nodes of {len(node)} ranks but the plan has {plan.num_servers} "
+                        "servers; plan for the ranks of the group")
     layout = plan.layout
     is_here = node == node[rank]
     tasks = touching(plan, is_here)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distca.validation import UserError
+
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ids", "seq_idx")
 _OF_OTHERS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_lens", "packed_seq_params",
               "document_id", "segment_ids", "sequence_ids")      # arguments that Transformers would pass on unread
@@ -38,8 +40,8 @@ def from_cumulative(edges: torch.Tensor, num_tokens: int, field: str = "cumulati
     lengths = np.diff(at)
     if len(at) < 1 or at[0] != 0 or at[-1] != num_tokens or (lengths < 0).any():
         shown = ", ".join(str(edge) for edge in at[:8]) + (", …" if len(at) > 8 else "")
-        raise ValueError(f"{field} is [{shown}] for {num_tokens} tokens; give rising numbers from 0 to the number of "
-                         "tokens, padding included")
+        raise UserError(f"{field} is [{shown}] for {num_tokens} tokens; give rising numbers from 0 to the number of "
+                        "tokens, padding included")
     return lengths[lengths > 0].tolist()
 
 
@@ -47,8 +49,8 @@ def check_keys(edges: torch.Tensor, key_edges: torch.Tensor | None) -> None:
     """Refuse keys that are cut into other documents than queries."""
     if key_edges is not None and key_edges is not edges and (
             key_edges.shape != edges.shape or bool((key_edges != edges).any())):
-        raise ValueError("cumulative lengths of keys differ from those of queries; distca serves self-attention, where "
-                         "both are the same tokens")
+        raise UserError("cumulative lengths of keys differ from those of queries; distca serves self-attention, where "
+                        "both are the same tokens")
 
 
 def from_positions(position_ids: torch.Tensor, document_ids: torch.Tensor | None = None) -> RowSlices:
@@ -73,12 +75,12 @@ def from_batch(
         real = None
     if cu_seq_lens is not None:
         if real is not None:
-            raise ValueError("cu_seq_lens_q came with an attention_mask that has padding; give one of them")
+            raise UserError("cu_seq_lens_q came with an attention_mask that has padding; give one of them")
         return from_edges(cu_seq_lens, (batch, row_len), position_ids, document_ids, "cu_seq_lens_q"), None
     if position_ids is None or position_ids.ndim != 2:
         found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
-        raise ValueError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
-                         "position_ids [rows, tokens] to a model that hands them to its attention")
+        raise UserError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
+                        "position_ids [rows, tokens] to a model that hands them to its attention")
     position = _numbers(position_ids, "position_ids", (batch, row_len))
     document = None if document_ids is None else _numbers(document_ids, "document_ids", (batch, row_len))
     begins = _begins(position, document)
@@ -87,8 +89,8 @@ def from_batch(
     inside = np.zeros_like(real)
     inside[:, 1:] = real[:, 1:] & real[:, :-1]                   # tokens that follow another real token
     if (real.sum(axis=1) > inside.sum(axis=1) + 1).any():
-        raise ValueError("attention_mask has padding between the tokens of a row; pad at one end, or pack documents "
-                         "with position_ids that restart")
+        raise UserError("attention_mask has padding between the tokens of a row; pad at one end, or pack documents "
+                        "with position_ids that restart")
     kept = np.flatnonzero(real.reshape(-1))
     columns = (_behind_padding(position, real), begins | ~inside, document)
     return _slices(*(None if x is None else x.reshape(-1)[kept] for x in columns)), kept
@@ -100,19 +102,19 @@ def from_arguments(
     """`from_batch` of what Transformers hands to its attention; all that says where documents begin must agree."""
     for name in _OF_OTHERS:
         if named.get(name) is not None:
-            raise ValueError(f"attention got {name}, which nothing here reads; say where documents begin by "
-                             "cu_seq_lens_q, or by position_ids that restart and document_ids")
+            raise UserError(f"attention got {name}, which nothing here reads; say where documents begin by "
+                            "cu_seq_lens_q, or by position_ids that restart and document_ids")
     edges, key_edges = named.get("cu_seq_lens_q"), named.get("cu_seq_lens_k")
     if edges is None and key_edges is not None:
-        raise ValueError("cu_seq_lens_k came without cu_seq_lens_q; give both")
+        raise UserError("cu_seq_lens_k came without cu_seq_lens_q; give both")
     if edges is not None:
         check_keys(edges, key_edges)
     found = from_batch(named.get("position_ids"), edges, padding, batch, row_len, named.get("document_ids"))
     slices, kept = found
     for name in ("max_length_q", "max_length_k"):
         if named.get(name) is not None and slices.length and int(named[name]) < max(slices.length):
-            raise ValueError(f"{name} is {int(named[name])} but a document has {max(slices.length)} tokens; give the "
-                             "longest one's, or leave it out")
+            raise UserError(f"{name} is {int(named[name])} but a document has {max(slices.length)} tokens; give the "
+                            "longest one's, or leave it out")
     if named.get("seq_idx") is not None:
         number = _numbers(named["seq_idx"], "seq_idx", (batch, row_len)).reshape(-1)
         at = np.arange(batch * row_len) if kept is None else kept
@@ -121,21 +123,21 @@ def from_arguments(
         wrong = np.flatnonzero((np.diff(number[at]) != 0) != cut[1:])
         wrong = wrong[at[wrong + 1] % row_len != 0]              # rows begin one in any case
         if len(wrong):
-            raise ValueError(f"seq_idx goes from {number[at[wrong[0]]]} to {number[at[wrong[0] + 1]]} at token "
-                             f"{at[wrong[0] + 1]}, which is not where position_ids or cu_seq_lens_q begin documents; "
-                             "let them say the same, or leave it out")
+            raise UserError(f"seq_idx goes from {number[at[wrong[0]]]} to {number[at[wrong[0] + 1]]} at token "
+                            f"{at[wrong[0] + 1]}, which is not where position_ids or cu_seq_lens_q begin documents; "
+                            "let them say the same, or leave it out")
     return found
 
 
 def _numbers(tensor: torch.Tensor, field: str, shape: tuple[int, int] | None = None) -> np.ndarray:
     """[rows, tokens] on the host; one row stands for all rows of a `shape`."""
     if tensor.ndim not in (1, 2) or tensor.dtype.is_floating_point:
-        raise ValueError(f"{field} has shape {tuple(tensor.shape)} and {tensor.dtype}; give whole numbers [tokens] or "
-                         "[rows, tokens]")
+        raise UserError(f"{field} has shape {tuple(tensor.shape)} and {tensor.dtype}; give whole numbers [tokens] or "
+                        "[rows, tokens]")
     found = tensor.cpu().numpy()
     found = found if tensor.ndim == 2 else found[None]
     if shape is not None and found.shape not in (shape, (1, shape[1])):
-        raise ValueError(f"{field} has shape {tuple(tensor.shape)} for tokens of shape {shape}; give a number for each")
+        raise UserError(f"{field} has shape {tuple(tensor.shape)} for tokens of shape {shape}; give a number for each")
     return found if shape is None else np.broadcast_to(found, shape)
 
 
@@ -177,8 +179,8 @@ def from_edges(
     if not lengths or (document_ids is None and (position_ids is None or position_ids.numel() != num_tokens)):
         return whole_documents(lengths)
     if position_ids is None:
-        raise ValueError(f"document_ids came with {field} but without position_ids, so parts of a document have no "
-                         "order; give both")
+        raise UserError(f"document_ids came with {field} but without position_ids, so parts of a document have no "
+                        "order; give both")
     position = _numbers(position_ids, "position_ids", shape)
     document = None if document_ids is None else _numbers(document_ids, "document_ids", shape)
     begins, cut = _begins(position, document), np.zeros(num_tokens, dtype=bool)
@@ -195,8 +197,8 @@ def from_edges(
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         said = ("begins" if cut[at] else "does not begin"), ("go on with" if cut[at] else "begin one with")
-        raise ValueError(f"{field} {said[0]} a document at token {at} but {names} {said[1]} position {flat[at]} there; "
-                         "let them say the same, or give one of them")
+        raise UserError(f"{field} {said[0]} a document at token {at} but {names} {said[1]} position {flat[at]} there; "
+                        "let them say the same, or give one of them")
     if document is None and from_zero:
         return whole_documents(lengths)
     return _slices(position, begins | cut.reshape(begins.shape), document)

@@ -33,6 +33,7 @@ from distca.kernels import kernel_named
 from distca.planning.plan import Plan
 from distca.runtime.call import Shapes
 from distca.runtime.transport import Transport
+from distca.validation import UserError
 
 try:
     import transformers
@@ -68,10 +69,10 @@ def enable(
     """
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
-        raise ValueError(f"model is a {type(model).__name__} without a transformers model inside; give a "
-                         "PreTrainedModel, wrapped or not")
+        raise UserError(f"model is a {type(model).__name__} without a transformers model inside; give a "
+                        "PreTrainedModel, wrapped or not")
     if evaluation not in EVALUATION:
-        raise ValueError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
+        raise UserError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
     check_config(inner.config)
     if not inner._can_set_attn_implementation():
         raise refused(inner.config, "its attention does not go through transformers' AttentionInterface")
@@ -109,7 +110,7 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
     masks = *inputs[1:2], named.get("attention_mask")
     for mask in masks:
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.dtype.is_floating_point and (mask > 1).any():
-            served.refused = ValueError(
+            served.refused = UserError(
                 f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
                 "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
     is_made = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
@@ -305,7 +306,7 @@ def _ordinary(
     """Decoding, where one token meets a cache, as transformers does it."""
     if module.training and query.shape[2] == key.shape[2]:
         given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
-        error = ValueError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
+        error = UserError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
                            "give attention_mask [rows, tokens] or nothing, and documents by position_ids or "
                            "cu_seq_lens_q")
         served, _RUNNING.served = _RUNNING.served, None
@@ -314,8 +315,8 @@ def _ordinary(
         raise error
     unread = next((name for name in DOCUMENTS if about.get(name) is not None), None)
     if unread is not None:
-        raise ValueError(f"{unread} came with a cache or with a mask of your own, which alone say what is seen; leave "
-                         f"out {unread}, or the mask or cache")
+        raise UserError(f"{unread} came with a cache or with a mask of your own, which alone say what is seen; leave "
+                        f"out {unread}, or the mask or cache")
     if not torch.compiler.is_compiling():
         _say_decoding()
     if about.get("softcap") is None and about.get("s_aux") is None:

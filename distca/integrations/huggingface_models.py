@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distca.models import shape_of_config
 from distca.spec import ModelShape
+from distca.validation import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,7 +47,7 @@ def stateful_reason(config: PreTrainedConfig) -> str | None:
 
 
 def refused(config: PreTrainedConfig, reason: str) -> ValueError:
-    return ValueError(f"distca cannot serve the attention of {config.model_type}: {reason}")
+    return UserError(f"distca cannot serve the attention of {config.model_type}: {reason}")
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:

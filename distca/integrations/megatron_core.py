@@ -23,6 +23,7 @@ from distca.integrations import check_version, not_installed
 from distca.integrations.packed import attach
 from distca.integrations.packed_layers import Options, PackedLayers, layers_over
 from distca.runtime.transport import Transport
+from distca.validation import UserError
 
 try:
     import megatron.core
@@ -95,12 +96,12 @@ class BalancedCoreAttention(MegatronModule):
             return self.unpacked(query, key, value, attention_mask, attn_mask_type=attn_mask_type,
                                  attention_bias=attention_bias)
         if attention_bias is not None or attn_mask_type not in (None, *_CAUSAL):
-            raise ValueError(f"attn_mask_type is {attn_mask_type} and attention_bias "
-                             f"{'none' if attention_bias is None else 'given'}; distca serves causal attention without "
-                             "a bias")
+            raise UserError(f"attn_mask_type is {attn_mask_type} and attention_bias "
+                            f"{'none' if attention_bias is None else 'given'}; distca serves causal attention without "
+                            "a bias")
         if attention_mask is not None:
-            raise ValueError("attention_mask came with packed_seq_params, which alone say where documents begin; pass "
-                             "attention_mask=None")
+            raise UserError("attention_mask came with packed_seq_params, which alone say where documents begin; pass "
+                            "attention_mask=None")
         return self._attend(query, key, value, packed_seq_params).flatten(1)
 
     @torch.compiler.disable(reason="distca's attention exchanges with other ranks")
@@ -132,8 +133,8 @@ def enable(
     """
     attention = getattr(layer_spec.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
-        raise ValueError(f"layer_spec builds {getattr(layer_spec.module, '__name__', layer_spec.module)} without "
-                         "self-attention that has a core_attention; give the spec of a decoder layer")
+        raise UserError(f"layer_spec builds {getattr(layer_spec.module, '__name__', layer_spec.module)} without "
+                        "self-attention that has a core_attention; give the spec of a decoder layer")
     core = partial(BalancedCoreAttention, group=group, options=Options(tolerance, kernel, state, transport))
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(layer_spec, submodules=replace(layer_spec.submodules, self_attention=attention))
@@ -147,13 +148,13 @@ def follow_positions(model: torch.nn.Module) -> torch.nn.Module:
     """
     found = [part for part in model.modules() if isinstance(part, GPTModel)]
     if not found:
-        raise ValueError(f"model is a {type(model).__name__} without a GPTModel inside; give one, wrapped or not")
+        raise UserError(f"model is a {type(model).__name__} without a GPTModel inside; give one, wrapped or not")
     for gpt in found:
         kind = gpt.position_embedding_type
         if kind not in _ROTATED or gpt.config.apply_rope_fusion:
             what = "apply_rope_fusion is True" if kind in _ROTATED else f"position_embedding_type is {kind!r}"
-            raise ValueError(f"{what}, which begins every packed sequence at position 0; choose one of: "
-                             f"{', '.join(_ROTATED)}, with apply_rope_fusion False")
+            raise UserError(f"{what}, which begins every packed sequence at position 0; choose one of: "
+                            f"{', '.join(_ROTATED)}, with apply_rope_fusion False")
         gpt.register_forward_pre_hook(_note_positions, with_kwargs=True)
         if kind == "rope":
             gpt.rotary_pos_emb.register_forward_hook(partial(_rotate_by_position, gpt))
@@ -168,8 +169,8 @@ def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) ->
     if packed is None:
         return
     if position_ids is None:
-        raise ValueError("packed_seq_params came without position_ids; pass them to every pipeline stage, or leave out "
-                         "follow_positions where documents do not span ranks")
+        raise UserError("packed_seq_params came without position_ids; pass them to every pipeline stage, or leave out "
+                        "follow_positions where documents do not span ranks")
     positions = position_ids.reshape(-1)
     setattr(packed, _POSITIONS, positions.to("cpu", copy=True))  # as they are now, whatever the buffer holds later
     gpt.distca_positions = positions if len(positions) and int(positions[0]) else None
@@ -187,7 +188,7 @@ def document_edges(packed: PackedSeqParams) -> tuple[torch.Tensor, torch.Tensor 
     Attention is causal, so that padding is seen by nothing but padding.
     """
     if packed.qkv_format != "thd":
-        raise ValueError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}; give 'thd'")
+        raise UserError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}; give 'thd'")
     edges = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return edges, packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
 
@@ -198,29 +199,29 @@ def _check_lengths(packed: PackedSeqParams) -> None:
         return
     real, padded = packed.cu_seqlens_q.diff(), packed.cu_seqlens_q_padded
     if padded is not None and (padded.shape != packed.cu_seqlens_q.shape or bool((real > padded.diff()).any())):
-        raise ValueError(f"packed_seq_params.cu_seqlens_q has {len(real)} documents, which do not fit the "
-                         f"{len(padded) - 1} of cu_seqlens_q_padded; pad each where it ends, or give one of them")
+        raise UserError(f"packed_seq_params.cu_seqlens_q has {len(real)} documents, which do not fit the "
+                        f"{len(padded) - 1} of cu_seqlens_q_padded; pad each where it ends, or give one of them")
     if packed.max_seqlen_q is not None and len(real) and int(real.max()) > int(packed.max_seqlen_q):
-        raise ValueError(f"packed_seq_params.max_seqlen_q is {int(packed.max_seqlen_q)} but a document has "
-                         f"{int(real.max())} tokens; give the longest one's, or leave it out")
+        raise UserError(f"packed_seq_params.max_seqlen_q is {int(packed.max_seqlen_q)} but a document has "
+                        f"{int(real.max())} tokens; give the longest one's, or leave it out")
 
 
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, dropout: float) -> None:
     """Refuse, when the model is built, attention that is not causal softmax over whole documents or windows of them."""
     if attention_type != "self" or config.multi_latent_attention:
         kind = "multi-latent attention" if attention_type == "self" else f"{attention_type}-attention"
-        raise ValueError(f"this layer has {kind}; distca serves grouped-query self-attention")
+        raise UserError(f"this layer has {kind}; distca serves grouped-query self-attention")
     if mask not in _CAUSAL:
-        raise ValueError(f"attn_mask_type is {mask.name}; distca serves causal attention")
+        raise UserError(f"attn_mask_type is {mask.name}; distca serves causal attention")
     if dropout:
-        raise ValueError(f"attention_dropout is {dropout}; set it to 0 to use distca")
+        raise UserError(f"attention_dropout is {dropout}; set it to 0 to use distca")
     if config.context_parallel_size != 1:
-        raise ValueError(f"context_parallel_size is {config.context_parallel_size}; set it to 1: distca balances "
-                         "documents over data-parallel ranks instead")
+        raise UserError(f"context_parallel_size is {config.context_parallel_size}; set it to 1: distca balances "
+                        "documents over data-parallel ranks instead")
     if config.softmax_type != "vanilla":
-        raise ValueError(f"softmax_type is {config.softmax_type!r}; distca serves 'vanilla'")
+        raise UserError(f"softmax_type is {config.softmax_type!r}; distca serves 'vanilla'")
     if config.qk_clip:
-        raise ValueError("qk_clip is True and needs the largest logits, which distca does not keep; set it to False")
+        raise UserError("qk_clip is True and needs the largest logits, which distca does not keep; set it to False")
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
@@ -229,7 +230,7 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
         return None
     left, right = config.window_size
     if right != 0 or left < -1:
-        raise ValueError(f"window_size is {config.window_size}; distca serves (left, 0)")
+        raise UserError(f"window_size is {config.window_size}; distca serves (left, 0)")
     return None if left == -1 else left + 1
 
 

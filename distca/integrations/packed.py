@@ -36,6 +36,7 @@ from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from distca.spec import ModelShape
+from distca.validation import UserError
 from distca.workload.packing import check_tolerance
 from distca.workload.topology import Topology
 
@@ -141,8 +142,8 @@ class PackedAttention:
         """
         def read() -> RowSlices:
             if q.shape[:-2] != position_ids.shape:
-                raise ValueError(f"q has shape {tuple(q.shape)} and position_ids {tuple(position_ids.shape)}; give a "
-                                 "position for each token")
+                raise UserError(f"q has shape {tuple(q.shape)} and position_ids {tuple(position_ids.shape)}; give a "
+                                "position for each token")
             return from_positions(position_ids, document_ids)
 
         rows = (q, k, v) if q.ndim == 3 else tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v))
@@ -200,9 +201,9 @@ class PackedAttention:
             raise slices
         mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
         if mine.start and mine.start[0] > 0 and mine.document is None:
-            raise ValueError(f"position_ids begin with {mine.start[0]}, in a document whose beginning is on another "
-                             "rank, and this forward talks to nobody; begin it on every rank (Transformers: "
-                             "enable(model, evaluation='pool')), or give whole documents")
+            raise UserError(f"position_ids begin with {mine.start[0]}, in a document whose beginning is on another "
+                            "rank, and this forward talks to nobody; begin it on every rank (Transformers: "
+                            "enable(model, evaluation='pool')), or give whole documents")
         return PackedBatch(mine, None)
 
     @not_compiled
@@ -254,8 +255,8 @@ class PackedAttention:
 
     def _shape(self) -> ModelShape:
         if self.model is None:
-            raise ValueError("model is not given and no call has shown q and k yet; give PackedAttention(group, "
-                             "model=ModelShape(…)), or call it with q, k, v and position_ids")
+            raise UserError("model is not given and no call has shown q and k yet; give PackedAttention(group, "
+                            "model=ModelShape(…)), or call it with q, k, v and position_ids")
         return self.model
 
 
@@ -277,8 +278,8 @@ def _read(
         slices = read()
         check_tensors(q, k, v)
         if sum(slices.length) != q.shape[0] or k.shape[0] != q.shape[0]:
-            raise ValueError(f"q has {q.shape[0]} tokens, k {k.shape[0]} and the documents {sum(slices.length)}; give "
-                             "the queries, keys and values of just these")
+            raise UserError(f"q has {q.shape[0]} tokens, k {k.shape[0]} and the documents {sum(slices.length)}; give "
+                            "the queries, keys and values of just these")
     except ValueError as error:
         return error, None
     return slices, Shapes.of(q, k, v)
@@ -323,5 +324,5 @@ def latest_plan(model: torch.nn.Module) -> Plan:
         planned = attached(owner)
         if planned is not None and planned.latest is not None:
             return planned.latest
-    raise ValueError(f"model is a {type(model).__name__} whose attention has not been planned; enable it, and train it "
-                     "for a step")
+    raise UserError(f"model is a {type(model).__name__} whose attention has not been planned; enable it, and train it "
+                    "for a step")

@@ -16,6 +16,7 @@ from distca.integrations.document_lengths import RowSlices, check_keys, from_edg
 from distca.integrations.packed import PackedAttention
 from distca.planning.plan import Plan
 from distca.runtime.transport import Transport
+from distca.validation import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ class PackedLayers:
             if check is not None:
                 check()
             if positions is not None and positions.numel() != q.shape[0]:
-                raise ValueError(f"positions have shape {tuple(positions.shape)} for {q.shape[0]} tokens; give a "
-                                 "position for each token")
+                raise UserError(f"positions have shape {tuple(positions.shape)} for {q.shape[0]} tokens; give a "
+                                "position for each token")
             rows = 1 if positions is None or positions.ndim == 1 else max(positions.shape[0], 1)
             return from_edges(edges, (rows, q.shape[0] // rows), positions)
 

@@ -17,6 +17,7 @@ from distca.integrations.document_lengths import RowSlices
 from distca.runtime.call import Shapes
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.c10d import first_line
+from distca.validation import UserError
 
 FIRST_CAPACITY = 255                                             # slices of a rank that fit the first collective
 Rows = tuple[RowSlices, ...]                                     # [ranks]
@@ -74,12 +75,12 @@ def _check(table: Sequence[Sequence[int]], mine: RowSlices | ValueError) -> None
     for rank, row in enumerate(table):
         if row[0] < 0:
             text = to_text(row[_HEADER:_HEADER - row[0] // 8])
-            raise ValueError(f"rank {rank}: {text}") from (mine if isinstance(mine, ValueError) else None)
+            raise UserError(f"rank {rank}: {text}") from (mine if isinstance(mine, ValueError) else None)
     kinds = {tuple(row[1:_HEADER]): rank for rank, row in reversed(list(enumerate(table))) if row[1]}
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])[:2]
-        raise ValueError(f"rank {first} has {_words(one)} and rank {second} {_words(other)}; run the same model in the "
-                         "same dtype on every rank")
+        raise UserError(f"rank {first} has {_words(one)} and rank {second} {_words(other)}; run the same model in the "
+                        "same dtype on every rank")
 
 
 def _words(kind: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from itertools import chain
 import numpy as np
 
 from distca.integrations.document_lengths import RowSlices
+from distca.validation import UserError
 from distca.workload.documents import check_lengths
 from distca.workload.layout import Layout
 
@@ -26,17 +27,17 @@ def join_slices(rows: Sequence[RowSlices]) -> Layout:
     start, length = (np.array(list(chain.from_iterable(column)), dtype=np.int64) for column in
                      ((row.start for row in rows), (row.length for row in rows)))
     if len(start) == 0:
-        raise ValueError(f"none of {len(rows)} ranks has a token; give at least one document")
+        raise UserError(f"none of {len(rows)} ranks has a token; give at least one document")
     check_lengths(length, field="rows")
     rank = np.repeat(np.arange(len(rows)), [len(row.start) for row in rows])
     if (start < 0).any():
         i = int(np.flatnonzero(start < 0)[0])
-        raise ValueError(f"rank {rank[i]} has a token at position {start[i]}; give position_ids from 0")
+        raise UserError(f"rank {rank[i]} has a token at position {start[i]}; give position_ids from 0")
     given = {row.document is not None for row in rows if row.start}
     if given == {True, False}:
         named, bare = (next(at for at, row in enumerate(rows) if row.start and (row.document is None) == missing)
                        for missing in (False, True))
-        raise ValueError(f"rank {named} gives document_ids and rank {bare} none; give them on every rank or on none")
+        raise UserError(f"rank {named} gives document_ids and rank {bare} none; give them on every rank or on none")
     document = _numbered(rows, rank, start, length) if given == {True} else _in_order(rank, start, length)
     lengths = np.zeros(int(document.max()) + 1, dtype=np.int64)
     np.maximum.at(lengths, document, start + length)
@@ -54,7 +55,7 @@ def _in_order(rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.nda
     expected = np.concatenate([[0], (start + length)[:-1]])
     wrong = np.flatnonzero(continues & (start != expected))
     if len(wrong):
-        raise ValueError(_not_continued(rank, start, length, int(wrong[0])))
+        raise UserError(_not_continued(rank, start, length, int(wrong[0])))
     return np.cumsum(~continues) - 1
 
 
@@ -83,7 +84,7 @@ def _numbered(rows: Sequence[RowSlices], rank: np.ndarray, start: np.ndarray, le
     if len(wrong):
         i, due = int(order[wrong[0]]), int(expected[wrong[0]])
         what = "again" if start[i] < due else f"and no rank has its position {due}"
-        raise ValueError(f"rank {rank[i]} begins document {number[i]} at position {start[i]} {what}; give each "
-                         "position of a document to one rank, and each document of all ranks a number of its own")
+        raise UserError(f"rank {rank[i]} begins document {number[i]} at position {start[i]} {what}; give each "
+                        "position of a document to one rank, and each document of all ranks a number of its own")
     _, seen, document = np.unique(number, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(seen, kind="stable"))[document]

@@ -26,6 +26,7 @@ from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import from_positions
 from distca.integrations.packed import attach
 from distca.integrations.packed_layers import Options, PackedLayers, layers_over
+from distca.validation import UserError
 
 try:
     from torchtitan.config.override import derive, override
@@ -60,8 +61,8 @@ class BalancedAttention(VarlenAttention):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         if parallel_dims.cp_enabled:
-            raise ValueError(f"parallelism.context_parallel_degree is {parallel_dims.cp}; set it to 1: distca balances "
-                             "documents over data-parallel ranks instead")
+            raise UserError(f"parallelism.context_parallel_degree is {parallel_dims.cp}; set it to 1: distca balances "
+                            "documents over data-parallel ranks instead")
         mesh = parallel_dims.get_optional_mesh("batch")
         self._join(None if mesh is None else mesh.get_group())
         super().parallelize(parallel_dims)
@@ -105,13 +106,13 @@ class BalancedAttention(VarlenAttention):
 
     def _check_call(self, q: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata) -> None:
         if not isinstance(metadata, VarlenMetadata):
-            raise ValueError(f"attention_masks is a {type(metadata).__name__}; give positions [batch, tokens] that "
-                             "restart with every document, from which torchtitan makes VarlenMetadata")
+            raise UserError(f"attention_masks is a {type(metadata).__name__}; give positions [batch, tokens] that "
+                            "restart with every document, from which torchtitan makes VarlenMetadata")
         if v.shape[-1] != q.shape[-1]:
-            raise ValueError(f"values have head size {v.shape[-1]} and queries {q.shape[-1]}, as in multi-head latent "
-                             "attention; distca cannot serve it")
+            raise UserError(f"values have head size {v.shape[-1]} and queries {q.shape[-1]}, as in multi-head latent "
+                            "attention; distca cannot serve it")
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("training.disable_cuda_graphs is False; set it: exchanges change with every batch")
+            raise UserError("training.disable_cuda_graphs is False; set it: exchanges change with every batch")
 
 
 @override(target=VarlenAttention.Config, description="attention balanced over data-parallel ranks")
@@ -141,8 +142,8 @@ def _sinks(out_transform: Any) -> torch.Tensor:
     """gpt-oss's, which it would apply to out and a log-sum-exp with a gradient; distca's has none, and needs none."""
     if getattr(out_transform, "__func__", None) is not gpt_oss.Attention._apply_sinks:
         name = getattr(out_transform, "__qualname__", out_transform)
-        raise ValueError(f"the model passes out_transform {name} to its attention; distca serves that of gpt-oss "
-                         "alone, for its sinks")
+        raise UserError(f"the model passes out_transform {name} to its attention; distca serves that of gpt-oss "
+                        "alone, for its sinks")
     sinks: torch.Tensor = out_transform.__self__.sinks
     return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 
@@ -155,8 +156,8 @@ def _data_parallel_group() -> dist.ProcessGroup | None:
     if "mesh_batch" in meshes:
         return meshes["mesh_batch"]
     if "mesh_pp" not in meshes or any(meshes[name].size() > 1 for name in ("mesh_pp", "mesh_tp", "mesh_cp")):
-        raise ValueError("torchtitan has made no mesh of data-parallel ranks, over which its attention could be "
-                         "balanced; train with its Trainer, or call model.parallelize(parallel_dims)")
+        raise UserError("torchtitan has made no mesh of data-parallel ranks, over which its attention could be "
+                        "balanced; train with its Trainer, or call model.parallelize(parallel_dims)")
     return dist.group.WORLD                                      # which a mesh of all ranks takes without naming it
 
 
@@ -164,5 +165,5 @@ def _window(window_size: tuple[int, int]) -> int | None:
     """Keys that a query sees, itself among them: torchtitan's (left, 0) counts those before it, and -1 all of them."""
     left, right = window_size
     if right != 0 or left < -1:
-        raise ValueError(f"window_size is {window_size}; distca serves causal attention: (-1, 0), or (left, 0)")
+        raise UserError(f"window_size is {window_size}; distca serves causal attention: (-1, 0), or (left, 0)")
     return None if left == -1 else left + 1

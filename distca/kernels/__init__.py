@@ -21,6 +21,7 @@ from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
 from distca.kernels.softcap_sinks import check_softcap
 from distca.kernels.varlen import VarlenKernel
+from distca.validation import UserError
 
 __all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]
 
@@ -37,7 +38,7 @@ def kernel_named(name: str) -> Kernel:
         if kernel.name == name:
             return kernel
     names = ", ".join(kernel.name for kernel in _KERNELS)
-    raise ValueError(f"kernel={name!r} is unknown; give auto or one of {names}")
+    raise UserError(f"kernel={name!r} is unknown; give auto or one of {names}")
 
 
 def choose(
@@ -52,7 +53,7 @@ def choose(
     if name != "auto":
         fitted = fits(kernel_named(name))
         if isinstance(fitted, str):
-            raise ValueError(f"kernel={name!r} cannot run here: {fitted}; or give kernel='auto'")
+            raise UserError(f"kernel={name!r} cannot run here: {fitted}; or give kernel='auto'")
         return fitted
     refused: list[str] = []
     for kernel in fastest_first(_KERNELS, device, dtype, head_dim, window):
@@ -61,7 +62,7 @@ def choose(
             _announce(fitted, device, dtype, head_dim, window, softcap, refused)
             return fitted
         refused.append(f"{kernel.name}: {fitted}")
-    raise ValueError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
+    raise UserError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
 
 
 def _fitted(
@@ -81,8 +82,8 @@ def sparing(kernel: Kernel, multiprocessors: int) -> Kernel:
     if multiprocessors == 0:
         return kernel
     if not isinstance(kernel, HopperKernel):
-        raise ValueError(f"spare_multiprocessors is {multiprocessors}, but kernel {kernel.name} leaves none free; give "
-                         "0, or kernel='hopper' on a Hopper GPU")
+        raise UserError(f"spare_multiprocessors is {multiprocessors}, but kernel {kernel.name} leaves none free; give "
+                        "0, or kernel='hopper' on a Hopper GPU")
     return replace(kernel, spare_multiprocessors=multiprocessors)
 
 

@@ -35,6 +35,7 @@ from distca.kernels.interface import (
     visible,
 )
 from distca.kernels.spans import Spans
+from distca.validation import UserError
 
 ROWS_AT_ONCE = 2**15
 COPIED_KEYS_AT_ONCE = 2**17  # bounds backward's memory where rows share keys
@@ -122,7 +123,7 @@ class CudnnKernel:
 
     def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _CudnnTasks:
         if window is not None:
-            raise ValueError(f"kernel='cudnn' got window={window}, it takes None; use kernel='varlen'")
+            raise UserError(f"kernel='cudnn' got window={window}, it takes None; use kernel='varlen'")
         inside = joined(visible(rows))
         causal, full = causal_and_full(inside)
         rectangles, squares = rectangles_and_squares(causal)

@@ -20,6 +20,7 @@ from distca.kernels.interface import (
     softmax_scale,
 )
 from distca.kernels.softcap_sinks import cap_slope, capped, check_sinks, check_softcap
+from distca.validation import UserError
 
 
 def dense_attention(
@@ -38,7 +39,7 @@ def dense_attention(
     `sinks` [heads] are one more score of each query, of a key without a value.
     """
     if sum(lengths) != q.shape[0] or q.shape[0] != k.shape[0]:
-        raise ValueError(
+        raise UserError(
             f"lengths add up to {sum(lengths)}, q has {q.shape[0]} tokens, k {k.shape[0]}; make them equal"
         )
     check_inputs(q, k, v, TaskRows.documents(lengths))

@@ -31,6 +31,7 @@ from distca.kernels.interface import (
     softmax_scale,
     visible,
 )
+from distca.validation import UserError
 
 
 class HopperTasks:
@@ -53,7 +54,7 @@ class HopperTasks:
                                       tables.tall is not None)
             reason = tables.capacity.holds(*filled[heads][:2])
             if reason is not None:
-                raise ValueError(f"these rows do not fit where others were prepared: {reason}")
+                raise UserError(f"these rows do not fit where others were prepared: {reason}")
         for heads, content in filled.items():
             self.by_heads[heads] = self.by_heads[heads].refilled(*content)
         self.rows, self.inside = rows, inside
@@ -80,8 +81,8 @@ class HopperTasks:
     def _of_heads(self, heads: Heads, capturing: bool) -> Tables:
         if heads not in self.by_heads:
             if capturing:
-                raise ValueError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
-                                 "run once before capturing a CUDA graph")
+                raise UserError(f"rows have no tables for (query heads, KV heads, head dim) {heads} yet; "
+                                "run once before capturing a CUDA graph")
             self.by_heads[heads] = Tables.build(self.inside, self.window, heads, self.device, self.num_sms, self.most)
         return self.by_heads[heads]
 
@@ -185,5 +186,5 @@ def _covered(begin: np.ndarray, end: np.ndarray) -> int:
 
 def _positive(scale: float) -> float:
     if not scale > 0:
-        raise ValueError(f"scale={scale}; kernel='hopper' takes positive scales, use kernel='varlen' for others")
+        raise UserError(f"scale={scale}; kernel='hopper' takes positive scales, use kernel='varlen' for others")
     return scale

@@ -22,6 +22,7 @@ from distca.kernels.hopper_tables import (
 )
 from distca.kernels.hopper_tiles import TALL_GAIN, Tiles, tiles_of
 from distca.kernels.interface import TaskRows
+from distca.validation import UserError
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
 Most = tuple[int, int, int]  # queries, keys and rows
@@ -115,7 +116,7 @@ def free_multiprocessors(device: torch.device, spare: int) -> int:
         return 1
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     if not 0 <= spare < num_sms:
-        raise ValueError(f"spare_multiprocessors is {spare}, of {num_sms} on {device}; give 0 to {num_sms - 1}")
+        raise UserError(f"spare_multiprocessors is {spare}, of {num_sms} on {device}; give 0 to {num_sms - 1}")
     return num_sms - spare
 
 

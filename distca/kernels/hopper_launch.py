@@ -20,6 +20,7 @@ from distca.kernels.hopper_tables import BLOCK_ROWS, tokens_per_block
 from distca.kernels.hopper_tiles import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.hopper_variants import Variant, backward_kernels, forward_kernels
 from distca.kernels.interface import dims_text
+from distca.validation import UserError
 
 PANEL = 64  # columns that a tensor copy brings at once
 MERGE_BLOCKS = 16  # thread blocks to a multiprocessor
@@ -205,7 +206,7 @@ class Launches:
     def _check_dims(self) -> None:
         dim, value_dim = self.q[2], self.v[2]
         if dim not in TILES or TILES[dim].value_dim != value_dim:
-            raise ValueError(f"{dims_text(dim, value_dim)}; give {DIMS_TEXT}")
+            raise UserError(f"{dims_text(dim, value_dim)}; give {DIMS_TEXT}")
 
 
 launches_of = functools.lru_cache(SHAPES_KEPT)(Launches)

@@ -25,6 +25,7 @@ import numpy as np
 from distca.columns import spread
 from distca.kernels.hopper_split import Split, Steps, num_parts
 from distca.kernels.interface import TaskRows
+from distca.validation import UserError
 
 TILE_KEYS = 128                                                  # keys of one matrix tile; fewer with wide heads
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
@@ -140,7 +141,7 @@ class BackwardTables:
 def tokens_per_block(group: int) -> int:
     """Tokens whose query heads of one KV head fill a block."""
     if not 1 <= group <= BLOCK_ROWS:
-        raise ValueError(f"group={group} query heads share a KV head; give 1 to {BLOCK_ROWS}, or choose another kernel")
+        raise UserError(f"group={group} query heads share a KV head; give 1 to {BLOCK_ROWS}, or choose another kernel")
     return BLOCK_ROWS // group
 
 
@@ -307,7 +308,7 @@ def table_of(columns: tuple[np.ndarray, ...], order: np.ndarray | slice = slice(
     table = np.stack(columns, axis=1)[order]
     largest = int(np.abs(table).max(initial=0))
     if largest > LARGEST:
-        raise ValueError(f"task rows hold the index or shift {largest}; keep buffers and q_offset within {LARGEST}")
+        raise UserError(f"task rows hold the index or shift {largest}; keep buffers and q_offset within {LARGEST}")
     table = table.astype(np.int32)
     table.setflags(write=False)
     return table

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from distca.validation import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
@@ -42,17 +44,17 @@ class TaskRows:
         for field in fields(self):
             column = np.array(getattr(self, field.name), dtype=np.int64)
             if column.ndim != 1:
-                raise ValueError(f"TaskRows.{field.name} has shape {column.shape}; give one number per row")
+                raise UserError(f"TaskRows.{field.name} has shape {column.shape}; give one number per row")
             column.setflags(write=False)
             object.__setattr__(self, field.name, column)
         sizes = {field.name: len(getattr(self, field.name)) for field in fields(self)}
         if len(set(sizes.values())) != 1:
-            raise ValueError(f"TaskRows columns have different lengths {sizes}; give one entry per row in each")
+            raise UserError(f"TaskRows columns have different lengths {sizes}; give one entry per row in each")
         for begin, end in (("q_begin", "q_end"), ("k_begin", "k_end")):
             wrong = np.flatnonzero((getattr(self, begin) < 0) | (getattr(self, end) < getattr(self, begin)))
             if len(wrong):
                 i = int(wrong[0])
-                raise ValueError(
+                raise UserError(
                     f"TaskRows row {i} has {begin}={getattr(self, begin)[i]}, {end}={getattr(self, end)[i]}; "
                     f"give 0 <= {begin} <= {end}"
                 )
@@ -155,18 +157,18 @@ def merge(
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse tensors that do not belong together."""
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
+        raise UserError(
             f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
             "give q [tokens, heads, dim], k [tokens, kv_heads, dim], v [tokens, kv_heads, value_dim]"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
+        raise UserError(
             f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; give a number of heads that kv_heads divides"
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
+        raise UserError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; convert them to one dtype")
     if not q.device == k.device == v.device:
-        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+        raise UserError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows) -> None:
@@ -174,7 +176,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRo
     check_tensors(q, k, v)
     for end, column, tensor, name in (("q_end", rows.q_end, q, "q"), ("k_end", rows.k_end, k, "k")):
         if len(column) and column.max() > tensor.shape[0]:
-            raise ValueError(
+            raise UserError(
                 f"TaskRows row {int(column.argmax())} has {end}={column.max()} but {name} holds {tensor.shape[0]} "
                 "tokens; give the rows of these buffers"
             )
@@ -195,12 +197,12 @@ def one_dim_only(head_dim: int, value_dim: int | None) -> str | None:
 def check_one_dim(name: str, k: torch.Tensor, v: torch.Tensor) -> None:
     reason = one_dim_only(k.shape[-1], v.shape[-1])
     if reason is not None:
-        raise ValueError(f"kernel={name!r}: {reason}")
+        raise UserError(f"kernel={name!r}: {reason}")
 
 
 def check_window(window: int | None) -> None:
     if window is not None and window < 1:
-        raise ValueError(f"window={window}; give a positive number of tokens, or None for full causal attention")
+        raise UserError(f"window={window}; give a positive number of tokens, or None for full causal attention")
 
 
 def visible(rows: TaskRows, window: int | None = None) -> TaskRows:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from distca.kernels.interface import merge
+from distca.validation import UserError
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -25,7 +26,7 @@ def cap_slope(capped_scores: torch.Tensor, softcap: float | None) -> torch.Tenso
 
 def check_softcap(softcap: float | None) -> None:
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap}; give a positive number, or None for scores as they are")
+        raise UserError(f"softcap={softcap}; give a positive number, or None for scores as they are")
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
     if sinks is None:
         return
     if sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point:
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; give one floating-point "
-                         f"number for each of the {q.shape[1]} query heads")
+        raise UserError(f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; give one floating-point "
+                        f"number for each of the {q.shape[1]} query heads")
     if sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; move them to one device")
+        raise UserError(f"sinks is on {sinks.device} and q on {q.device}; move them to one device")

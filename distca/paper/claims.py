@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from distca.paper.check import Row
+from distca.validation import UserError
 
 Range = tuple[float, float]
 
@@ -298,7 +299,7 @@ def figures_of(claims: Sequence[str]) -> tuple[str, ...]:
     """The figures that these claims read, or a ValueError for one that is unknown."""
     for claim in claims:
         if claim not in CLAIMS:
-            raise ValueError(f"only has {claim!r}; choose from: {', '.join(CLAIMS)}")
+            raise UserError(f"only has {claim!r}; choose from: {', '.join(CLAIMS)}")
     return tuple(dict.fromkeys(CLAIMS[claim][0] for claim in claims))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.validation import short
+from distca.validation import UserError, short
 from distca.workload.documents import check_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import NanoBatch
@@ -54,22 +54,22 @@ class MicroBatch:
             layout.validate()
             outside = nano.document[(nano.document < 0) | (nano.document >= len(self.lengths))]
             if len(outside) or nano.document.shape != layout.lengths.shape:
-                raise ValueError(f"nano-batch {number} numbers its {layout.num_documents} documents "
-                                 f"{short(nano.document.tolist())}; give each its number, from 0 to "
-                                 f"{len(self.lengths) - 1}")
+                raise UserError(f"nano-batch {number} numbers its {layout.num_documents} documents "
+                                f"{short(nano.document.tolist())}; give each its number, from 0 to "
+                                f"{len(self.lengths) - 1}")
             if layout.num_ranks != self.layouts[0].num_ranks:
-                raise ValueError(f"nano-batch {number} has {layout.num_ranks} ranks but the first has "
-                                 f"{self.layouts[0].num_ranks}; lay all over the same ranks")
+                raise UserError(f"nano-batch {number} has {layout.num_ranks} ranks but the first has "
+                                f"{self.layouts[0].num_ranks}; lay all over the same ranks")
             only = layout.key_only
             for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
                                                    only.stop.tolist(), only.rank.tolist(), strict=True):
                 if held.get((document, start, stop)) != rank:
-                    raise ValueError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
-                                     f"{rank}, where no nano-batch before it has them; name the slices that one has")
+                    raise UserError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
+                                    f"{rank}, where no nano-batch before it has them; name the slices that one has")
             held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
                                 strict=True), layout.rank.tolist(), strict=True))
         if not held:
-            raise ValueError("a micro-batch has no nano-batches; give one, or ping and pong")
+            raise UserError("a micro-batch has no nano-batches; give one, or ping and pong")
         document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
         whole = np.ones(len(held), dtype=bool)
         whole[1:] = document[1:] != document[:-1]                # a document's first slice
@@ -78,5 +78,5 @@ class MicroBatch:
         count = sum(layout.num_slices for layout in self.layouts)
         if bad.any() or len(held) != count or len(np.unique(document)) != len(self.lengths):
             at = int(document[np.flatnonzero(bad)[0]]) if bad.any() else 0
-            raise ValueError(f"the nano-batches do not hold every token once: see document {at}; give each token to "
-                             "one of them")
+            raise UserError(f"the nano-batches do not hold every token once: see document {at}; give each token to "
+                            "one of them")

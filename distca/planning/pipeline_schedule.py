@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.columns import freeze
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 
 IDLE = -1
 
@@ -60,7 +60,7 @@ class Ticks:
         active = self.active[tick]
         phases = self.backward[tick][active] if active.any() else self.backward[tick]
         if phases.any() != phases.all():
-            raise ValueError(f"tick {tick} mixes forward with backward and has no phase; use same_phase_ticks")
+            raise UserError(f"tick {tick} mixes forward with backward and has no phase; use same_phase_ticks")
         return bool(phases[0])
 
     def peak_live(self) -> np.ndarray:
@@ -75,13 +75,13 @@ class Ticks:
     def validate(self) -> None:
         """Prove that every stage runs each micro-batch once forward and once backward, and never before its input."""
         if self.micro_batch.ndim != 2 or self.micro_batch.shape != self.backward.shape or self.micro_batch.size == 0:
-            raise ValueError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
-                             "both one row per tick and one column per stage")
+            raise UserError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
+                            "both one row per tick and one column per stage")
         check_whole("num_micro_batches", self.num_micro_batches)
         outside = self.micro_batch[(self.micro_batch < IDLE) | (self.micro_batch >= self.num_micro_batches)]
         if len(outside):
-            raise ValueError(f"micro_batch names {outside[0]} but num_micro_batches is {self.num_micro_batches}; use 0 "
-                             f"to {self.num_micro_batches - 1}, or {IDLE} for idle")
+            raise UserError(f"micro_batch names {outside[0]} but num_micro_batches is {self.num_micro_batches}; use 0 "
+                            f"to {self.num_micro_batches - 1}, or {IDLE} for idle")
         forward, backward = self._tick_of(False), self._tick_of(True)
         _check_after(forward[1:], forward[:-1], "forward", 1, "the stage before it")
         _check_after(backward[-1:], forward[-1:], "backward", self.num_stages - 1, "its forward")
@@ -98,8 +98,8 @@ class Ticks:
         np.add.at(count, (stage, micro_batch), 1)
         if (count != 1).any():
             at_stage, at_micro_batch = np.argwhere(count != 1)[0]
-            raise ValueError(f"stage {at_stage} runs micro-batch {at_micro_batch} {count[at_stage, at_micro_batch]} "
-                             f"times {'backward' if backward else 'forward'}; run it exactly once")
+            raise UserError(f"stage {at_stage} runs micro-batch {at_micro_batch} {count[at_stage, at_micro_batch]} "
+                            f"times {'backward' if backward else 'forward'}; run it exactly once")
         ticks = np.empty_like(count)
         ticks[stage, micro_batch] = tick
         return ticks
@@ -153,5 +153,5 @@ def _check_after(tick: np.ndarray, needed: np.ndarray, phase: str, first_stage: 
     early = np.argwhere(tick <= needed)
     if len(early):
         stage, micro_batch = early[0]
-        raise ValueError(f"stage {stage + first_stage} runs micro-batch {micro_batch} {phase} in tick "
-                         f"{tick[stage, micro_batch]} but {what} is in tick {needed[stage, micro_batch]}; run it later")
+        raise UserError(f"stage {stage + first_stage} runs micro-batch {micro_batch} {phase} in tick "
+                        f"{tick[stage, micro_batch]} but {what} is in tick {needed[stage, micro_batch]}; run it later")

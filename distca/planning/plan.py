@@ -16,7 +16,7 @@ from distca.cost.work import backward_bytes, causal_pairs
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.planning.traffic import Traffic, traffic, traffic_between_nodes
 from distca.spec import ModelShape
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 from distca.workload.layout import Layout
 from distca.workload.packing import check_pool, check_tolerance
 from distca.workload.topology import Topology, check_topology
@@ -186,12 +186,12 @@ def _check_servers(plan: Plan) -> None:
     bad = (server < 0) | (server >= plan.num_servers)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"task {i} names server {server[i]} but the pool has {plan.num_servers}; use 0 to "
-                         f"{plan.num_servers - 1}")
+        raise UserError(f"task {i} names server {server[i]} but the pool has {plan.num_servers}; use 0 to "
+                        f"{plan.num_servers - 1}")
     idle = (plan.speed[server] == 0) & (plan.tasks.kv_stop > plan.tasks.kv_start)
     if idle.any():
         i = int(np.flatnonzero(idle)[0])
-        raise ValueError(f"task {i} is on server {server[i]}, whose speed is 0; give it to a server that serves")
+        raise UserError(f"task {i} is on server {server[i]}, whose speed is 0; give it to a server that serves")
 
 
 def _check_homes(plan: Plan) -> None:
@@ -203,16 +203,16 @@ def _check_homes(plan: Plan) -> None:
            | (tasks.q_start >= tasks.q_stop))
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"task {i}, queries [{tasks.q_start[i]}, {tasks.q_stop[i]}) of document {tasks.document[i]}, "
-                         f"is not inside one slice of its home {tasks.home[i]}; cut tasks at slice ends")
+        raise UserError(f"task {i}, queries [{tasks.q_start[i]}, {tasks.q_stop[i]}) of document {tasks.document[i]}, "
+                        f"is not inside one slice of its home {tasks.home[i]}; cut tasks at slice ends")
 
 
 def _check_tiles(plan: Plan) -> None:
     bad = ~_on_tile(plan)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"task {i} has {plan.tasks.q_len[i]} queries, which is not a multiple of {TILE} and does not "
-                         "end its slice; cut on the tile")
+        raise UserError(f"task {i} has {plan.tasks.q_len[i]} queries, which is not a multiple of {TILE} and does not "
+                        "end its slice; cut on the tile")
 
 
 def _check_coverage(plan: Plan) -> None:
@@ -224,8 +224,8 @@ def _check_coverage(plan: Plan) -> None:
         i = int(np.flatnonzero(bad)[0])
         remedy = "end its keys at its last query or before its first" if not ends_right[i] else (
             "begin its keys at 0 or later, and not behind their end")
-        raise ValueError(f"task {i} reads keys [{tasks.kv_start[i]}, {tasks.kv_stop[i]}) for queries "
-                         f"[{tasks.q_start[i]}, {tasks.q_stop[i]}); {remedy}")
+        raise UserError(f"task {i} reads keys [{tasks.kv_start[i]}, {tasks.kv_stop[i]}) for queries "
+                        f"[{tasks.q_start[i]}, {tasks.q_stop[i]}); {remedy}")
     span = int(lengths.max()) + 1
     base = tasks.document * span
     edges = np.unique(np.concatenate([base + tasks.q_start, base + tasks.q_stop, base + tasks.kv_start,
@@ -249,12 +249,12 @@ def _check_coverage(plan: Plan) -> None:
     bad = (kv_start != expected) | (closes & (kv_stop != q_stop))
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"document {tasks.document[task[i]]}: queries [{q_start[i]}, {q_stop[i]}) see keys "
-                         f"[{kv_start[i]}, {kv_stop[i]}) where [{expected[i]}, {q_stop[i]}) should follow; every "
-                         "causal pair must be covered exactly once")
+        raise UserError(f"document {tasks.document[task[i]]}: queries [{q_start[i]}, {q_stop[i]}) see keys "
+                        f"[{kv_start[i]}, {kv_stop[i]}) where [{expected[i]}, {q_stop[i]}) should follow; every "
+                        "causal pair must be covered exactly once")
     covered = int((q_stop - q_start)[opens].sum())
     if covered != plan.layout.num_tokens:
-        raise ValueError(f"the tasks cover {covered} of {plan.layout.num_tokens} queries; every query needs its keys")
+        raise UserError(f"the tasks cover {covered} of {plan.layout.num_tokens} queries; every query needs its keys")
 
 
 def _slice_of_task(plan: Plan) -> np.ndarray:

@@ -19,6 +19,7 @@ from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable
 from distca.spec import Experts, Latent, ModelShape
+from distca.validation import UserError
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.packing import NanoBatch
 
@@ -119,7 +120,7 @@ def _written(magic: bytes, header: Mapping[str, Any], columns: Mapping[str, np.n
 def _read(magic: bytes, content: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     begin = len(magic) + 8
     if not content.startswith(magic) or len(content) < begin:
-        raise ValueError(f"{len(content)} bytes are no plan of this version; run the same distca on every rank")
+        raise UserError(f"{len(content)} bytes are no plan of this version; run the same distca on every rank")
     end = begin + int.from_bytes(content[len(magic):begin], "little")
     try:
         header: dict[str, Any] = json.loads(content[begin:end])
@@ -127,8 +128,8 @@ def _read(magic: bytes, content: bytes) -> tuple[dict[str, Any], dict[str, np.nd
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _unread(error) from None
     if min(lengths.values(), default=0) < 0 or end + 8 * sum(lengths.values()) != len(content):
-        raise ValueError(f"a plan's {len(content)} bytes are not the {8 * sum(lengths.values())} of its columns behind "
-                         f"{end} of its header; run the same distca on every rank")
+        raise UserError(f"a plan's {len(content)} bytes are not the {8 * sum(lengths.values())} of its columns behind "
+                        f"{end} of its header; run the same distca on every rank")
     columns: dict[str, np.ndarray] = {}
     for name, length in lengths.items():
         columns[name] = np.frombuffer(content, dtype="<f8" if name == "speed" else "<i8", count=length, offset=end)
@@ -137,8 +138,8 @@ def _read(magic: bytes, content: bytes) -> tuple[dict[str, Any], dict[str, np.nd
 
 
 def _unread(error: Exception) -> ValueError:
-    return ValueError(f"a plan's header cannot be read ({type(error).__name__}: {error}); run the same distca on "
-                      "every rank")
+    return UserError(f"a plan's header cannot be read ({type(error).__name__}: {error}); run the same distca on "
+                     "every rank")
 
 
 def _model(about: dict[str, Any]) -> ModelShape:

@@ -28,6 +28,7 @@ from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
 from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
+from distca.validation import UserError
 from distca.workload.layout import Layout
 from distca.workload.packing import NO_CUTS, DocumentWork, causal_work, check_pool, pack, pack_ping_pong, pack_whole
 from distca.workload.topology import Topology
@@ -110,8 +111,8 @@ class StepPlan:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
         self.ticks.validate()
         if (self.ticks.num_stages, self.ticks.num_micro_batches) != (self.num_stages, len(self.micro_batches)):
-            raise ValueError(f"the ticks are for {self.ticks.num_stages} stages and {self.ticks.num_micro_batches} "
-                             f"micro-batches but the step has {self.num_stages} and {len(self.micro_batches)}")
+            raise UserError(f"the ticks are for {self.ticks.num_stages} stages and {self.ticks.num_micro_batches} "
+                            f"micro-batches but the step has {self.num_stages} and {len(self.micro_batches)}")
         for micro_batch in self.micro_batches:
             micro_batch.validate()
         check_fields(self)
@@ -134,9 +135,9 @@ class StepPlan:
         else:
             layout = self.micro_batches[running[stage]].layouts[nano]
         if not same_columns(plan.layout, layout):
-            raise ValueError(f"{where} is planned for other documents than run there; plan its micro-batches")
+            raise UserError(f"{where} is planned for other documents than run there; plan its micro-batches")
         if plan.cost is not None and self.is_shared and plan.backward != self.ticks.phase(tick):
-            raise ValueError(f"{where} is balanced by the other direction's seconds; plan forward and backward apart")
+            raise UserError(f"{where} is balanced by the other direction's seconds; plan forward and backward apart")
 
     def summary(self) -> StepSummary:
         in_order = same_phase_ticks(self.num_stages, len(self.micro_batches))

@@ -19,7 +19,7 @@ from distca.planning.balance import balance
 from distca.planning.pipeline_schedule import IDLE, Ticks
 from distca.planning.plan import Plan, max_over_mean
 from distca.spec import ModelShape
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.packing import check_pool
 from distca.workload.topology import Topology
@@ -36,8 +36,8 @@ def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     for field, value in (("num_layers", num_layers), ("num_stages", num_stages)):
         check_whole(field, value)
     if num_stages > num_layers:
-        raise ValueError(f"num_stages is {num_stages} but the model has {num_layers} layers; use at most {num_layers} "
-                         "stages, so that each has a layer")
+        raise UserError(f"num_stages is {num_stages} but the model has {num_layers} layers; use at most {num_layers} "
+                        "stages, so that each has a layer")
     each, left = divmod(int(num_layers), int(num_stages))
     return tuple(each + (num_stages - 1 - left <= stage < num_stages - 1) for stage in range(num_stages))
 
@@ -145,18 +145,18 @@ def _check_inputs(ticks: Ticks, layouts: Sequence[Layout], layers: Sequence[int]
     """The data ranks of a stage."""
     ticks.validate()
     if not ticks.same_phase:
-        raise ValueError("ticks mix forward with backward, which cannot share attention; use same_phase_ticks")
+        raise UserError("ticks mix forward with backward, which cannot share attention; use same_phase_ticks")
     if len(layouts) != ticks.num_micro_batches:
-        raise ValueError(f"layouts has {len(layouts)} micro-batches but ticks has {ticks.num_micro_batches}; give one "
-                         "layout per micro-batch")
+        raise UserError(f"layouts has {len(layouts)} micro-batches but ticks has {ticks.num_micro_batches}; give one "
+                        "layout per micro-batch")
     for number, layout in enumerate(layouts):
         if layout.num_ranks != layouts[0].num_ranks:
-            raise ValueError(f"layouts[{number}] has {layout.num_ranks} ranks but layouts[0] has "
-                             f"{layouts[0].num_ranks}; lay every micro-batch over the same data ranks")
+            raise UserError(f"layouts[{number}] has {layout.num_ranks} ranks but layouts[0] has "
+                            f"{layouts[0].num_ranks}; lay every micro-batch over the same data ranks")
     whole = all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in layers)
     if len(layers) != ticks.num_stages or not whole or min(layers) < 1:
-        raise ValueError(f"layers is {tuple(layers)} but there are {ticks.num_stages} stages; give each stage a whole "
-                         "number of at least 1, as layers_of_stages does")
+        raise UserError(f"layers is {tuple(layers)} but there are {ticks.num_stages} stages; give each stage a whole "
+                        "number of at least 1, as layers_of_stages does")
     return layouts[0].num_ranks
 
 

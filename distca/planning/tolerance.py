@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from distca.validation import short
+from distca.validation import UserError, short
 from distca.workload.packing import check_tolerance
 
 if TYPE_CHECKING:
@@ -38,6 +38,6 @@ def asked_tolerance(value: float | str) -> float | Literal["auto"]:
     try:
         number = float(value)
     except ValueError:
-        raise ValueError(f"tolerance is {short(value)}; give a number from 0 to 1, such as 0.05, or auto") from None
+        raise UserError(f"tolerance is {short(value)}; give a number from 0 to 1, such as 0.05, or auto") from None
     check_tolerance(number)
     return number

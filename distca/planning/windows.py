@@ -16,6 +16,7 @@ import numpy as np
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable, tasks_at_home
+from distca.validation import UserError
 
 Windows = Sequence[int | None]
 AT_HOME = "attention in a window stays where its queries live"
@@ -46,7 +47,7 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
 def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -> list[list[int | None]]:
     """[stage][depth] windows; where stages share their calls, those of one depth must agree and all are listed."""
     if len(windows) != sum(layers):
-        raise ValueError(f"windows are of {len(windows)} layers but the step has {sum(layers)}; give one for each")
+        raise UserError(f"windows are of {len(windows)} layers but the step has {sum(layers)}; give one for each")
     begin = np.cumsum(layers) - np.asarray(layers)
     stages = [list(windows[first:first + count]) for first, count in zip(begin.tolist(), layers, strict=True)]
     if not shared:
@@ -55,7 +56,7 @@ def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -
     for stage, own in enumerate(stages):
         for depth, (window, other) in enumerate(zip(own, deepest, strict=False)):
             if window != other:
-                raise ValueError(
+                raise UserError(
                     f"layer {begin[stage] + depth} (number {depth} of pipeline stage {stage}) has window {window} "
                     f"where number {depth} of another stage has {other}, and stages share their attention calls; use "
                     "one stage, stages whose windows agree, or attention.mode home or per_document_cp")

@@ -33,7 +33,7 @@ from distca.profiling.machine import copy_rate, facts, linear_layers
 from distca.profiling.machine import versions as versions
 from distca.profiling.timing import Run, in_turns, queued_samples
 from distca.spec import ModelShape
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 
 MIN_LEN = 128
 MAX_Q_LEN = 2**16  # longer shards run at the rate of these
@@ -93,9 +93,9 @@ def settings(
 ) -> ProfileSettings:
     """Check what the user asks for; `quick` takes every second length and few samples."""
     if device not in DEVICES:
-        raise ValueError(f"device is {device!r}; choose one of: {', '.join(DEVICES)}")
+        raise UserError(f"device is {device!r}; choose one of: {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda' but torch finds no GPU; give --device cpu, or install torch with CUDA")
+        raise UserError("device is 'cuda' but torch finds no GPU; give --device cpu, or install torch with CUDA")
     use_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     limits = CUDA if use_gpu else CPU
     where = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
@@ -193,8 +193,8 @@ def attention_seconds(
             break
         except torch.OutOfMemoryError:
             if max(counts) == 1:
-                raise ValueError(f"attention of {q_len} queries and {kv_len} keys does not fit the memory of "
-                                 f"{chosen.device}; give a smaller --max-kv-len or a larger --tp") from None
+                raise UserError(f"attention of {q_len} queries and {kv_len} keys does not fit the memory of "
+                                f"{chosen.device}; give a smaller --max-kv-len or a larger --tp") from None
         torch.cuda.empty_cache()
         counts = max(1, counts[0] // 2), max(1, counts[1] // 2)
     return (_of_one(forward, q_len, kv_len, counts[0], False, work_list),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from distca.runtime.transport import C10dTransport, Transport
+from distca.validation import UserError
 
 CPU_SIZES = tuple(4_096 * 8**power for power in range(5))      # to 16 MiB
 CUDA_SIZES = (*CPU_SIZES, 2**27, 2**29)
@@ -62,7 +63,7 @@ def measure_network(device: torch.device, local_ranks: int | None = None) -> Net
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     if dist.is_initialized():
         if local_ranks is not None:
-            raise ValueError(f"ranks is {local_ranks} but a process group is running; leave --ranks out under torchrun")
+            raise UserError(f"ranks is {local_ranks} but a process group is running; leave --ranks out under torchrun")
         transport = C10dTransport()
         here = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         cost = asdict(measure_exchange(transport, here, dist.get_backend())) if transport.size > 1 else None
@@ -78,7 +79,7 @@ def measure_network(device: torch.device, local_ranks: int | None = None) -> Net
 def measure_exchange(transport: Transport, device: torch.device, backend: str) -> ExchangeCost:
     """Every rank of the transport must call this at the same time."""
     if transport.size < 2:
-        raise ValueError(f"the group has {transport.size} rank; give at least 2 to measure an exchange")
+        raise UserError(f"the group has {transport.size} rank; give at least 2 to measure an exchange")
     sent, seconds = [], []
     for size in CUDA_SIZES if device.type == "cuda" else CPU_SIZES:
         share = size // (transport.size - 1)
@@ -120,10 +121,10 @@ def fit(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
 def measure_local(num_ranks: int, device: torch.device) -> ExchangeCost:
     """Start `num_ranks` processes on this machine and let them measure: NCCL with a GPU each, or gloo on the CPU."""
     if num_ranks < 2:
-        raise ValueError(f"ranks is {num_ranks}; give at least 2 to measure an exchange")
+        raise UserError(f"ranks is {num_ranks}; give at least 2 to measure an exchange")
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
-        raise ValueError(f"ranks is {num_ranks} but this machine has {torch.cuda.device_count()} GPU(s); give at most "
-                         "one rank per GPU, or --device cpu")
+        raise UserError(f"ranks is {num_ranks} but this machine has {torch.cuda.device_count()} GPU(s); give at most "
+                        "one rank per GPU, or --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_local_rank, (num_ranks, device.type, folder), nprocs=num_ranks)
         content: dict[str, Any] = json.loads((Path(folder) / "cost.json").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from distca.planning.tasks import tasks_at_home
 from distca.simulate.memory import Memory
 from distca.simulate.outcomes import Comparison, Outcome
 from distca.trace import StepTrace
-from distca.validation import check_name, check_number, short
+from distca.validation import UserError, check_name, check_number, short
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -199,19 +199,19 @@ def strategies_from_json(content: Any) -> tuple[StrategyFigures, ...]:
     unknown = {name for one in found for name in one.speedup_over} - {one.name for one in found}
     if unknown or not found:
         what = f"are compared with {short(min(unknown))}, which is none of them" if unknown else "are empty"
-        raise ValueError(f"strategies {what}; give what distca simulate --json printed")
+        raise UserError(f"strategies {what}; give what distca simulate --json printed")
     return found
 
 
 def _object(field: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{field} is {short(value)}; give an object of names and values")
+        raise UserError(f"{field} is {short(value)}; give an object of names and values")
     return value
 
 
 def _range(field: str, value: Any, above: float = -np.inf) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{field} is {short(value)}; give the smallest and the largest")
+        raise UserError(f"{field} is {short(value)}; give the smallest and the largest")
     low, high = (check_number(field, one, above=above) for one in value)
     return low, high
 

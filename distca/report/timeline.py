@@ -17,6 +17,7 @@ import numpy as np
 from distca.report.figures import Timeline
 from distca.spec import unknown_name
 from distca.trace import LANES, StepTrace
+from distca.validation import UserError
 
 MAX_SPANS = 350_000  # of all timelines of a page together: about 6.5 MB
 MAX_NAMES = 2**16
@@ -86,7 +87,7 @@ def timeline_payload(timeline: Timeline, max_spans: int) -> dict[str, Any]:
 def names_of(traces: Sequence[StepTrace]) -> Names:
     pairs = tuple(dict.fromkeys((span.lane, span.name) for trace in traces for span in trace.spans))
     if len(pairs) > MAX_NAMES:
-        raise ValueError(f"the spans have {len(pairs)} different names; name them by what they do, at most {MAX_NAMES}")
+        raise UserError(f"the spans have {len(pairs)} different names; name them by what they do, at most {MAX_NAMES}")
     found = {lane for lane, _ in pairs}
     if unknown := found - LANES.keys():
         raise unknown_name("lane", min(unknown), LANES)

@@ -30,6 +30,7 @@ from distca.runtime.dedicated import Announcer
 from distca.runtime.recorder import Recorder
 from distca.runtime.registry import PlanRegistry
 from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
+from distca.validation import UserError
 from distca.workload.topology import Topology
 
 STATES = ("resend", "keep")
@@ -75,7 +76,7 @@ class CoreAttention:
         spare_multiprocessors: int = 0,
     ) -> None:
         if state not in STATES:
-            raise ValueError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
+            raise UserError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
         self.transport = transport_for(transport, group)
         self.plans = PlanRegistry(self.transport, kernel, spare_multiprocessors)
         self.state, self.recorder = state, recorder
@@ -149,12 +150,12 @@ class CoreAttention:
         A plan made for a window is run with it.
         """
         if window is not None and plan.window not in (None, window):
-            raise ValueError(f"window is {window} but the plan is for a window of {plan.window}; give one of them")
+            raise UserError(f"window is {window} but the plan is for a window of {plan.window}; give one of them")
         window = plan.window if window is None else window
         announce = None
         if plan.num_servers > plan.layout.num_ranks:
             if self.state == "keep":
-                raise ValueError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
+                raise UserError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
             if self.transport.rank == 0:
                 announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scale, window,
                                                  softcap)
@@ -182,8 +183,8 @@ class CoreAttention:
         if way_back is not plan:
             self._shapes(q, k, v, way_back)
         if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
-            raise ValueError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
-                             "'resend'")
+            raise UserError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
+                            "'resend'")
         return Pending(self.call(plan, shapes, scale, window, False, softcap),
                        self.call(way_back, shapes, scale, window, True, softcap), inputs)
 
@@ -201,16 +202,16 @@ class CoreAttention:
         check_tensors(q, k, v)
         rank, size = self.transport.rank, self.transport.size
         if plan.num_servers != size:
-            raise ValueError(f"the plan is for {plan.num_servers} servers but the group has {size} ranks; plan with "
-                             "one speed per rank of the group")
+            raise UserError(f"the plan is for {plan.num_servers} servers but the group has {size} ranks; plan with "
+                            "one speed per rank of the group")
         _, expected, keys, _ = self.plans.facts(plan)
         if q.shape[0] != expected:
-            raise ValueError(f"rank {rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; pass "
-                             "this rank's own row of the layout")
+            raise UserError(f"rank {rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; pass "
+                            "this rank's own row of the layout")
         if k.shape[0] != keys:
             only = f" and {keys - expected} that are keys only behind them" if keys > expected else ""
-            raise ValueError(f"rank {rank} has keys of {k.shape[0]} tokens but the plan's layout puts {expected}{only} "
-                             "there; pass the keys and values of just these")
+            raise UserError(f"rank {rank} has keys of {k.shape[0]} tokens but the plan's layout puts {expected}{only} "
+                            "there; pass the keys and values of just these")
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Te
 from distca.runtime.hops import Hops, Leg, UnderWay, relayed
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import Handle, HierarchicalTransport
+from distca.validation import UserError
 
 if TYPE_CHECKING:
     from distca.runtime.registry import PlanRegistry
@@ -183,8 +184,8 @@ def _has_triton() -> bool:
 
 
 def different_plans(rank: int, others: list[int]) -> ValueError:
-    return ValueError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance, "
-                      "cost and versions on every rank, and make the same calls in the same order")
+    return UserError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance, "
+                     "cost and versions on every rank, and make the same calls in the same order")
 
 
 class Call(ABC):

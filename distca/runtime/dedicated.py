@@ -20,6 +20,7 @@ from distca.runtime.call import Call, Phase, Shapes
 from distca.runtime.heap import TRIM_CALLS, return_freed_memory
 from distca.runtime.registry import PLANS_KEPT, LatestUsed
 from distca.runtime.transport import Transport
+from distca.validation import UserError
 
 if TYPE_CHECKING:
     from distca.runtime.attention import CoreAttention
@@ -61,8 +62,8 @@ class Announcement(NamedTuple):
                        plan_from_bytes(plan) if plan else None, shapes, about["scale"], about["window"],
                        about["softcap"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"an announcement of {len(content)} bytes cannot be read ({error}); run the same distca "
-                             "on every rank") from None
+            raise UserError(f"an announcement of {len(content)} bytes cannot be read ({error}); run the same distca "
+                            "on every rank") from None
 
 
 class Announcer:

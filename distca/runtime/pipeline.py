@@ -22,6 +22,7 @@ from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase, Shapes
 from distca.runtime.transport import Handle, PointToPoint
+from distca.validation import UserError
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 
@@ -182,7 +183,7 @@ class Pipeline:
 
     def _check(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
         if ticks.num_stages != self.neighbours.num_stages:
-            raise ValueError(f"the ticks are for {ticks.num_stages} stages but the pipeline has "
-                             f"{self.neighbours.num_stages}; make them with as many")
+            raise UserError(f"the ticks are for {ticks.num_stages} stages but the pipeline has "
+                            f"{self.neighbours.num_stages}; make them with as many")
         if len(plans) != ticks.num_ticks:
-            raise ValueError(f"there are plans for {len(plans)} ticks of {ticks.num_ticks}; plan every tick")
+            raise UserError(f"there are plans for {len(plans)} ticks of {ticks.num_ticks}; plan every tick")

@@ -19,6 +19,7 @@ from distca.kernels import choose, sparing
 from distca.planning.plan import Plan
 from distca.runtime.call import Prepared, Shapes, different_plans
 from distca.runtime.transport import HierarchicalTransport, Transport
+from distca.validation import UserError
 
 PLANS_KEPT = 16         # whose tables stay prepared
 AGREEMENTS_KEPT = 4096  # digests, a number each
@@ -61,8 +62,8 @@ class PlanRegistry:
         expected = []
         for plan in plans:
             if plan.num_servers > plan.layout.num_ranks:
-                raise ValueError(f"a plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers, which hear "
-                                 "of it only when it is called; call it without expecting it")
+                raise UserError(f"a plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers, which hear "
+                                "of it only when it is called; call it without expecting it")
             expected.append(self.facts(plan).digest)
         together = hashlib.blake2b(repr(expected).encode(), digest_size=8).digest()
         self._compare(int.from_bytes(together, "little", signed=True), device)

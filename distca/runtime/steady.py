@@ -47,6 +47,7 @@ from distca.runtime.copy_tables import (
 )
 from distca.runtime.exchange_torch import ALIGNMENT, Combine, Dispatch, Tensors, WireLayout
 from distca.runtime.registry import digest
+from distca.validation import UserError
 
 CPU = torch.device("cpu")
 ROOM = 1.25                                                      # over what the first plan's busiest rank needs
@@ -150,7 +151,7 @@ class _Way:
                    for name in ("table", "parts") if hasattr(here, name)]
         for there, here in columns:
             if len(here) > len(there):
-                raise ValueError(_too_much(f"{len(here)} blocks of copies", len(there)))
+                raise UserError(_too_much(f"{len(here)} blocks of copies", len(there)))
         self.kernel.refill(self.rows, tables.rows)
         for there, here in columns:
             there[:len(here)].copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
@@ -197,8 +198,8 @@ class SteadyAttention:
         reason = self.kernel.supports(shapes.device, shapes.dtype, shapes.head_dim, plan.window,
                                       shapes.value_dim or None)
         if reason is not None:
-            raise ValueError(f"SteadyAttention needs kernel 'hopper', which cannot run here: {reason}; use "
-                             "CoreAttention")
+            raise UserError(f"SteadyAttention needs kernel 'hopper', which cannot run here: {reason}; use "
+                            "CoreAttention")
         from distca.runtime import exchange_triton  # which needs a GPU's packages
 
         self._launches = exchange_triton
@@ -247,9 +248,9 @@ class SteadyAttention:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """out and log-sum-exp of the row, without autograd."""
         if (len(q), len(k)) != self.row_tokens or len(v) != len(k):
-            raise ValueError(f"q has {len(q)} tokens, k {len(k)} and v {len(v)}, but the plans put "
-                             f"{self.row_tokens[0]} queries and {self.row_tokens[1]} keys on rank {self.node.rank}; "
-                             "pass its own row")
+            raise UserError(f"q has {len(q)} tokens, k {len(k)} and v {len(v)}, but the plans put "
+                            f"{self.row_tokens[0]} queries and {self.row_tokens[1]} keys on rank {self.node.rank}; "
+                            "pass its own row")
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty(q.shape[:2], dtype=self.shapes.lse_dtype)
         there = self._dispatched(self._forward, (q, k, v), self._buffers[1:4])
@@ -288,21 +289,21 @@ class SteadyAttention:
         q, k, v, out, lse = self.shapes.fields
         for one in (plan, backward):
             if (one.num_servers, one.window) != (self.node.size, self.window):
-                raise ValueError(f"the plan has {one.num_servers} servers and a window of {one.window}; give plans of "
-                                 f"{self.node.size} servers and a window of {self.window}")
+                raise UserError(f"the plan has {one.num_servers} servers and a window of {one.window}; give plans of "
+                                f"{self.node.size} servers and a window of {self.window}")
         return (Tables.of(plan, rank, [q, k, v], [out, lse], self.shapes.num_heads),
                 Tables.of(backward, rank, [out, q, k, v, out, lse], [q, k, v], None))
 
     def _check_room(self, tables: Tables) -> None:
         if tables.row_tokens != self.row_tokens:
-            raise ValueError(f"the plan puts {tables.row_tokens} queries and keys on rank {self.node.rank}, where "
-                             f"there were {self.row_tokens}; make a SteadyAttention for each number of tokens")
+            raise UserError(f"the plan puts {tables.row_tokens} queries and keys on rank {self.node.rank}, where "
+                            f"there were {self.row_tokens}; make a SteadyAttention for each number of tokens")
         needs = (("queries of tasks", tables.buffer_tokens[0], len(self._buffers.q)),
                  ("keys of tasks", tables.buffer_tokens[1], len(self._buffers.k)),
                  ("bytes received", tables.region_bytes, self._region_bytes))
         for what, count, most in needs:
             if count > most:
-                raise ValueError(_too_much(f"{count} {what}", most))
+                raise UserError(_too_much(f"{count} {what}", most))
 
     def _agree(self, plan: Plan, backward: Plan | None, reason: ValueError | None) -> None:
         """All ranks follow the same plans and have room for them, or none does."""
@@ -313,7 +314,7 @@ class SteadyAttention:
                 raise reason
             refused = [rank for rank, other in enumerate(said) if other == REFUSED]
             if refused:
-                raise ValueError(f"ranks {refused} cannot follow this plan where the first one was; they say why")
+                raise UserError(f"ranks {refused} cannot follow this plan where the first one was; they say why")
             others = [rank for rank, other in enumerate(said) if other != mine]
             if others:
                 raise different_plans(self.node.rank, others)

@@ -24,7 +24,7 @@ from distca.cost.mixed_pool import Cost, MixedPool, time_of
 from distca.cost.network import Network
 from distca.cost.work import head_flops, layer_parameters, linear_flops, qkv_parameters
 from distca.spec import BF16_BYTES, MAX_RATE, ClusterShape, ModelShape, cluster_named
-from distca.validation import check_number
+from distca.validation import UserError, check_number
 
 TABLE_CLUSTER = "dgx-h200"  # the machine of the shipped table; other clusters scale from it
 ADAM_BYTES = 12             # float32 master weight and two moments of a parameter
@@ -52,7 +52,7 @@ class Costs:
         table = cost.first if isinstance(cost, MixedPool) else cost
         about: Mapping[str, Any] = table.metadata
         if "num_heads" not in about or "head_dim" not in about:
-            raise ValueError(f"latency table {table.name!r} does not say its num_heads and head_dim; profile again")
+            raise UserError(f"latency table {table.name!r} does not say its num_heads and head_dim; profile again")
         base = cluster_named(TABLE_CLUSTER)
         gemm = cluster.gemm_flops_per_second / base.gemm_flops_per_second
         rates = (cluster.gemm_flops_per_second, cluster.gemm_flops_per_second)

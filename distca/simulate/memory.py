@@ -19,6 +19,7 @@ from distca.planning.pipeline_schedule import Ticks
 from distca.simulate.costs import ADAM_BYTES, Costs
 from distca.simulate.setting import Setting
 from distca.spec import BF16_BYTES, FLOAT32_BYTES
+from distca.validation import UserError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +77,7 @@ def check_holds_model(setting: Setting, costs: Costs) -> None:
     """Refuse a cluster whose GPUs cannot even hold the model's share."""
     needed, there = float(_states(setting, costs).max()), setting.cluster.memory_bytes
     if needed >= there:
-        raise ValueError(
+        raise UserError(
             f"cluster {setting.cluster.name!r} cannot hold {setting.model.name!r}: weights, gradients and optimizer "
             f"need {needed / 1e9:.0f} GB of each GPU's {there / 1e9:.0f} GB; give more --gpus, or a larger "
             "--tp or --pp")
@@ -89,7 +90,7 @@ def check_holds_step(setting: Setting, costs: Costs) -> None:
     room = max_live_tokens(setting, costs)
     tightest = int((room - alive).argmin())
     if alive[tightest] > room[tightest]:
-        raise ValueError(
+        raise UserError(
             f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
             f"{setting.cluster.memory_bytes / 1e9:.0f} GB: {alive[tightest]} tokens of activations are alive on each "
             f"and {room[tightest]:.0f} fit; give fewer --sequences or a shorter --context, more "

@@ -13,7 +13,7 @@ from math import gcd, lcm
 
 from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ClusterShape, ModelShape
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 from distca.workload.documents import MAX_LENGTH
 
 TOKENS_PER_RANK = 65_536  # of a micro-batch, where the context and the data ranks allow it
@@ -42,16 +42,16 @@ class Setting:
         self.model.kv_heads_per_rank(self.tp)
         if self.gpus % (self.tp * self.pp):
             nearest = max(self.gpus // (self.tp * self.pp), 1) * self.tp * self.pp
-            raise ValueError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
-                             f"{nearest}, or another --tp or --pp")
+            raise UserError(f"gpus is {self.gpus}, not a multiple of tp {self.tp} times pp {self.pp}; give --gpus "
+                            f"{nearest}, or another --tp or --pp")
         if self.pp > self.model.num_layers:
-            raise ValueError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
-                             "give each stage at least one")
+            raise UserError(f"pp is {self.pp} but model {self.model.name!r} has {self.model.num_layers} layers; "
+                            "give each stage at least one")
         tokens = self.context * self.sequences_per_micro_batch
         if tokens % (NANO_BATCHES * self.num_data):
-            raise ValueError(f"a micro-batch of {self.sequences_per_micro_batch} sequences of {self.context} tokens "
-                             f"does not divide over two halves of {self.num_data} data ranks; give a --context that is "
-                             f"a multiple of {NANO_BATCHES * self.num_data}, or another number of --sequences")
+            raise UserError(f"a micro-batch of {self.sequences_per_micro_batch} sequences of {self.context} tokens "
+                            f"does not divide over two halves of {self.num_data} data ranks; give a --context that is "
+                            f"a multiple of {NANO_BATCHES * self.num_data}, or another number of --sequences")
 
     @property
     def num_data(self) -> int:
@@ -138,7 +138,7 @@ def settings(
         sequences = -(-sequences // unit) * unit
     for _, count in grid:
         if sequences % count:
-            raise ValueError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
-                             "--sequences or --micro-batches")
+            raise UserError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "
+                            "--sequences or --micro-batches")
     return tuple(Setting(model, cluster, gpus, tp, stages, context, sequences // count, count)
                  for stages, count in grid)

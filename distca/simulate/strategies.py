@@ -26,6 +26,7 @@ from distca.simulate.costs import Costs
 from distca.simulate.memory import max_live_tokens, memory
 from distca.simulate.setting import Setting
 from distca.spec import unknown_name
+from distca.validation import UserError
 from distca.workload.topology import Topology
 
 BOUND = "bound"           # no strategy: what none can beat
@@ -239,5 +240,5 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
         if name not in NAMES:
             raise unknown_name("strategy", name, NAMES)
     if not names:
-        raise ValueError(f"strategies is empty; give one or more of: {', '.join(NAMES)}")
+        raise UserError(f"strategies is empty; give one or more of: {', '.join(NAMES)}")
     return tuple(name for name in NAMES if name in names)

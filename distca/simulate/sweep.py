@@ -28,7 +28,7 @@ from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.outcomes import Comparison, Figures, Outcome
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, check_names
-from distca.validation import was_refused
+from distca.validation import UserError
 from distca.workload.sequences import Source, batch_sequences
 
 BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
@@ -50,7 +50,7 @@ class Question:
         object.__setattr__(self, "strategies", check_names(self.strategies))
         object.__setattr__(self, "tolerance", asked_tolerance(self.tolerance))
         if self.num_batches < 1:
-            raise ValueError(f"batches is {self.num_batches}; give at least 1")
+            raise UserError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
         for setting in self.settings:
             if isinstance(self.table, MixedPool):
@@ -70,8 +70,8 @@ class Question:
 def _check_mixed(pool: MixedPool, setting: Setting) -> None:
     """Refuse stages, which would all have the first ranks' seconds, and pools of another size."""
     if setting.pp > 1:
-        raise ValueError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
-                         "pipeline; give --pp 1, or one latency table")
+        raise UserError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
+                        "pipeline; give --pp 1, or one latency table")
     pool.time(setting.model, setting.tp).check_servers(setting.num_pool)
 
 
@@ -95,7 +95,7 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
     outcomes = [_with_free_links(question, outcome) for outcome in best.values() if outcome is not None]
     if not outcomes and too_large:
         setting = question.settings[0]
-        raise ValueError(
+        raise UserError(
             f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
             f"{setting.cluster.memory_bytes / 1e9:.0f} GB with any of: {', '.join(too_large)}; give fewer --sequences, "
             "more --gpus, or a larger --tp or --pp")
@@ -107,7 +107,7 @@ def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
     """One batch once more under an outcome's choice, with its timeline: one trace per pool rank."""
     setting = outcome.setting
     if outcome.choice is None:
-        raise ValueError(f"{outcome.name!r} has no timeline; choose a strategy")
+        raise UserError(f"{outcome.name!r} has no timeline; choose a strategy")
     costs = question.costs(setting)
     plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number))
     assert plan is not None, "it fitted in the sweep"
@@ -133,7 +133,7 @@ def _pool(workers: int) -> Iterator[Run]:
                 found = future.result()
                 if isinstance(found, str):
                     pool.shutdown(cancel_futures=True)
-                    raise ValueError(found)
+                    raise UserError(found)
                 yield waiting[future], found
 
         yield run
@@ -143,9 +143,7 @@ def _figures_or_refusal(question: Question, number: int, chosen: frozenset[Key] 
     """In a process of its own: a refusal travels as its words, for an exception would arrive as an accident there."""
     try:
         return batch_figures(question, number, chosen)
-    except ValueError as error:
-        if not was_refused(error):
-            raise
+    except UserError as error:
         return str(error)
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distca.train.tokenizing import Tokens, in_groups
-from distca.validation import plain, read_json, read_text
+from distca.validation import UserError, plain, read_json, read_text
 from distca.workload.token_counts import TextTokenizer, tokenizer_file
 
 LOG = logging.getLogger("distca")
@@ -70,8 +70,8 @@ class ChatTemplate:
             return None
         found = _between(parts, *marks)
         if found is None or found.text != whole:
-            raise ValueError(f"{where}: the chat template changes what a generation block has written (it trims, cuts "
-                             "or measures it); write {% generation %} around what comes out in the end")
+            raise UserError(f"{where}: the chat template changes what a generation block has written (it trims, cuts "
+                            "or measures it); write {% generation %} around what comes out in the end")
         return found
 
     def _turns(self, where: str, messages: Messages, whole: str) -> list[Rendered]:
@@ -81,9 +81,9 @@ class ChatTemplate:
                 prompt = self._render(where, messages[:number], prompt=True)
                 said = self._render(where, messages[:number + 1])
                 if not said.startswith(prompt):
-                    raise ValueError(f"{where}: the chat template writes message {number} otherwise than its prompt to "
-                                     "generate begins it; mark what the assistant says by {% generation %} in a "
-                                     "chat_template.jinja beside data.tokenizer")
+                    raise UserError(f"{where}: the chat template writes message {number} otherwise than its prompt to "
+                                    "generate begins it; mark what the assistant says by {% generation %} in a "
+                                    "chat_template.jinja beside data.tokenizer")
                 turns.append(Rendered(said, ((len(prompt), len(said)),)))
                 as_written &= whole.startswith(said)
         if as_written:
@@ -101,8 +101,8 @@ class ChatTemplate:
             reason = plain(" ".join(str(error).split()))[:200] or type(error).__name__
             if isinstance(error, UnicodeEncodeError):
                 reason = "half a surrogate pair"
-            raise ValueError(f"{where}: the chat template fails ({reason}); repair or drop the conversation, or "
-                             "change the template") from None
+            raise UserError(f"{where}: the chat template fails ({reason}); repair or drop the conversation, or "
+                            "change the template") from None
         return text
 
 
@@ -117,8 +117,8 @@ def load_chat_template(tokenizer: str) -> ChatTemplate:
     if (folder / "chat_template.jinja").is_file():
         source = read_text(folder / "chat_template.jinja")
     if not isinstance(source, str):
-        raise ValueError(f"data.content is 'chat' but {folder} has no chat template; put the model's "
-                         "tokenizer_config.json or chat_template.jinja beside tokenizer.json")
+        raise UserError(f"data.content is 'chat' but {folder} has no chat template; put the model's "
+                        "tokenizer_config.json or chat_template.jinja beside tokenizer.json")
     if "added_tokens_decoder" not in config:
         config |= _object(folder / "special_tokens_map.json")  # where older versions of transformers name them
     named = {name: value.get("content") if isinstance(value, dict) else value
@@ -131,8 +131,8 @@ def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplat
     try:
         environment = _environment()
     except ImportError:
-        raise ValueError("data.content is 'chat' but the package jinja2, which chat templates are written for, is not "
-                         "installed; run: pip install jinja2") from None
+        raise UserError("data.content is 'chat' but the package jinja2, which chat templates are written for, is not "
+                        "installed; run: pip install jinja2") from None
     from jinja2.nodes import ExtensionAttribute
 
     try:
@@ -140,8 +140,8 @@ def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplat
         return ChatTemplate(environment.from_string(source), any(True for _ in blocks), special_tokens)
     except Exception as error:  # TemplateSyntaxError, or Python's own, of what Jinja makes of a template
         reason = plain(" ".join(str(error).split()))[:200]
-        raise ValueError(f"the chat template beside data.tokenizer is no Jinja template ({reason}); repair "
-                         "it") from None
+        raise UserError(f"the chat template beside data.tokenizer is no Jinja template ({reason}); repair "
+                        "it") from None
 
 
 def _environment() -> Any:

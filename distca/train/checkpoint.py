@@ -59,6 +59,7 @@ from distca.train.checkpoint_folder import (
 from distca.train.collectives import first_says, gather_json
 from distca.train.folder_lock import FolderLock
 from distca.train.groups import group_of
+from distca.validation import UserError
 
 LOG = logging.getLogger("distca")
 
@@ -97,7 +98,7 @@ class Checkpointer:
         config: Mapping[str, Any] | None = None, group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
+            raise UserError(f"checkpoint.keep = {keep}: keep at least 1")
         self.folder, self.keep, self.model, self.optimizer = Path(folder), keep, model, optimizer
         self.run, self.config, self.timeout_seconds = dict(run or {}), dict(config or {}), timeout_seconds
         self._group = (group_of(dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds), "gloo")
@@ -141,8 +142,8 @@ class Checkpointer:
             if self._rank == 0:
                 LOG.warning("checkpoint %s is damaged and not used: %s", path, errors[0])
         for name in first_says(lambda: damaged[:1], self._group):
-            raise ValueError(f"checkpoint.folder = {str(self.folder)!r} holds {name} but no checkpoint that is whole; "
-                             "restore one, or name another folder to begin anew")
+            raise UserError(f"checkpoint.folder = {str(self.folder)!r} holds {name} but no checkpoint that is whole; "
+                            "restore one, or name another folder to begin anew")
         return None
 
     def save(self, step: int, loader_state: Mapping[str, Any]) -> None:
@@ -197,10 +198,10 @@ class Checkpointer:
         if verdict == "good":
             return manifest_bytes(read_manifest(path)).decode()
         if verdict == "old":
-            raise ValueError(f"checkpoint {path} cannot be read: {reason}")
+            raise UserError(f"checkpoint {path} cannot be read: {reason}")
         if verdict == "another run's":
-            raise ValueError(f"checkpoint.folder = {str(self.folder)!r} holds {path.name} of another run: {reason}; "
-                             "set it back, or name another folder")
+            raise UserError(f"checkpoint.folder = {str(self.folder)!r} holds {path.name} of another run: {reason}; "
+                            "set it back, or name another folder")
         if verdict == "damaged":
             damaged.append(path.name)
         LOG.warning("checkpoint %s is %s and not used: %s", path, verdict, reason)
@@ -222,7 +223,7 @@ class Checkpointer:
                 raise OSError(errno.ENOSPC, f"no space: it needs {num_bytes:,} bytes and {free:,} are free")
             target.mkdir()
         except OSError as error:
-            raise ValueError(cause(error)) from None
+            raise UserError(cause(error)) from None
 
     def _write_files(self, target: Path, staged: Sequence[tuple[Held, torch.Tensor]]) -> dict[str, Any]:
         written: dict[str, Any] = {"files": {}, "blocks": [], "error": None}
@@ -254,7 +255,7 @@ class Checkpointer:
         except OSError as error:
             if not (target / MANIFEST).exists():
                 shutil.rmtree(target, ignore_errors=True)        # so that there is space again
-            raise ValueError(cause(error)) from None
+            raise UserError(cause(error)) from None
 
     def _check_folder(self, resume: bool) -> None:
         """Every rank can write, all see the same folder and no other run does; else the same one line on every rank."""
@@ -265,7 +266,7 @@ class Checkpointer:
             error = str(refused)
         for line in gather_json(error, self._group):
             if line is not None:
-                raise ValueError(line)
+                raise UserError(line)
         marker = self.folder / first_says(lambda: f".shared-{secrets.token_hex(8)}", self._group)
         if self._rank == 0:
             marker.touch()
@@ -274,8 +275,8 @@ class Checkpointer:
         if self._rank == 0:
             marker.unlink()
         if not all(seen):
-            raise ValueError(f"checkpoint.folder = {str(self.folder)!r} is another folder on rank {seen.index(False)} "
-                             "than on rank 0; name one on a file system that all ranks share")
+            raise UserError(f"checkpoint.folder = {str(self.folder)!r} is another folder on rank {seen.index(False)} "
+                            "than on rank 0; name one on a file system that all ranks share")
         first_says(self._take_lock, self._group)
 
     def _take_lock(self) -> None:

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
+from distca.validation import UserError
+
 FORMAT = "distca checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
@@ -36,15 +38,15 @@ LOG = logging.getLogger("distca")
 Verdict = Literal["good", "torn", "damaged", "another run's", "old", "foreign"]
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A checkpoint's content is not what was written, or cannot be read; says which file."""
 
 
-class TornError(ValueError):
+class TornError(UserError):
     """A checkpoint without a manifest: its save was cut short, or goes on."""
 
 
-class OldFormatError(ValueError):
+class OldFormatError(UserError):
     """A checkpoint of an earlier version, which only an unpickler can read."""
 
 
@@ -113,12 +115,12 @@ def check_folder(folder: str | Path, *, resume: bool) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
             pass
     except OSError as error:
-        raise ValueError(f"checkpoint.folder = {str(folder)!r} cannot be written ({error.strerror}); "
-                         "name a folder that this user may write to") from None
+        raise UserError(f"checkpoint.folder = {str(folder)!r} cannot be written ({error.strerror}); "
+                        "name a folder that this user may write to") from None
     held = [path.name for path in step_folders(folder) if (path / MANIFEST).exists()]
     if held and not resume:
-        raise ValueError(f"checkpoint.folder = {str(folder)!r} already holds {held[-1]}; "
-                         "set checkpoint.resume = true to continue it, or name another folder")
+        raise UserError(f"checkpoint.folder = {str(folder)!r} already holds {held[-1]}; "
+                        "set checkpoint.resume = true to continue it, or name another folder")
 
 
 def judge(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> tuple[Verdict, str]:
@@ -168,15 +170,15 @@ def read_manifest(path: Path) -> Manifest:
         if ours and written.get("version") == 1:
             raise OldFormatError(f"it has version 1, whose metadata is a pickle; if you trust who wrote it, run: "
                                  f"distca checkpoint convert {path.parent} --trust")
-        raise ValueError(f"{MANIFEST} is not of the format {FORMAT!r}")
+        raise UserError(f"{MANIFEST} is not of the format {FORMAT!r}")
     if first[1].decode() != checksum(content[first.end():]):
         raise DamagedError(f"{MANIFEST} does not match its checksum")
     if written.get("format") != FORMAT or written.get("version") != VERSION:
-        raise ValueError(f"it has format {written.get('format')!r} version {written.get('version')!r} and only "
-                         f"{FORMAT!r} {VERSION} is read here")
+        raise UserError(f"it has format {written.get('format')!r} version {written.get('version')!r} and only "
+                        f"{FORMAT!r} {VERSION} is read here")
     manifest = _typed(written)
     if step_name(manifest.step) != path.name:
-        raise ValueError(f"its manifest is that of {step_name(manifest.step)}")
+        raise UserError(f"its manifest is that of {step_name(manifest.step)}")
     return manifest
 
 

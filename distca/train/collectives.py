@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distca.validation import UserError
+
 Value = TypeVar("Value")
 
 
@@ -44,7 +46,7 @@ def first_says(ask: Callable[[], Value], group: dist.ProcessGroup | None = None)
             answer = {"error": str(error)}
     answer = json.loads(from_first(json.dumps(answer).encode(), group))
     if "error" in answer:
-        raise ValueError(answer["error"])
+        raise UserError(answer["error"])
     return cast(Value, answer["value"])
 
 

@@ -32,6 +32,7 @@ from distca.train.sources import (
     whole_files,
 )
 from distca.train.tokenizing import Tokens, byte_encoder, encoded, load_tokenizer
+from distca.validation import UserError
 from distca.workload.token_counts import open_tokenizer
 
 MAX_TOKEN = 2**31 - 1
@@ -127,7 +128,7 @@ def corpus_from(settings: Settings) -> Corpus:
         vocab = _vocab(data.vocab, stdlib.vocab, "bytes")
         return in_memory(encoded(whole_files(standard_library_files()), stdlib), vocab, "the standard library")
     if not path:
-        raise ValueError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
+        raise UserError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
     field = data.field or FIELDS[data.content]
     if data.source == "megatron" or data.content == "tokens":
         known = (open_tokenizer(data.tokenizer, "data.tokenizer", special_tokens=False).vocab if data.tokenizer
@@ -159,8 +160,8 @@ def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> Memo
         most = MAX_TOKEN if vocab is None else vocab - 1
         if ids.min() < 0 or ids.max() > most:
             outside = ids[(ids < 0) | (ids > most)][0]
-            raise ValueError(f"document {stops.size} of {name} holds token {outside}, where tokens are 0 to {most}; "
-                             "give the tokenizer that made them as data.tokenizer, or a larger data.vocab")
+            raise UserError(f"document {stops.size} of {name} holds token {outside}, where tokens are 0 to {most}; "
+                            "give the tokenizer that made them as data.tokenizer, or a larger data.vocab")
         if in_loss is not None and loss.size < data.size:
             loss.append(np.ones(data.size - loss.size, dtype=np.bool_))
         data.append(ids)
@@ -169,7 +170,7 @@ def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> Memo
             loss.append(in_loss)
     if stops.size == 0:
         missing = "in the loss" if without else "in it"
-        raise ValueError(f"{name} holds no document with a token {missing}; give at least one")
+        raise UserError(f"{name} holds no document with a token {missing}; give at least one")
     if without:
         LOG.info("%s: %d of %d documents have no token in the loss and are left out", name, without,
                  without + stops.size)
@@ -212,6 +213,6 @@ def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
 def _vocab(given: int, known: int | None, made_by: str) -> int | None:
     """The vocabulary that `data.vocab` says, or its tokenizer; None where neither does."""
     if given and known is not None and given < known:
-        raise ValueError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
-                         "many, or 0")
+        raise UserError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
+                        "many, or 0")
     return given or known

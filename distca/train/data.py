@@ -37,6 +37,7 @@ from distca.train.agreement import StepDigests
 from distca.train.background import in_background
 from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
+from distca.validation import UserError
 from distca.workload.documents import IGNORED
 from distca.workload.packing import NanoBatch
 from distca.workload.topology import Topology
@@ -59,10 +60,10 @@ class Stream:
     def __init__(self, lengths: np.ndarray, *, seed: int, max_document: int = 0) -> None:
         for field, value in (("data.seed", seed), ("data.max_document", max_document)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{field} is {value!r}; give a whole number of at least 0")
+                raise UserError(f"{field} is {value!r}; give a whole number of at least 0")
         self._lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         if not self._lengths.any():
-            raise ValueError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
+            raise UserError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
         longest = max_document or int(self._lengths.max())
         count = -(-self._lengths // longest)                     # pieces of each document
         self._document = np.repeat(np.arange(len(count)), count)
@@ -109,8 +110,8 @@ class Stream:
         if epoch != self._epoch:
             self._enter(epoch)
         if index >= len(self._order) or offset >= (self._end - self._begin)[self._order[index]]:
-            raise ValueError(f"the saved data position, document {index} of the epoch at token {offset}, is outside "
-                             "the corpus; use another checkpoint")
+            raise UserError(f"the saved data position, document {index} of the epoch at token {offset}, is outside "
+                            "the corpus; use another checkpoint")
         self._index, self._offset, self._taken = index, offset, taken
 
     def _enter(self, epoch: int) -> None:
@@ -120,10 +121,10 @@ class Stream:
     def _check_same_data(self, state: Mapping[str, Any]) -> None:
         seed = _whole(state, "seed")
         if seed != self._seed:
-            raise ValueError(f"data.seed is {self._seed} but the checkpoint's is {seed}, so the order would change; "
-                             f"set data.seed to {seed}")
+            raise UserError(f"data.seed is {self._seed} but the checkpoint's is {seed}, so the order would change; "
+                            f"set data.seed to {seed}")
         if any(state.get(name) != value for name, value in self._about.items()):
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint's corpus has {state.get('num_documents')} documents of {state.get('num_tokens')} "
                 f"tokens, this one {self._about['num_documents']} of {self._about['num_tokens']}, or others than "
                 "those; give the same [data], or begin anew from the weights alone with model.load")
@@ -190,16 +191,16 @@ class Loader:
         topology: Topology | None = None, trains: bool = True, agree: Agree | None = None,
     ) -> None:
         if not 0 <= rank < world:
-            raise ValueError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
+            raise UserError(f"rank is {rank} of {world} data ranks; give 0 to {world - 1}")
         if settings.attention.mode not in MODES:
             raise unknown_name("attention.mode", settings.attention.mode, MODES)
         if corpus.vocab is not None and corpus.vocab > model.vocab:
-            raise ValueError(f"the corpus has {corpus.vocab} different tokens but model {model.name!r} knows "
-                             f"{model.vocab}; choose a data.tokenizer and a model that agree")
+            raise UserError(f"the corpus has {corpus.vocab} different tokens but model {model.name!r} knows "
+                            f"{model.vocab}; choose a data.tokenizer and a model that agree")
         lengths = corpus.lengths()
         if settings.data.max_document == 1 or lengths.max(initial=0) == 1:
-            raise ValueError("every document is one token long and leaves nothing to predict; give longer documents, "
-                             "or raise data.max_document")
+            raise UserError("every document is one token long and leaves nothing to predict; give longer documents, "
+                            "or raise data.max_document")
         self._corpus, self._settings, self._model = corpus, settings, model
         self._cost = attention_time(settings, model)
         self._rank, self._world, self._topology, self._trains = rank, world, topology, trains
@@ -270,8 +271,8 @@ class Loader:
         num_labels = sum(self._num_labels(piece) for pieces in micro_batches for piece in pieces)
         if num_labels == 0 and self._trains:
             what = "documents of one token" if plan.num_labels == 0 else "tokens that are not in the loss"
-            raise ValueError(f"a step of {plan.num_tokens} tokens holds {what} only and nothing to predict; raise "
-                             "batch.tokens_per_rank or batch.micro_batches, or give other documents")
+            raise UserError(f"a step of {plan.num_tokens} tokens holds {what} only and nothing to predict; raise "
+                            "batch.tokens_per_rank or batch.micro_batches, or give other documents")
         columns = [[self._columns(nano, pieces) for nano in micro_batch.nano_batches]
                    for micro_batch, pieces in zip(plan.micro_batches, micro_batches, strict=True)]
         return _Draft(columns, plan, plan.summary(), plan_seconds, num_labels, position,
@@ -309,8 +310,8 @@ class Loader:
         outside = tokens[(tokens < 0) | (tokens >= self._model.vocab)]
         if len(tokens) != stop - start or len(outside):
             what = f"holds token {outside[0]}" if len(outside) else f"ends before token {stop}"
-            raise ValueError(f"document {document} of the corpus {what}, where model {self._model.name!r} knows tokens "
-                             f"0 to {self._model.vocab - 1}; give the data that its tokenizer made")
+            raise UserError(f"document {document} of the corpus {what}, where model {self._model.name!r} knows tokens "
+                            f"0 to {self._model.vocab - 1}; give the data that its tokenizer made")
         return tokens
 
 
@@ -354,6 +355,6 @@ def _step_seconds(model: ModelShape, cluster: str, tp: int, cost: str) -> StepSe
 def _whole(state: Mapping[str, Any], name: str) -> int:
     value = state.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"the saved data position has {name} {value!r}, not a whole number of at least 0; use another "
-                         "checkpoint")
+        raise UserError(f"the saved data position has {name} {value!r}, not a whole number of at least 0; use another "
+                        "checkpoint")
     return value

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distca.models import MODELS, TRAINABLE
 from distca.spec import ModelShape, unknown_name
+from distca.validation import UserError
 
 if TYPE_CHECKING:
     from distca.train.settings import Model
@@ -132,33 +133,33 @@ def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
             ("model.load", model.load), ("model.config", model.config), ("model.name", model.name)) if value)
         remedy = ("give that model's own tokenizer as data.tokenizer" if model.load
                   else f"give that model's own tokenizer as data.tokenizer, or set model.vocab to {vocab}")
-        raise ValueError(f"{field} is {value!r} with a vocabulary of {shape.model.vocab} but the data has {vocab} "
-                         f"different tokens; {remedy}")
+        raise UserError(f"{field} is {value!r} with a vocabulary of {shape.model.vocab} but the data has {vocab} "
+                        f"different tokens; {remedy}")
     return shape
 
 
 def check_model(model: Model) -> None:
     """Refuse fields that contradict each other, before any file is looked at."""
     if model.load and model.config:
-        raise ValueError(f"model.load is {model.load!r} and model.config is {model.config!r}; give one of them: a "
-                         "loaded model has a config.json of its own")
+        raise UserError(f"model.load is {model.load!r} and model.config is {model.config!r}; give one of them: a "
+                        "loaded model has a config.json of its own")
     if model.tied and model.untied:
-        raise ValueError("model.tied and model.untied are both true; set one of them")
+        raise UserError("model.tied and model.untied are both true; set one of them")
     for field in (*SIZES, "tied", "untied") if model.load else ():
         if getattr(model, field):
-            raise ValueError(f"model.{field} is {getattr(model, field)} but model.load is {model.load!r}, whose "
-                             f"weights have a shape of their own; leave model.{field} out")
+            raise UserError(f"model.{field} is {getattr(model, field)} but model.load is {model.load!r}, whose "
+                            f"weights have a shape of their own; leave model.{field} out")
 
 
 def check_heads(shape: DecoderShape) -> None:
     """Refuse heads that cannot be rotated, or that transformers would not read back."""
     model = shape.model
     if model.head_dim % 2:
-        raise ValueError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one, of which rotary "
-                         "positions turn one half against the other")
+        raise UserError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one, of which rotary "
+                        "positions turn one half against the other")
     if shape.family == "llama" and model.hidden % model.num_heads:
-        raise ValueError(f"model {model.name!r}: hidden is {model.hidden}, not a multiple of its {model.num_heads} "
-                         "heads, which transformers' Llama refuses whatever head_dim is; choose others")
+        raise UserError(f"model {model.name!r}: hidden is {model.hidden}, not a multiple of its {model.num_heads} "
+                        "heads, which transformers' Llama refuses whatever head_dim is; choose others")
 
 
 def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
@@ -169,16 +170,16 @@ def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
             before.num_heads * before.head_dim == before.hidden):
         hidden, heads = sizes.get("hidden", before.hidden), sizes.get("num_heads", before.num_heads)
         if hidden % heads:
-            raise ValueError(f"model.hidden is {hidden} and model.heads is {heads}, which does not divide it; choose "
-                             "others, or give model.head_dim")
+            raise UserError(f"model.hidden is {hidden} and model.heads is {heads}, which does not divide it; choose "
+                            "others, or give model.head_dim")
         sizes["head_dim"] = hidden // heads
     if "head_dim" in sizes:
         sizes["value_dim"] = sizes["head_dim"]
     family, windows = shape.family, before.windows
     if "num_layers" in sizes and windows and not model.window:
         if len(set(windows)) > 1:
-            raise ValueError(f"model.layers is {sizes['num_layers']} but the model mixes windows over its "
-                             f"{before.num_layers} layers; give a model.config that says them for all")
+            raise UserError(f"model.layers is {sizes['num_layers']} but the model mixes windows over its "
+                            f"{before.num_layers} layers; give a model.config that says them for all")
         windows = windows[:1] * sizes["num_layers"]
     if model.window:
         windows = (model.window,) * sizes.get("num_layers", before.num_layers) if model.window > 0 else ()

@@ -18,6 +18,7 @@ from distca.spec import ModelShape
 from distca.train.corpora import Corpus, PartOfCorpus, corpus_from
 from distca.train.data import Agree, Batch, Loader
 from distca.train.settings import Settings
+from distca.validation import UserError
 from distca.workload.topology import Topology
 
 
@@ -31,8 +32,8 @@ def corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
     held = held_out(whole.num_documents, chosen.fraction, settings.data.seed)
     for what, count in (("held out", held.sum()), ("left to train on", (~held).sum())):
         if count == 0:
-            raise ValueError(f"eval.fraction is {chosen.fraction}, by which none of {whole.num_documents} documents is "
-                             f"{what}; choose another fraction, or give eval.path")
+            raise UserError(f"eval.fraction is {chosen.fraction}, by which none of {whole.num_documents} documents is "
+                            f"{what}; choose another fraction, or give eval.path")
     return PartOfCorpus(whole, np.flatnonzero(~held)), PartOfCorpus(whole, np.flatnonzero(held))
 
 
@@ -52,9 +53,9 @@ def check_fills_a_batch(corpus: Corpus, settings: Settings, num_data: int) -> No
     """Refuse to train on fewer tokens than a step takes."""
     tokens, needed = int(corpus.lengths().sum()), batch_tokens(settings, num_data)
     if tokens < needed:
-        raise ValueError(f"the corpus has {tokens} tokens but a step takes {needed} ({num_data} data ranks of "
-                         f"batch.tokens_per_rank {settings.batch.tokens_per_rank}, batch.micro_batches "
-                         f"{settings.batch.micro_batches}); give more documents, or fewer tokens a step")
+        raise UserError(f"the corpus has {tokens} tokens but a step takes {needed} ({num_data} data ranks of "
+                        f"batch.tokens_per_rank {settings.batch.tokens_per_rank}, batch.micro_batches "
+                        f"{settings.batch.micro_batches}); give more documents, or fewer tokens a step")
 
 
 class Evaluation:
@@ -67,8 +68,8 @@ class Evaluation:
         tokens, needed = int(corpus.lengths().sum()), batch_tokens(settings, world)
         if tokens < needed:
             remedy = "give more at eval.path" if settings.eval.path else "raise eval.fraction"
-            raise ValueError(f"the held-out documents have {tokens} tokens but a batch takes {needed}; {remedy}, or "
-                             "take fewer tokens a step")
+            raise UserError(f"the held-out documents have {tokens} tokens but a batch takes {needed}; {remedy}, or "
+                            "take fewer tokens a step")
         self._loader = Loader(corpus, settings, rank=rank, world=world, model=model, topology=topology,
                               trains=False, agree=agree)
         self._start = self._loader.state()
@@ -89,7 +90,7 @@ class Evaluation:
             num_labels += batch.num_labels
         self._loader.close()
         if num_labels == 0:
-            raise ValueError("the held-out documents have no token in the loss; hold out others, or more of them")
+            raise UserError("the held-out documents have no token in the loss; hold out others, or more of them")
         total = torch.stack(totals).sum()
         dist.all_reduce(total, group=pool)
         return float(total) / num_labels

@@ -24,6 +24,7 @@ from distca.train.checkpoint_files import SAFETENSORS_DTYPES, Reader, tensor_byt
 from distca.train.checkpoint_folder import DamagedError, Manifest, TornError, cause, read_manifest
 from distca.train.hf_weights import INDEX, SINGLE, hf_name
 from distca.train.tokenizer_files import kept_tokenizer
+from distca.validation import UserError
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -42,8 +43,8 @@ def export_newest(
         else:
             say(f"{path.name}  exported to {folder}")
             return
-    raise ValueError(f"no checkpoint to export into {folder} is whole; `distca checkpoint verify` says what is wrong "
-                     "with each")
+    raise UserError(f"no checkpoint to export into {folder} is whole; `distca checkpoint verify` says what is wrong "
+                    "with each")
 
 
 def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
@@ -51,7 +52,7 @@ def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard
     check_target(folder, "OUT")
     manifest = read_manifest(checkpoint)
     if not manifest.config:
-        raise ValueError(f"{checkpoint} does not say which model its weights are; save it again with distca train")
+        raise UserError(f"{checkpoint} does not say which model its weights are; save it again with distca train")
     sizes = {name: prod(tensor.shape) * _element_bytes(dtype or tensor.dtype)
              for name, tensor in manifest.tensors.items() if name.startswith("model.")}
     shards = _into_shards(sizes, shard_bytes)
@@ -69,14 +70,14 @@ def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard
             for source in kept_tokenizer(checkpoint.parent):
                 shutil.copyfile(source, partial / source.name)
     except OSError as error:
-        raise ValueError(f"{folder} was not written: {cause(error)}") from None
+        raise UserError(f"{folder} was not written: {cause(error)}") from None
 
 
 def check_target(folder: str | Path, field: str) -> None:
     """Refuse to export over anything."""
     folder = Path(folder)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{field} is {str(folder)!r}, which already holds something; name a new folder")
+        raise UserError(f"{field} is {str(folder)!r}, which already holds something; name a new folder")
 
 
 @contextmanager
@@ -91,8 +92,8 @@ def _beside(folder: Path, num_bytes: int) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
     if free < num_bytes:
-        raise ValueError(f"{folder} needs {num_bytes:,} bytes and {free:,} are free; make space, or name a folder "
-                         "elsewhere")
+        raise UserError(f"{folder} needs {num_bytes:,} bytes and {free:,} are free; make space, or name a folder "
+                        "elsewhere")
     partial = folder.with_name(f"{begin}{os.getpid()}")
     partial.mkdir()
     with _held(partial):

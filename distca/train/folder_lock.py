@@ -15,7 +15,7 @@ import time
 from itertools import chain, count
 from pathlib import Path
 
-from distca.validation import write_own
+from distca.validation import UserError, write_own
 
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
@@ -32,15 +32,15 @@ class FolderLock:
         try:
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            raise ValueError(f"{setting} = {str(folder)!r}: {path.name} in it cannot be written ({error.strerror}); "
-                             "name a folder that this user may write to") from None
+            raise UserError(f"{setting} = {str(folder)!r}: {path.name} in it cannot be written ({error.strerror}); "
+                            "name a folder that this user may write to") from None
         deadline = time.monotonic() + wait_seconds               # the run before may be ending right now
         while not self._try():
             if time.monotonic() > deadline:
                 owner = os.pread(self._handle, 300, 0).decode(errors="replace").strip() or "an unknown process"
                 os.close(self._handle)
-                raise ValueError(f"{setting} = {str(folder)!r} is in use by {owner}; stop that run, or name another "
-                                 "folder")
+                raise UserError(f"{setting} = {str(folder)!r} is in use by {owner}; stop that run, or name another "
+                                "folder")
             time.sleep(0.1)
         os.ftruncate(self._handle, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")

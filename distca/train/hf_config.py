@@ -22,7 +22,7 @@ from distca.train.decoder_shape import (
     YarnScaling,
     check_heads,
 )
-from distca.validation import check_number, check_whole, short
+from distca.validation import UserError, check_number, check_whole, short
 
 _DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' own, where they are not the same for all
     "llama": {"max_position_embeddings": 2048},
@@ -50,31 +50,31 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         about = "has experts or another decoder than these" if kind in ARCHITECTURES else "is not known"
-        raise ValueError(f"{file} has model_type {short(kind)}, which {about} and cannot be trained; supported are: "
-                         f"{', '.join(FAMILIES)}")
+        raise UserError(f"{file} has model_type {short(kind)}, which {about} and cannot be trained; supported are: "
+                        f"{', '.join(FAMILIES)}")
     for field, values in _TRAINED.items():
         if field not in _UNREAD[kind] and config.get(field, values[0]) not in values:
-            raise ValueError(f"{file} has {field} {short(config[field])}; only {values[0]!r} can be trained: change it "
-                             "where the weights allow that, or give another model")
+            raise UserError(f"{file} has {field} {short(config[field])}; only {values[0]!r} can be trained: change it "
+                            "where the weights allow that, or give another model")
     config = _DEFAULTS[kind] | config
     for field, value in _DEFAULTS[kind].items():
         if config[field] is None and field not in _NULLABLE:
-            raise ValueError(f"{file} has {field} None; give a number, or leave it out for {value}")
+            raise UserError(f"{file} has {field} None; give a number, or leave it out for {value}")
     name = file.resolve().parent.name if file.name == CONFIG else file.stem
     model = shape_of_config(config, name, windows=_windows(config, file))
     if model.experts is not None or model.latent is not None:
         what = "experts" if model.experts is not None else "latent attention"
-        raise ValueError(f"{file} has {what}, which cannot be trained; supported are dense models of type: "
-                         f"{', '.join(FAMILIES)}")
+        raise UserError(f"{file} has {what}, which cannot be trained; supported are dense models of type: "
+                        f"{', '.join(FAMILIES)}")
     rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if rope and scaling and rope != scaling:
-        raise ValueError(f"{file} has rope_parameters {short(rope)} and rope_scaling {short(scaling)}; leave out one")
+        raise UserError(f"{file} has rope_parameters {short(rope)} and rope_scaling {short(scaling)}; leave out one")
     rope = rope or scaling
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{file} has rope_parameters {short(rope)}; give one object of names and values for all")
+        raise UserError(f"{file} has rope_parameters {short(rope)}; give one object of names and values for all")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         turned = short(rope["partial_rotary_factor"])
-        raise ValueError(f"{file} has rope partial_rotary_factor {turned}; only 1.0 can be trained")
+        raise UserError(f"{file} has rope partial_rotary_factor {turned}; only 1.0 can be trained")
     theta = check_number(f"{file}: rope_theta", next(
         (one["rope_theta"] for one in (rope, config) if "rope_theta" in one), 10_000.0), above=0)
     positions = check_whole(f"{file}: max_position_embeddings", config["max_position_embeddings"])
@@ -93,7 +93,7 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
 def _flag(config: Mapping[str, Any], file: Path, field: str) -> bool:
     value = config.get(field, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{file} has {field} {short(value)}; give true or false")
+        raise UserError(f"{file} has {field} {short(value)}; give true or false")
     return value
 
 
@@ -129,15 +129,15 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers and all(
             one in (SLIDING, FULL) for one in kinds)):
-        raise ValueError(f"{file} has layer_types {short(kinds)}; give {layers} of {SLIDING!r} and {FULL!r}")
+        raise UserError(f"{file} has layer_types {short(kinds)}; give {layers} of {SLIDING!r} and {FULL!r}")
     if kind == "llama":
         return ()
     window = config["sliding_window"]
     if kind == "mistral":                                        # with layer_types, transformers takes it for Ministral
         kinds = [FULL if window is None else SLIDING] * layers if kinds is None else kinds
         if len(set(kinds)) > 1:
-            raise ValueError(f"{file} has layer_types that mix windows, which model_type 'mistral' has for all layers "
-                             "or none; give the same type for all")
+            raise UserError(f"{file} has layer_types that mix windows, which model_type 'mistral' has for all layers "
+                            "or none; give the same type for all")
         if SLIDING in kinds:
             return (check_whole(f"{file}: sliding_window", window),) * layers
         return ()
@@ -149,8 +149,8 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
     if kinds is None or SLIDING not in kinds:
         return ()
     if window is None:
-        raise ValueError(f"{file} has layer_types with {SLIDING!r} but no sliding_window that is used; set "
-                         "use_sliding_window and sliding_window")
+        raise UserError(f"{file} has layer_types with {SLIDING!r} but no sliding_window that is used; set "
+                        "use_sliding_window and sliding_window")
     return tuple(window if one == SLIDING else None for one in kinds)
 
 
@@ -159,7 +159,7 @@ def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: fl
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"{file} has rope_type {short(kind)}; only default, linear, llama3 and yarn can be trained")
+        raise UserError(f"{file} has rope_type {short(kind)}; only default, linear, llama3 and yarn can be trained")
 
     def number(name: str, default: float | None = None) -> float:
         value = rope.get(name)
@@ -172,10 +172,10 @@ def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: fl
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         if high <= low:
-            raise ValueError(f"{file}: rope high_freq_factor is {high} and low_freq_factor {low}; give a larger one")
+            raise UserError(f"{file}: rope high_freq_factor is {high} and low_freq_factor {low}; give a larger one")
         return Llama3Scaling(number("factor"), low, high, original)
     if theta <= 1:
-        raise ValueError(f"{file}: rope_theta is {theta}, which yarn takes the logarithm of; give more than 1")
+        raise UserError(f"{file}: rope_theta is {theta}, which yarn takes the logarithm of; give more than 1")
     factor = number("factor")
     scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
     inferred = _grown(factor, 1.0)

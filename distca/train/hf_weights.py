@@ -15,7 +15,7 @@ import torch
 
 from distca.train.hf_config import shape_from_hf
 from distca.train.model import Decoder, write_parameter
-from distca.validation import read_json
+from distca.validation import UserError, read_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -52,8 +52,8 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
     folder = Path(folder)
     theirs, ours = shape_from_hf(folder).key(), decoder.shape.key()
     if theirs != ours:
-        raise ValueError(f"{folder} holds a model with {theirs} but the decoder has {ours}; "
-                         "build it with shape_from_hf")
+        raise UserError(f"{folder} holds a model with {theirs} but the decoder has {ours}; "
+                        "build it with shape_from_hf")
     parameters = {hf_name(name): parameter for name, parameter in decoder.named_parameters()}
     whole = {hf_name(name) for name, _ in Decoder(decoder.shape, device="meta").named_parameters()}
     found = set()
@@ -63,23 +63,23 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
     for name, read in _tensors(folder):
         if twice and name in pair:
             if first is not None and not torch.equal(first, read()):
-                raise ValueError(f"{folder} has tie_word_embeddings true but {HEAD} that is not {EMBEDDING}; set it to "
-                                 "false in config.json, as transformers takes it, or remove the former")
+                raise UserError(f"{folder} has tie_word_embeddings true but {HEAD} that is not {EMBEDDING}; set it to "
+                                "false in config.json, as transformers takes it, or remove the former")
             first = read() if first is None else None
         if name in parameters:
             tensor = read()
             if tensor.shape != parameters[name].shape:
-                raise ValueError(f"{folder} has {name} with shape {tuple(tensor.shape)} but config.json makes it "
-                                 f"{tuple(parameters[name].shape)}; the folder is not whole")
+                raise UserError(f"{folder} has {name} with shape {tuple(tensor.shape)} but config.json makes it "
+                                f"{tuple(parameters[name].shape)}; the folder is not whole")
             write_parameter(parameters[name], tensor)
             found.add(name)
         elif not (name in whole or name.endswith("rotary_emb.inv_freq")
                   or (name == HEAD and decoder.shape.tied)):
-            raise ValueError(f"{folder} has {name}, which this decoder does not; only plain models of its type can be "
-                             "loaded")
+            raise UserError(f"{folder} has {name}, which this decoder does not; only plain models of its type can be "
+                            "loaded")
     missing = sorted(parameters.keys() - found)
     if missing:
-        raise ValueError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; the folder is not whole")
+        raise UserError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; the folder is not whole")
 
 
 def check_weight_files(folder: str | Path) -> None:
@@ -97,18 +97,18 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not all(
                 isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
-            raise ValueError(f"{folder}/{INDEX} has no weight_map of file names; give a folder that transformers wrote")
+            raise UserError(f"{folder}/{INDEX} has no weight_map of file names; give a folder that transformers wrote")
         files = sorted(set(weight_map.values()))
     else:
         files = [SINGLE]
     for file in files:
         if not (folder / file).is_file():
-            raise ValueError(f"{folder} has no {file}; give a folder with all of a model's safetensors")
+            raise UserError(f"{folder} has no {file}; give a folder with all of a model's safetensors")
         try:
             reader = safe_open(folder / file, framework="pt")
         except Exception as error:                               # safetensors' own class derives from nothing nearer
-            raise ValueError(f"{folder / file} is no safetensors file ({error}); give the weights that were saved"
-                             ) from None
+            raise UserError(f"{folder / file} is no safetensors file ({error}); give the weights that were saved"
+                            ) from None
         with reader as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 yield name, partial(opened.get_tensor, name)
@@ -120,5 +120,5 @@ def _safetensors(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ValueError("the package safetensors is not installed, which Hugging Face models need; "
-                         "pip install safetensors") from None
+        raise UserError("the package safetensors is not installed, which Hugging Face models need; "
+                        "pip install safetensors") from None

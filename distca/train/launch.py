@@ -34,7 +34,7 @@ from distca.runtime.gloo import end_process
 from distca.train.memory_kills import MemoryKills
 from distca.train.preflight import check_machine, threads_for
 from distca.train.settings import Settings
-from distca.validation import MAX_LOCAL_RANKS, check_whole, plain, was_refused
+from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
 
 Main = Callable[[Settings], int]
 
@@ -116,7 +116,7 @@ def here() -> Place:
     """This process's place, for whatever runs inside `launch`."""
     place = place_in(os.environ)
     if place is None:
-        raise ValueError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
+        raise UserError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
     return place
 
 
@@ -125,8 +125,8 @@ def place_in(environ: Mapping[str, str]) -> Place | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         missing = [name for name in TORCHRUN if not environ.get(name)]
         if missing:
-            raise ValueError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; start with torchrun, or unset "
-                             "RANK and WORLD_SIZE for local ranks")
+            raise UserError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; start with torchrun, or unset "
+                            "RANK and WORLD_SIZE for local ranks")
         rank, world, local_rank, local_world = (_number(environ, name) for name in TORCHRUN[:4])
         return Place(rank, world, local_rank, local_world, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun sets it; a batch script or srun's shell is one task
@@ -168,8 +168,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except (KeyError, ValueError):
-        raise ValueError(f"{name} is {environ.get(name)!r} in the environment; give a whole number, as the launcher "
-                         "does") from None
+        raise UserError(f"{name} is {environ.get(name)!r} in the environment; give a whole number, as the launcher "
+                        "does") from None
 
 
 def _prepare(settings: Settings, place: Place) -> None:
@@ -325,8 +325,8 @@ def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> Non
         _prepare(settings, place)
         code = main(settings)
     except Exception as error:
-        if isinstance(error, (ValueError, OSError)) and was_refused(error):
-            end_rank(str(error), 2 if isinstance(error, ValueError) else 1)
+        if isinstance(error, UserError | OSError):
+            end_rank(str(error), 2 if isinstance(error, UserError) else 1)
         if _is_lost(error):
             end_rank(str(error))
         end_rank(f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())

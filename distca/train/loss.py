@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distca.train.compiled import any_rows
+from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
 
@@ -31,15 +32,15 @@ def chunked_cross_entropy(
     hidden gives each of them the whole sum, and the whole gradient of hidden.
     """
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; give a whole number of at least 1")
+        raise UserError(f"chunk_tokens is {chunk_tokens}; give a whole number of at least 1")
     if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels have shape {tuple(labels.shape)} but hidden has {hidden.shape[0]} tokens; "
-                         "give one label per token")
+        raise UserError(f"labels have shape {tuple(labels.shape)} but hidden has {hidden.shape[0]} tokens; "
+                        "give one label per token")
     vocab = head_weight.shape[0]
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= vocab)
     if labels.device.type == "cpu" and bool(wrong.any()):
-        raise ValueError(f"labels hold {int(labels[wrong][0])} but the vocabulary has {vocab} tokens; give labels "
-                         f"below that, or {IGNORED} for none")
+        raise UserError(f"labels hold {int(labels[wrong][0])} but the vocabulary has {vocab} tokens; give labels "
+                        f"below that, or {IGNORED} for none")
     begin, group = 0, None
     if isinstance(head_weight, DTensor):
         assert head_weight.device_mesh.ndim == 1 and head_weight.placements[0] in (Shard(0), Replicate())

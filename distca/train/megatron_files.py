@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.validation import UserError
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
@@ -45,7 +47,7 @@ class MegatronCorpus:
         index_path, data_path = Path(prefix + ".idx"), Path(prefix + ".bin")
         for file in (index_path, data_path):
             if not file.is_file():
-                raise ValueError(f"data.path is {path!r} but {file} is no file; a Megatron dataset needs .idx and .bin")
+                raise UserError(f"data.path is {path!r} but {file} is no file; a Megatron dataset needs .idx and .bin")
         index = read_index(index_path)
         data = _mapped(data_path)
         ends = index.begins + index.lengths.astype(np.int64) * index.dtype.itemsize
@@ -54,7 +56,7 @@ class MegatronCorpus:
         if len(ends) and ends.max() > len(data):
             raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {ends.max()}")
         if not index.lengths.any():
-            raise ValueError(f"{prefix} holds no document with a token in it; give at least one")
+            raise UserError(f"{prefix} holds no document with a token in it; give at least one")
         return cls(index, data, vocab)
 
     @property
@@ -86,8 +88,8 @@ def read_index(path: Path) -> Index:
     elif content[:len(_OLD_MAGIC)].tobytes() == _OLD_MAGIC:
         index = _read_old(path, content)
     else:
-        raise ValueError(f"{path} does not begin with {_MAGIC[:7].decode()} or {_OLD_MAGIC[:6].decode()}; it is not a "
-                         "Megatron index")
+        raise UserError(f"{path} does not begin with {_MAGIC[:7].decode()} or {_OLD_MAGIC[:6].decode()}; it is not a "
+                        "Megatron index")
     documents, count = index.documents, len(index.lengths)
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
         raise _torn(path, f"does not divide its {count} sequences into documents")
@@ -101,7 +103,7 @@ def _read_new(path: Path, content: np.ndarray) -> Index:
     dtype = _token_type(path, version, code)
     size = header.size + 12 * sequences + 8 * bounds
     if sequences and len(content) == size + sequences:
-        raise ValueError(f"{path} is multimodal: it has a mode for each sequence; give a dataset of text alone")
+        raise UserError(f"{path} is multimodal: it has a mode for each sequence; give a dataset of text alone")
     if len(content) != size:
         raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
     at = header.size
@@ -121,7 +123,7 @@ def _read_old(path: Path, content: np.ndarray) -> Index:
     columns = np.split(content[header.size:].view("<i8"),
                        np.cumsum([sequences + 1, sequences + 1, sizes]))
     if sizes != sequences or item_bytes != dtype.itemsize or (np.diff(columns[1]) != columns[2]).any():
-        raise ValueError(f"{path} holds something else than rows of tokens; preprocess the text again")
+        raise UserError(f"{path} holds something else than rows of tokens; preprocess the text again")
     return Index(dtype, columns[2], columns[1][:-1] * item_bytes, columns[3])
 
 
@@ -133,10 +135,10 @@ def _header(path: Path, content: np.ndarray, header: struct.Struct) -> tuple[int
 
 def _token_type(path: Path, version: int, code: int) -> np.dtype:
     if version != _VERSION:
-        raise ValueError(f"{path} is of version {version}; only version {_VERSION} is known: preprocess the text again")
+        raise UserError(f"{path} is of version {version}; only version {_VERSION} is known: preprocess the text again")
     if code not in _TOKEN_TYPES:
         known = ", ".join(f"{number} ({np.dtype(kind).name})" for number, kind in _TOKEN_TYPES.items())
-        raise ValueError(f"{path} gives its tokens the type code {code}; tokens are one of {known}")
+        raise UserError(f"{path} gives its tokens the type code {code}; tokens are one of {known}")
     return np.dtype(_TOKEN_TYPES[code]).newbyteorder("<")
 
 
@@ -146,8 +148,8 @@ def _mapped(path: Path) -> np.ndarray:
             return np.empty(0, dtype=np.uint8)
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
 
 
 def _torn(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} {what}; the file is torn: copy or preprocess it again")
+    return UserError(f"{path} {what}; the file is torn: copy or preprocess it again")

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from distca.spec import ModelShape
 from distca.train.model import Decoder, Segment
+from distca.validation import UserError
 
 
 def parallelize(
@@ -53,10 +54,10 @@ def parallelize(
     device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
     """
     if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
-        raise ValueError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
-                         "or with 'pipeline' before them")
+        raise UserError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
+                        "or with 'pipeline' before them")
     if mesh["tensor"].size() != tensor:
-        raise ValueError(f"tensor is {tensor} but the mesh has {mesh['tensor'].size()} tensor ranks; make them equal")
+        raise UserError(f"tensor is {tensor} but the mesh has {mesh['tensor'].size()} tensor ranks; make them equal")
     check_tensor(decoder.shape.model, tensor)
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
@@ -82,11 +83,11 @@ def check_tensor(model: ModelShape, tensor: int) -> None:
     """Refuse a tensor-parallel size that would cut through a head or leave ranks unequal work."""
     for field in ("num_heads", "num_kv_heads", "ffn"):
         if getattr(model, field) % tensor:
-            raise ValueError(f"tensor is {tensor} but model {model.name!r} has {field} {getattr(model, field)}; "
-                             "choose a tensor that divides it")
+            raise UserError(f"tensor is {tensor} but model {model.name!r} has {field} {getattr(model, field)}; "
+                            "choose a tensor that divides it")
     if (tensor - 1) * -(-model.vocab // tensor) >= model.vocab:
-        raise ValueError(f"tensor is {tensor} but model {model.name!r} has a vocabulary of {model.vocab}, too few to "
-                         "give every tensor rank a part; choose a smaller tensor")
+        raise UserError(f"tensor is {tensor} but model {model.name!r} has a vocabulary of {model.vocab}, too few to "
+                        "give every tensor rank a part; choose a smaller tensor")
 
 
 def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
@@ -175,7 +176,7 @@ def clip_grad_norm(
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
-        raise ValueError("no parameter has a gradient; call clip_grad_norm after backward")
+        raise UserError("no parameter has a gradient; call clip_grad_norm after backward")
     held: dict[int, list[torch.Tensor]] = {}                     # by how many ranks hold the same
     for grad in grads:
         held.setdefault(_num_holders(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)

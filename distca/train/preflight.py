@@ -21,7 +21,7 @@ from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.folder_lock import each_run_its_own
 from distca.train.setting_checks import check_degrees
 from distca.train.settings import Settings
-from distca.validation import read_text
+from distca.validation import UserError, read_text
 from distca.workload.token_counts import open_tokenizer
 
 MAX_LOG_BYTES = 2**30  # of a steps.jsonl that a run continues
@@ -37,15 +37,15 @@ def check_machine(settings: Settings) -> None:
     import torch
 
     if settings.run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
+        raise UserError("run.device is 'cuda' but torch finds no GPU here; set it to cpu or auto")
     device = device_for(settings, local_rank=0)
     if settings.attention.transport == "symmetric" and device.type != "cuda":
-        raise ValueError("attention.transport is 'symmetric', the memory of GPUs, but the run is on a CPU; use 'c10d' "
-                         "or 'auto'")
+        raise UserError("attention.transport is 'symmetric', the memory of GPUs, but the run is on a CPU; use 'c10d' "
+                        "or 'auto'")
     compiles(settings, device)
     if settings.model.offload and device.type != "cuda":
-        raise ValueError(f"model.offload is {settings.model.offload:g} but this run is on cpu, where activations are "
-                         "in host memory anyway; set it to 0")
+        raise UserError(f"model.offload is {settings.model.offload:g} but this run is on cpu, where activations are "
+                        "in host memory anyway; set it to 0")
     shape = _model(settings)
     if settings.attention.cost:
         _check_cost(settings, shape.model)
@@ -58,7 +58,7 @@ def check_machine(settings: Settings) -> None:
                 sparing(choose(device, dtype_for(settings, device), shape.model.head_dim, window,
                                settings.attention.kernel), settings.attention.spare_multiprocessors)
         except ValueError as error:
-            raise ValueError(f"attention.kernel: {error}") from None
+            raise UserError(f"attention.kernel: {error}") from None
 
 
 def _check_cost(settings: Settings, model: ModelShape) -> None:
@@ -68,7 +68,7 @@ def _check_cost(settings: Settings, model: ModelShape) -> None:
     try:
         attention_time(settings, model)
     except ValueError as error:
-        raise ValueError(f"attention.cost: {error}") from None
+        raise UserError(f"attention.cost: {error}") from None
 
 
 def device_for(settings: Settings, local_rank: int) -> torch.device:
@@ -97,7 +97,7 @@ def compiles(settings: Settings, device: torch.device) -> bool:
         return False
     missing = _missing_compiler(device)
     if missing and chosen == "on":
-        raise ValueError(f"model.compile is 'on' but {missing}; or set it to off")
+        raise UserError(f"model.compile is 'on' but {missing}; or set it to off")
     if missing:
         logging.getLogger("distca").warning("segments are not compiled: %s", missing)
     return not missing
@@ -122,14 +122,14 @@ def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]
 
 def _require_packages(settings: Settings) -> None:
     if find_spec("torch") is None:
-        raise ValueError("train needs torch, which is not installed; run: pip install torch safetensors xxhash")
+        raise UserError("train needs torch, which is not installed; run: pip install torch safetensors xxhash")
     for package, name, value in (("tensorboard", "log.tensorboard", settings.log.tensorboard),
                                  ("wandb", "log.wandb", settings.log.wandb),
                                  ("safetensors", "model.load", settings.model.load),
                                  ("xxhash", "checkpoint.folder", settings.checkpoint.folder)):
         if value and find_spec(package) is None:
-            raise ValueError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
-                             f"{package}")
+            raise UserError(f"{name} is {json.dumps(value)} but {package} is not installed; run: pip install "
+                            f"{package}")
 
 
 def _check_files(settings: Settings) -> None:
@@ -140,8 +140,8 @@ def _check_files(settings: Settings) -> None:
     if not data.tokenizer and data.content == "text" and data.source in ("text", "jsonl", "table"):
         own = Path(settings.model.load, "tokenizer.json")
         if settings.model.load and own.is_file():
-            raise ValueError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
-                             f"data.tokenizer is empty, so that texts would become bytes; set it to {str(own)!r}")
+            raise UserError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
+                            f"data.tokenizer is empty, so that texts would become bytes; set it to {str(own)!r}")
     if data.content == "chat":
         from distca.train.chat import load_chat_template
 
@@ -166,9 +166,9 @@ def _check_corpus(name: str, path: str, source: str, split: str) -> None:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         for file in (f"{prefix}.idx", f"{prefix}.bin"):
             if not Path(file).is_file():
-                raise ValueError(f"{name} is {path!r} but {file} is no file; a Megatron dataset has both")
+                raise UserError(f"{name} is {path!r} but {file} is no file; a Megatron dataset has both")
     elif not Path(path).exists():
-        raise ValueError(f"{name} is {path!r}, which is no file or folder; check the path")
+        raise UserError(f"{name} is {path!r}, which is no file or folder; check the path")
     elif source == "table":
         from distca.formats import pyarrow, table_files
 
@@ -184,7 +184,7 @@ def _check_writable(name: str, folder: str, path: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             return
     except (OSError, ValueError):
-        raise ValueError(f"{name} is {folder!r}, where no file can be made; name another folder") from None
+        raise UserError(f"{name} is {folder!r}, where no file can be made; name another folder") from None
 
 
 def _model(settings: Settings) -> DecoderShape:
@@ -198,12 +198,12 @@ def _model(settings: Settings) -> DecoderShape:
         vocab = open_tokenizer(settings.data.tokenizer, "data.tokenizer", special_tokens=has_texts).vocab
     source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
     if chosen.load and not (Path(chosen.load) / "config.json").is_file():
-        raise ValueError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
-                         "folder of a Hugging Face model")
+        raise UserError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
+                        "folder of a Hugging Face model")
     try:
         shape = decoder_shape(chosen)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}" if chosen.load or chosen.config else str(error)) from None
+        raise UserError(f"{source}: {error}" if chosen.load or chosen.config else str(error)) from None
     decoder_shape(chosen, vocab)
     check_degrees(settings, shape)
     if chosen.load:

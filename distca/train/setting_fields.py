@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from distca.units import parse_count
-from distca.validation import MAX_NUMBER, short
+from distca.validation import MAX_NUMBER, UserError, short
 
 Value = int | float | bool | str
 _TYPE_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -79,7 +79,7 @@ def typed(known: Known, value: object, where: str = "") -> Value:
     if known.when_true and isinstance(value, bool):
         return known.when_true if value else ""
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
-        raise ValueError(f"{where}{known.name} is {short(value)}; give {known.wanted}")
+        raise UserError(f"{where}{known.name} is {short(value)}; give {known.wanted}")
     return value
 
 
@@ -97,20 +97,20 @@ def from_text(known: Known, text: str) -> Value:
             return known.type(text)
     except ValueError:
         pass
-    raise ValueError(f"{known.name} is {short(text)}; give {known.wanted}")
+    raise UserError(f"{known.name} is {short(text)}; give {known.wanted}")
 
 
 def check_limits(known: Known, value: Value) -> None:
     typed(known, value)
     if isinstance(value, str) and not value.isprintable():
-        raise ValueError(f"{known.name} is {short(value)}; give text that can be printed")
+        raise UserError(f"{known.name} is {short(value)}; give text that can be printed")
     if known.choices and value not in known.choices:
         near = get_close_matches(str(value).lower(), known.choices, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{known.name} is {value!r}; {hint}choose one of: {', '.join(known.choices)}")
+        raise UserError(f"{known.name} is {value!r}; {hint}choose one of: {', '.join(known.choices)}")
     if not isinstance(value, str) and not known.limits.hold(value):
-        raise ValueError(f"{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]} "
-                         f"{known.limits.broken_by(value)}".rstrip())
+        raise UserError(f"{known.name} is {short(value)}; give {_TYPE_WORDS[known.type]} "
+                        f"{known.limits.broken_by(value)}".rstrip())
 
 
 def toml_value(value: Value) -> str:

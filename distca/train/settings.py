@@ -14,7 +14,7 @@ from typing import Any, Self
 from distca.models import TRAINABLE
 from distca.train.setting_checks import check_together
 from distca.train.setting_fields import Known, Value, check_limits, from_text, setting, toml_value, typed
-from distca.validation import MAX_RANKS, read_toml, short
+from distca.validation import MAX_RANKS, UserError, read_toml, short
 
 KERNELS = ("auto", "hopper", "cudnn", "fa4", "varlen", "sdpa", "dense")
 SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
@@ -281,7 +281,7 @@ def unknown_setting(what: str, name: str) -> ValueError:
     key = name.rpartition(".")[2]
     near = [full for full in names if full.partition(".")[2] == key] or get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "distca train --show-settings lists them all"
-    return ValueError(f"{what} is unknown; {hint}")
+    return UserError(f"{what} is unknown; {hint}")
 
 
 def settings_table() -> str:
@@ -293,19 +293,19 @@ def settings_table() -> str:
 
 def _from_toml(path: Path) -> dict[str, Value]:
     if not path.exists():
-        raise ValueError(f"{path}: no such file; check the path, or write one with: distca train --show-settings")
+        raise UserError(f"{path}: no such file; check the path, or write one with: distca train --show-settings")
     content = read_toml(path)
     known = known_settings()
     sections = [section.name for section in fields(Settings)]
     values: dict[str, Value] = {}
     for section, table in content.items():
         if not isinstance(table, dict):
-            raise ValueError(f"{path}: {section} is {short(table)} outside of any section; write it under one of "
-                             f"[{'], ['.join(sections)}]")
+            raise UserError(f"{path}: {section} is {short(table)} outside of any section; write it under one of "
+                            f"[{'], ['.join(sections)}]")
         if section not in sections:
             near = get_close_matches(section, sections, n=1, cutoff=0.4)
             hint = f"did you mean [{near[0]}]? " if near else ""
-            raise ValueError(f"{path}: section [{section}] is unknown; {hint}there are [{'], ['.join(sections)}]")
+            raise UserError(f"{path}: section [{section}] is unknown; {hint}there are [{'], ['.join(sections)}]")
         for key, value in table.items():
             name = f"{section}.{key}"
             if name not in known:

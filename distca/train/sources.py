@@ -19,7 +19,7 @@ import numpy as np
 from distca.formats import column_names, files_below, read_columns, table_files, text_lines, unpacked
 from distca.train.settings import Data
 from distca.train.tokenizing import Text, Tokens
-from distca.validation import plain, short
+from distca.validation import UserError, plain, short
 from distca.workload.documents import IGNORED
 
 FIELDS = {"text": "text", "chat": "messages", "tokens": "input_ids"}  # by data.content, where data.field is empty
@@ -70,8 +70,8 @@ def text_files(path: str) -> Iterator[Text]:
     if len(left_out) > _NAMES_SHOWN:
         named += f" and {len(left_out) - _NAMES_SHOWN} more"
     if len(left_out) == len(found):
-        raise ValueError(f"data.path is {path!r}, a folder without a UTF-8 text in it, but with {named}; name another, "
-                         "or set data.source to what these are")
+        raise UserError(f"data.path is {path!r}, a folder without a UTF-8 text in it, but with {named}; name another, "
+                        "or set data.source to what these are")
     if left_out:
         LOG.info("data.path %r: %d of %d files are not UTF-8 text and left out: %s", path, len(left_out), len(found),
                  named)
@@ -99,7 +99,7 @@ def texts_of(found: Iterator[Record], field: str) -> Iterator[Text]:
         try:
             yield Text(record.where, value.encode("utf-8"))
         except UnicodeEncodeError:
-            raise ValueError(f"{record.where} has half a surrogate pair under {field!r}; repair or drop it") from None
+            raise UserError(f"{record.where} has half a surrogate pair under {field!r}; repair or drop it") from None
 
 
 def tokens_of(found: Iterator[Record], field: str) -> Iterator[Tokens]:
@@ -112,14 +112,14 @@ def tokens_of(found: Iterator[Record], field: str) -> Iterator[Tokens]:
             continue
         mask = _whole_numbers(record, mask_field)
         if len(mask) != len(ids):
-            raise ValueError(f"{record.where} has {len(ids)} tokens under {field!r} but {len(mask)} under "
-                             f"{mask_field!r}; give one for each token")
+            raise UserError(f"{record.where} has {len(ids)} tokens under {field!r} but {len(mask)} under "
+                            f"{mask_field!r}; give one for each token")
         in_loss = mask != (IGNORED if mask_field == "labels" else 0)
         wrong = in_loss & (mask != (ids if mask_field == "labels" else 1))
         if wrong.any():
             known = f"the token itself or {IGNORED}" if mask_field == "labels" else "0 or 1"
-            raise ValueError(f"{record.where} has {mask[wrong][0]} under {mask_field!r} at token {wrong.argmax()}; "
-                             f"give {known}, not yet shifted")
+            raise UserError(f"{record.where} has {mask[wrong][0]} under {mask_field!r} at token {wrong.argmax()}; "
+                            f"give {known}, not yet shifted")
         yield Tokens(ids, in_loss)
 
 
@@ -129,11 +129,11 @@ def messages_of(found: Iterator[Record], field: str) -> Iterator[tuple[str, list
         messages = _value(record, field, list, "a list of messages")
         for number, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(f"{record.where} has message {number} {short(message)} under {field!r}, which has no "
-                                 "role; write {\"role\": \"user\", \"content\": \"…\"}")
+                raise UserError(f"{record.where} has message {number} {short(message)} under {field!r}, which has no "
+                                "role; write {\"role\": \"user\", \"content\": \"…\"}")
             if not isinstance(message.get("content", ""), str | list | None):
-                raise ValueError(f"{record.where} has content {short(message['content'])} in message {number}, not "
-                                 "text; repair or drop it")
+                raise UserError(f"{record.where} has content {short(message['content'])} in message {number}, not "
+                                "text; repair or drop it")
         yield record.where, [_without_gaps(message) for message in messages]
 
 
@@ -147,17 +147,17 @@ def _jsonl(path: Path) -> Iterator[Record]:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-            raise ValueError(f"{where} is not JSON ({reason}); repair or drop it") from None
+            raise UserError(f"{where} is not JSON ({reason}); repair or drop it") from None
         if not isinstance(fields, dict):
-            raise ValueError(f"{where} holds {short(fields)}, not an object; write {{\"text\": \"…\"}}")
+            raise UserError(f"{where} holds {short(fields)}, not an object; write {{\"text\": \"…\"}}")
         yield Record(where, fields)
 
 
 def _value(record: Record, field: str, kind: type, word: str) -> Any:
     value = record.fields.get(field)
     if not isinstance(value, kind):
-        raise ValueError(f"{record.where} has {short(value)} under {field!r}, not {word}; its keys are "
-                         f"{short(list(record.fields))}: set data.field to the one that holds it")
+        raise UserError(f"{record.where} has {short(value)} under {field!r}, not {word}; its keys are "
+                        f"{short(list(record.fields))}: set data.field to the one that holds it")
     return value
 
 
@@ -170,8 +170,8 @@ def _whole_numbers(record: Record, field: str) -> np.ndarray:
     if isinstance(value, list | np.ndarray) and len(value) == 0:
         return np.empty(0, dtype=np.int64)
     if column.ndim != 1 or column.dtype.kind not in "iub":
-        raise ValueError(f"{record.where} has {short(value)} under {field!r}, not a list of whole numbers; its keys "
-                         f"are {short(list(record.fields))}: set data.field to the one that holds tokens")
+        raise UserError(f"{record.where} has {short(value)} under {field!r}, not a list of whole numbers; its keys "
+                        f"are {short(list(record.fields))}: set data.field to the one that holds tokens")
     return column.astype(np.int64)
 
 
@@ -194,9 +194,9 @@ def _paths(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise ValueError(f"data.path is {path!r}, which is no file or folder; check the path")
+        raise UserError(f"data.path is {path!r}, which is no file or folder; check the path")
     found = [file for file in files_below(root) if file.name.endswith(suffixes)]
     if not found:
         kind = f"{suffixes[0]} file" if suffixes[0] else "file"
-        raise ValueError(f"data.path is {path!r}, a folder without a {kind} in it; name another")
+        raise UserError(f"data.path is {path!r}, a folder without a {kind} in it; name another")
     return found

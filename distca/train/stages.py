@@ -38,6 +38,7 @@ from distca.train.model import (
 )
 from distca.train.offload import Offload
 from distca.train.parallel import accumulating
+from distca.validation import UserError
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 
@@ -84,15 +85,15 @@ def stage_of(decoder: Decoder, stage: int, num_stages: int, layers: Sequence[int
     """
     model = decoder.shape.model
     if len(layers) != num_stages or min(layers) < 1 or sum(layers) != model.num_layers:
-        raise ValueError(f"layers is {tuple(layers)} for {num_stages} stages of model {model.name!r} with "
-                         f"{model.num_layers} layers; give every stage at least one and share out all of them")
+        raise UserError(f"layers is {tuple(layers)} for {num_stages} stages of model {model.name!r} with "
+                        f"{model.num_layers} layers; give every stage at least one and share out all of them")
     if not 0 <= stage < num_stages:
-        raise ValueError(f"stage is {stage}; give one of 0 to {num_stages - 1}")
+        raise UserError(f"stage is {stage}; give one of 0 to {num_stages - 1}")
     if num_stages == 1:
         return decoder
     if decoder.shape.tied:
-        raise ValueError(f"model.tied is true but {num_stages} pipeline stages hold the embedding and the head apart; "
-                         "set model.tied = false, or use one stage")
+        raise UserError(f"model.tied is true but {num_stages} pipeline stages hold the embedding and the head apart; "
+                        "set model.tied = false, or use one stage")
     begin, end = sum(layers[:stage]), sum(layers[:stage + 1])
     segments = list(decoder.segments)[begin:end + 1]
     if isinstance(segments[0], Middle):

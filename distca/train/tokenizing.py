@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from distca.validation import UserError
 from distca.workload.token_counts import open_tokenizer
 
 END_OF_DOCUMENT = 256  # behind the bytes 0 to 255
@@ -78,5 +79,5 @@ def _decoded(text: Text) -> str:
     try:
         return text.content.decode("utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{text.where}: not UTF-8 text, which data.tokenizer needs; convert it, or leave "
-                         "data.tokenizer empty for byte tokens") from None
+        raise UserError(f"{text.where}: not UTF-8 text, which data.tokenizer needs; convert it, or leave "
+                        "data.tokenizer empty for byte tokens") from None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from distca.train.metrics import StepRecord
 from distca.train.settings import Settings
+from distca.validation import UserError
 
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
           "exposed_seconds", "host_seconds", "memory_bytes", "plan_seconds", "bubble_share", "served_in_bubbles",
@@ -44,8 +45,8 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, "
-                             "or set it to false") from None
+            raise UserError("log.tensorboard is true but tensorboard is not installed; run: pip install tensorboard, "
+                            "or set it to false") from None
         self.writer: Any = SummaryWriter(str(folder))
 
     def step(self, record: StepRecord) -> None:
@@ -64,16 +65,16 @@ class _WeightsAndBiases:
         try:
             import wandb
         except ImportError:
-            raise ValueError(f"log.wandb is {project!r} but wandb is not installed; run: pip install wandb, or set it "
-                             "to ''") from None
+            raise UserError(f"log.wandb is {project!r} but wandb is not installed; run: pip install wandb, or set it "
+                            "to ''") from None
         name = folder.resolve().name
         try:
             self.run: Any = wandb.init(project=project, dir=str(folder), name=name, group=name, config=asdict(settings),
                                        settings=wandb.Settings(console="off"))  # the terminal is the display's
         except wandb.Error as error:
             said = " ".join(str(error).split())
-            raise ValueError(f"log.wandb is {project!r} but W&B does not start ({said}); run: wandb login, set "
-                             "WANDB_MODE=offline, or set log.wandb to ''") from None
+            raise UserError(f"log.wandb is {project!r} but W&B does not start ({said}); run: wandb login, set "
+                            "WANDB_MODE=offline, or set log.wandb to ''") from None
 
     def step(self, record: StepRecord) -> None:
         self.run.log(figures(record), step=record.step)

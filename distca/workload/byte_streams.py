@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
 
 from distca.formats import opened
+from distca.validation import UserError
 
 STDIN = "-"
 MAX_STREAM_BYTES = 2**36     # of all lines of a file, unpacked
@@ -40,7 +41,7 @@ class _Counted(io.RawIOBase):
         self._file: IO[bytes] | io.FileIO | None = None
         if path == STDIN:
             if sys.stdin is None:
-                raise ValueError("is closed; give a file")
+                raise UserError("is closed; give a file")
             self._file = sys.stdin.buffer
 
     def readable(self) -> bool:
@@ -77,8 +78,8 @@ def chunks(path: str, max_bytes: int = MAX_STREAM_BYTES) -> Iterator[bytes]:
                 if total > max_bytes:
                     raise _too_long(max_bytes)
                 if total > max(FREE_BYTES, MAX_RATIO * file.num_bytes):
-                    raise ValueError(f"unpacks to more than {MAX_RATIO} times its size; unpack it yourself if that is "
-                                     "what it should be, and give the plain file")
+                    raise UserError(f"unpacks to more than {MAX_RATIO} times its size; unpack it yourself if that is "
+                                    "what it should be, and give the plain file")
                 yield chunk
     finally:
         file.close()
@@ -89,7 +90,7 @@ def line_blocks(parts: Iterator[bytes]) -> Iterator[LineBlock]:
     number, rest, is_first = 1, b"", True
     for part in _gathered(parts):
         if b"\0" in part:
-            raise ValueError("not a text file; give UTF-8 text, or say with --format what it is")
+            raise UserError("not a text file; give UTF-8 text, or say with --format what it is")
         content = rest + (part.removeprefix(b"\xef\xbb\xbf") if is_first else part)
         is_first = False
         stop = content.rfind(b"\n") + 1
@@ -98,7 +99,7 @@ def line_blocks(parts: Iterator[bytes]) -> Iterator[LineBlock]:
             yield LineBlock(number, whole.replace(b"\r\n", b"\n"))
             number += whole.count(b"\n")
         if len(rest) > MAX_LINE_BYTES:
-            raise ValueError(f"line {number} is longer than {MAX_LINE_BYTES} bytes; cut it, or check what the file is")
+            raise UserError(f"line {number} is longer than {MAX_LINE_BYTES} bytes; cut it, or check what the file is")
     if rest:
         yield LineBlock(number, rest.removesuffix(b"\r"))
 
@@ -115,4 +116,4 @@ def _gathered(parts: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _too_long(max_bytes: int) -> ValueError:
-    return ValueError(f"more than {max_bytes} bytes, the most that is read of such a file; give less of it")
+    return UserError(f"more than {max_bytes} bytes, the most that is read of such a file; give less of it")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.spec import unknown_name
-from distca.validation import CORPUS_WHY, DOCUMENTS_WHY, MAX_DOCUMENTS, check_name, check_whole, short
+from distca.validation import CORPUS_WHY, DOCUMENTS_WHY, MAX_DOCUMENTS, UserError, check_name, check_whole, short
 
 IntArray = npt.NDArray[np.int64]
 
@@ -51,14 +51,14 @@ def check_lengths(
     """
     if isinstance(lengths, np.ndarray):
         if lengths.ndim != 1:
-            raise ValueError(f"{field} has shape {lengths.shape}; give one flat list of document lengths")
+            raise UserError(f"{field} has shape {lengths.shape}; give one flat list of document lengths")
         if lengths.dtype.kind not in "iu":
             lengths = lengths.tolist()
     elif isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
-        raise ValueError(f"{field} is {short(lengths)}; give a list of document lengths")
+        raise UserError(f"{field} is {short(lengths)}; give a list of document lengths")
     values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), field)
     if values.size == 0:
-        raise ValueError(f"{field} is empty; give at least one document length")
+        raise UserError(f"{field} is empty; give at least one document length")
     check_whole(f"the number of {field}", values.size, most=most,
                 why=DOCUMENTS_WHY if most == MAX_DOCUMENTS else CORPUS_WHY)
     bad = (values < 1) | (values > MAX_LENGTH)
@@ -125,7 +125,7 @@ def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray
     values = check_lengths(lengths)
     ends = np.cumsum(values)
     if ends[-1] < num_tokens:
-        raise ValueError(
+        raise UserError(
             f"lengths hold {ends[-1]} tokens but {num_tokens} are needed; add documents, or lower ranks or "
             "tokens_per_rank")
     last = int(np.searchsorted(ends, num_tokens))
@@ -149,7 +149,7 @@ def standard_library_lengths() -> IntArray:
                 sizes[path.relative_to(root).as_posix()] = path.stat().st_size
     lengths = [sizes[name] for name in sorted(sizes) if sizes[name] > 0]
     if not lengths:
-        raise ValueError(f"the standard library at {root} holds no .py files; use a sampler or a file of lengths")
+        raise UserError(f"the standard library at {root} holds no .py files; use a sampler or a file of lengths")
     return check_lengths(lengths)
 
 
@@ -167,18 +167,18 @@ class Workload:
         for name in ("ranks", "tokens_per_rank"):
             object.__setattr__(self, name, check_whole(name, getattr(self, name), most=MAX_TOKENS))
         if not isinstance(self.sequences, (list, tuple)) or not self.sequences:
-            raise ValueError(
+            raise UserError(
                 f"sequences is {short(self.sequences)}; give at least one sequence, each a list of document lengths")
         checked = tuple(check_lengths(seq, f"sequences[{i}]").copy() for i, seq in enumerate(self.sequences))
         for i, lengths in enumerate(checked):
             lengths.setflags(write=False)
             if lengths.sum() % self.tokens_per_rank:
-                raise ValueError(
+                raise UserError(
                     f"sequences[{i}] holds {lengths.sum()} tokens, not a whole multiple of tokens_per_rank "
                     f"{self.tokens_per_rank}; add or cut documents until it fills its ranks")
         filled = sum(int(lengths.sum()) for lengths in checked) // self.tokens_per_rank
         if filled != self.ranks:
-            raise ValueError(
+            raise UserError(
                 f"sequences fill {filled} ranks of {self.tokens_per_rank} tokens but ranks is {self.ranks}; "
                 f"set ranks to {filled} or change the sequences")
         object.__setattr__(self, "sequences", checked)
@@ -197,7 +197,7 @@ def workload_from_json(content: Mapping[str, Any]) -> Workload:
     """The workload that a JSON object says."""
     missing = [key for key in WORKLOAD_KEYS if key not in content]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"not a workload: its keys are {short(list(content))}, without {', '.join(missing)}; give "
             f"{', '.join(WORKLOAD_KEYS)}, or a JSON list of lengths")
     return Workload(**{key: content[key] for key in WORKLOAD_KEYS})
@@ -220,5 +220,5 @@ def _whole_numbers(values: list[Any], field: str) -> IntArray:
 
 def bad_length(field: str, value: object) -> ValueError:
     """The refusal of a length, wherever it stood."""
-    return ValueError(
+    return UserError(
         f"{field} is {short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.columns import freeze
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 from distca.workload.documents import check_lengths
 
 
@@ -154,13 +154,13 @@ class Layout:
         check_lengths(self.lengths)
         check_whole("num_ranks", self.num_ranks)
         if np.any(np.diff(self.rank) < 0) or np.any(np.diff(self.key_only.rank) < 0):
-            raise ValueError("layout slices must be grouped by rank in ascending order; sort them by rank")
+            raise UserError("layout slices must be grouped by rank in ascending order; sort them by rank")
         keys = self.keys()
         named = (("rank", keys.rank, self.num_ranks), ("document", keys.document, self.num_documents))
         for name, column, count in named:
             outside = column[(column < 0) | (column >= count)]
             if len(outside):
-                raise ValueError(f"layout names {name} {outside[0]} but has {count} of them; use 0 to {count - 1}")
+                raise UserError(f"layout names {name} {outside[0]} but has {count} of them; use 0 to {count - 1}")
         order = keys.by_document()
         document, start, stop = keys.document[order], keys.start[order], keys.stop[order]
         first = np.ones(len(order), dtype=bool)
@@ -170,12 +170,12 @@ class Layout:
         bad = (start != expected) | (stop <= start) | (last & (stop != self.lengths[document]))
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
-            raise ValueError(
+            raise UserError(
                 f"document {document[i]} of {self.lengths[document[i]]} tokens is not covered once: slice "
                 f"[{start[i]}, {stop[i]}) should begin at {expected[i]}; give each of its tokens exactly one home")
         if len(np.unique(document)) != self.num_documents:
             missing = np.setdiff1d(np.arange(self.num_documents), document)[0]
-            raise ValueError(f"document {missing} has no home; add its slices to the layout")
+            raise UserError(f"document {missing} has no home; add its slices to the layout")
 
 
 def layout_from_slices(
@@ -190,7 +190,7 @@ def layout_from_rows(rows: Sequence[Sequence[int]]) -> Layout:
     """Each rank's own packed documents, as a loader without spanning yields them; ranks may hold unequal tokens."""
     counts = np.array([len(row) for row in rows], dtype=np.int64)
     if counts.sum() == 0:
-        raise ValueError(f"rows holds {len(rows)} ranks and no document; give at least one document length")
+        raise UserError(f"rows holds {len(rows)} ranks and no document; give at least one document length")
     lengths = check_lengths([length for row in rows for length in row], field="rows")
     rank = np.repeat(np.arange(len(rows)), counts)
     return Layout(lengths, np.arange(len(lengths)), np.zeros_like(lengths), lengths, rank, len(rows))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.format import open_memmap, read_array
 
 from distca.formats import RECORDS_PER_BATCH, Records, column_names, pyarrow, read_columns
-from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, check_whole, plain, short
+from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, UserError, check_whole, plain, short
 from distca.workload.byte_streams import STDIN, chunks
 from distca.workload.documents import IntArray, check_lengths
 from distca.workload.length_values import NO_TOKENIZER, Wanted, counted
@@ -32,9 +32,9 @@ def read_npy(path: str) -> IntArray:
         array = open_memmap(path, mode="r") if held is None else read_array(held, allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError) as error:
         reason = plain(" ".join(str(error).split()))[:200]
-        raise ValueError(f"no .npy array ({reason}); save one with numpy.save") from None
+        raise UserError(f"no .npy array ({reason}); save one with numpy.save") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
+        raise UserError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
     check_whole("the number of documents", len(array), least=0, most=MAX_CORPUS_DOCUMENTS, why=CORPUS_WHY)
     return check_lengths(array, most=MAX_CORPUS_DOCUMENTS)
 
@@ -55,7 +55,7 @@ def _lengths(some: Records, column: str, wanted: Wanted) -> IntArray:
     values, kinds = some.columns[0], arrow.types
     if values.null_count:
         record = int(np.flatnonzero(np.asarray(values.is_null()))[0])
-        raise ValueError(f"{some.where(record)} has nothing under {short(column)}; drop it, or give another --column")
+        raise UserError(f"{some.where(record)} has nothing under {short(column)}; drop it, or give another --column")
     if kinds.is_integer(values.type):
         return check_lengths(values.to_numpy(zero_copy_only=False), column, first=some.first)
     if kinds.is_list(values.type) or kinds.is_large_list(values.type) or kinds.is_fixed_size_list(values.type):
@@ -63,8 +63,8 @@ def _lengths(some: Records, column: str, wanted: Wanted) -> IntArray:
         return lengths[lengths > 0]
     if kinds.is_string(values.type) or kinds.is_large_string(values.type):
         if wanted.counter is None:
-            raise ValueError(f"column {short(column)} {NO_TOKENIZER}")
+            raise UserError(f"column {short(column)} {NO_TOKENIZER}")
         counts = counted([text for text in values.to_pylist() if text], wanted.counter)
         return np.array([count for count in counts if count], dtype=np.int64)
-    raise ValueError(f"column {short(column)} holds {str(values.type)[:60]}; give a column of whole numbers, lists of "
-                     "tokens, or text")
+    raise UserError(f"column {short(column)} holds {str(values.type)[:60]}; give a column of whole numbers, lists of "
+                    "tokens, or text")

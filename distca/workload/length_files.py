@@ -17,7 +17,7 @@ import numpy as np
 
 from distca.formats import files_below, is_table, table_files
 from distca.spec import unknown_name
-from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, check_whole, short, was_refused
+from distca.validation import CORPUS_WHY, MAX_CORPUS_DOCUMENTS, UserError, check_whole, short
 from distca.workload.byte_streams import STDIN, label
 from distca.workload.documents import IntArray, Workload
 from distca.workload.length_columns import read_npy, read_tables
@@ -57,10 +57,8 @@ def read_source(
             return _joined(_folder(Path(name), wanted), heard)
         parts = _parts(name, reading, wanted)
         return parts if isinstance(parts, Workload) else _joined(parts, heard)
-    except ValueError as error:
-        if not was_refused(error):
-            raise
-        raise ValueError(_named(label(name), error)) from None
+    except UserError as error:
+        raise UserError(_named(label(name), error)) from None
 
 
 def what_it_is(name: str, format_: str | None = None) -> str:
@@ -75,7 +73,7 @@ def what_it_is(name: str, format_: str | None = None) -> str:
 
 def _wanted(reading: Reading) -> Wanted:
     if reading.column is not None and not (reading.column and reading.column.isprintable()):
-        raise ValueError(f"column is {short(reading.column)}; give the name of a column")
+        raise UserError(f"column is {short(reading.column)}; give the name of a column")
     return Wanted(reading.column, None if reading.tokenizer is None else token_counter(reading.tokenizer))
 
 
@@ -85,7 +83,7 @@ def _parts(name: str, reading: Reading, wanted: Wanted) -> Workload | Iterator[I
         return iter([read_npy(name)])
     if format_ in TABLES:
         if name == STDIN:
-            raise ValueError(f"format is {format_!r}, which cannot be read from a pipe; give a file")
+            raise UserError(f"format is {format_!r}, which cannot be read from a pipe; give a file")
         return read_tables([Path(name)], wanted)
     return read_text_source(name, format_, wanted)
 
@@ -97,8 +95,8 @@ def _folder(folder: Path, wanted: Wanted) -> Iterator[IntArray]:
         return read_tables(table_files(folder), wanted)
     shards = [file for file in files_below(folder) if what_it_is(file.name) == "jsonl"]
     if not shards:
-        raise ValueError("a directory without data; give a file, or a folder with .parquet, .arrow or .jsonl files or "
-                         "a dataset that was saved to disk")
+        raise UserError("a directory without data; give a file, or a folder with .parquet, .arrow or .jsonl files or "
+                        "a dataset that was saved to disk")
     return (part for file in shards for part in _shard(file, wanted))
 
 
@@ -107,10 +105,8 @@ def _shard(file: Path, wanted: Wanted) -> Iterator[IntArray]:
         parts = read_text_source(str(file), "jsonl", wanted)
         assert not isinstance(parts, Workload), "JSON lines are no workload"
         yield from parts
-    except ValueError as error:
-        if not was_refused(error):
-            raise
-        raise ValueError(_named(str(file), error)) from None
+    except UserError as error:
+        raise UserError(_named(str(file), error)) from None
 
 
 def _check_small(folder: Path) -> None:
@@ -119,7 +115,7 @@ def _check_small(folder: Path) -> None:
     for _, folders, files in os.walk(folder):
         entries += len(folders) + len(files)
         if entries > MAX_ENTRIES:
-            raise ValueError(f"a directory of more than {MAX_ENTRIES} entries; name the folder that holds the data")
+            raise UserError(f"a directory of more than {MAX_ENTRIES} entries; name the folder that holds the data")
 
 
 def _named(name: str, error: ValueError) -> str:
@@ -137,5 +133,5 @@ def _joined(parts: Iterator[IntArray], heard: Heard) -> IntArray:
         held.append(part)
         heard(total)
     if not total:
-        raise ValueError("lengths is empty; give at least one document length")
+        raise UserError("lengths is empty; give at least one document length")
     return np.concatenate(held)

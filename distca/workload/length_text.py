@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Any
 
 from distca.units import is_count
-from distca.validation import MAX_TEXT_BYTES, parse_json, short
+from distca.validation import MAX_TEXT_BYTES, UserError, parse_json, short
 from distca.workload.byte_streams import MAX_LINE_BYTES, LineBlock, chunks, line_blocks
 from distca.workload.documents import IntArray, Workload, bad_length, check_lengths, workload_from_json
 from distca.workload.length_values import (
@@ -42,8 +42,8 @@ def read_text_source(path: str, format_: str, wanted: Wanted) -> Workload | Iter
     if format_ == "jsonl":
         return (_json_lines(block, wanted) for block in blocks)
     if wanted.column is not None or wanted.counter is not None:
-        raise ValueError("one number a line has no columns and no texts; leave --column and --tokenizer out, or say "
-                         "with --format what it is")
+        raise UserError("one number a line has no columns and no texts; leave --column and --tokenizer out, or say "
+                        "with --format what it is")
     return (lengths_of_lines(block.content, _line_of(block)) for block in blocks)
 
 
@@ -56,8 +56,8 @@ def _whole_text(blocks: Iterator[LineBlock]) -> str:
     for block in blocks:
         total += len(block.content)
         if total > MAX_TEXT_BYTES:
-            raise ValueError(f"more than {MAX_TEXT_BYTES} bytes, the most that is read of one JSON value; give JSON "
-                             "lines, CSV or .npy")
+            raise UserError(f"more than {MAX_TEXT_BYTES} bytes, the most that is read of one JSON value; give JSON "
+                            "lines, CSV or .npy")
         held.append(block.content)
     return _decoded(b"".join(held))
 
@@ -66,7 +66,7 @@ def _decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise ValueError("not a text file; give UTF-8 text, or say with --format what it is") from None
+        raise UserError("not a text file; give UTF-8 text, or say with --format what it is") from None
 
 
 def _read_json(text: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
@@ -74,12 +74,12 @@ def _read_json(text: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
         content = parse_json(text)
     except ValueError:
         if _is_json(text.lstrip().split("\n", 1)[0]):
-            raise ValueError("several JSON values; name the file .jsonl, or give --format jsonl") from None
+            raise UserError("several JSON values; name the file .jsonl, or give --format jsonl") from None
         raise
     if isinstance(content, dict):
         return workload_from_json(content)
     if not isinstance(content, list):
-        raise ValueError(f"holds {short(content)}; give a JSON list of lengths or of objects, or a workload")
+        raise UserError(f"holds {short(content)}; give a JSON list of lengths or of objects, or a workload")
     if any(isinstance(value, dict) for value in content):
         values = [_value(record, wanted, f"lengths[{index}]") for index, record in enumerate(content)]
         return iter([lengths_of_values(values, wanted, lambda index: f"lengths[{index}]")])
@@ -130,7 +130,7 @@ def _json_line(line: str, number: int) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number too long, or lists too deep"
-        raise ValueError(f"line {number} is not JSON ({reason}); repair or drop it") from None
+        raise UserError(f"line {number} is not JSON ({reason}); repair or drop it") from None
 
 
 def _value(record: Any, wanted: Wanted, where: str) -> Any:
@@ -142,7 +142,7 @@ def _value(record: Any, wanted: Wanted, where: str) -> Any:
     try:
         return record[wanted.choose(list(record))]
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def _read_table(blocks: Iterator[LineBlock], delimiter: str, wanted: Wanted) -> Iterator[IntArray]:
@@ -175,7 +175,7 @@ def _next_rows(rows: Any, count: int) -> tuple[list[list[str]], int]:
     try:
         return list(islice(rows, count)), before
     except csv.Error as error:
-        raise ValueError(f"line {rows.line_num} is broken ({error}); repair it") from None
+        raise UserError(f"line {rows.line_num} is broken ({error}); repair it") from None
     finally:
         csv.field_size_limit(limit)
 
@@ -188,8 +188,8 @@ def _cells(rows: list[list[str]], at: int, names: list[str], wanted: Wanted, bef
     filled = [number for number, row in enumerate(rows) if row]
     short_row = next((number for number in filled if len(rows[number]) <= at), None)
     if short_row is not None:
-        raise ValueError(f"{line_of(short_row)} has {len(rows[short_row])} of the {len(names)} columns "
-                         f"({named(names)}); repair or drop it")
+        raise UserError(f"{line_of(short_row)} has {len(rows[short_row])} of the {len(names)} columns "
+                        f"({named(names)}); repair or drop it")
     cells = [rows[number][at] for number in filled]
     if wanted.counter is not None:
         return lengths_of_values(list(cells), wanted, lambda index: line_of(filled[index]))

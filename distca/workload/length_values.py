@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distca.units import is_count, parse_count
-from distca.validation import plain, short
+from distca.validation import UserError, plain, short
 from distca.workload.documents import MAX_LENGTH, IntArray, bad_length
 from distca.workload.token_counts import TokenCounter
 
@@ -42,7 +42,7 @@ class Wanted:
         """The column to read of those there are; refusals list them."""
         if self.column is not None:
             if self.column not in names:
-                raise ValueError(f"column is {short(self.column)}; the columns are: {named(names)}")
+                raise UserError(f"column is {short(self.column)}; the columns are: {named(names)}")
             return self.column
         usual = [TEXT] if self.counter is not None else [LENGTH, TOKENS]
         for name in (*usual, *(names if len(names) == 1 else ())):
@@ -50,7 +50,7 @@ class Wanted:
                 return name
         asked = f"no column is called {TEXT!r}" if self.counter is not None else f"no column is called {LENGTH!r}"
         hint = f", or --tokenizer to count {TEXT!r}" if TEXT in names and self.counter is None else ""
-        raise ValueError(f"{asked}; give --column with one of: {named(names)}{hint}")
+        raise UserError(f"{asked}; give --column with one of: {named(names)}{hint}")
 
 
 def named(names: Sequence[str]) -> str:
@@ -69,9 +69,9 @@ def lengths_of_values(values: list[Any], wanted: Wanted, where: Where) -> IntArr
     for index, value in enumerate(values):
         if isinstance(value, str):
             if wanted.counter is None:
-                raise ValueError(f"{where(index)} {NO_TOKENIZER}")
+                raise UserError(f"{where(index)} {NO_TOKENIZER}")
             if not _is_unicode(value):
-                raise ValueError(f"{where(index)} has half a surrogate pair; repair or drop it")
+                raise UserError(f"{where(index)} has half a surrogate pair; repair or drop it")
             if value:
                 texts.append(value)
                 at.append(len(found))
@@ -112,7 +112,7 @@ def lengths_of_lines(content: bytes, where: Where) -> IntArray:
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError:
-        raise ValueError("not a text file; give UTF-8 text, or say with --format what it is") from None
+        raise UserError("not a text file; give UTF-8 text, or say with --format what it is") from None
     return np.array([length_of_text(line, where(index)) for index, line in enumerate(lines) if line], dtype=np.int64)
 
 

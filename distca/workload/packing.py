@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.columns import freeze
-from distca.validation import short
+from distca.validation import UserError, short
 from distca.workload.documents import Workload, check_lengths
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import Cuts, place
@@ -91,7 +91,7 @@ def _laid(
     """Parts over ranks, as many tokens on each; documents are numbered as the parts are."""
     check_tolerance(tolerance)
     if placement not in PLACEMENTS:
-        raise ValueError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
+        raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
     tokens_per_rank = int((parts.stop - parts.start).sum()) // ranks
     if placement == "given":
         return _in_order(parts, ranks, tokens_per_rank)
@@ -144,7 +144,7 @@ def pack_ping_pong(
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, None)
     if tokens_per_rank % 2:
-        raise ValueError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
+        raise UserError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
     ping, pong = _halves(lengths)
     first, second = (_laid(half, ranks, placement, tolerance, speed, document_work, cuts, topology)
                      for half in (ping, pong))
@@ -182,8 +182,8 @@ def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
     """Cut documents at the end of every row; the part behind a cut is a document of its own."""
     longest = int(lengths.argmax())
     if lengths[longest] > tokens_per_rank:
-        raise ValueError(f"document {longest} has {lengths[longest]} tokens but a rank holds {tokens_per_rank}; raise "
-                         "tokens_per_rank or let documents span ranks")
+        raise UserError(f"document {longest} has {lengths[longest]} tokens but a rank holds {tokens_per_rank}; raise "
+                        "tokens_per_rank or let documents span ranks")
     total = int(lengths.sum())
     edges = np.unique(np.concatenate([np.cumsum(lengths), np.arange(tokens_per_rank, total + 1, tokens_per_rank)]))
     return np.diff(edges, prepend=0)
@@ -199,7 +199,7 @@ def share_of_work(
 
 def check_tolerance(tolerance: float) -> None:
     if not (isinstance(tolerance, int | float | np.number) and 0.0 <= tolerance <= 1.0):
-        raise ValueError(f"tolerance is {tolerance!r}; give a number from 0 to 1, such as 0.05")
+        raise UserError(f"tolerance is {tolerance!r}; give a number from 0 to 1, such as 0.05")
 
 
 def check_pool(speed: Sequence[float] | np.ndarray | None, ranks: int) -> np.ndarray:
@@ -208,25 +208,25 @@ def check_pool(speed: Sequence[float] | np.ndarray | None, ranks: int) -> np.nda
         return np.ones(ranks)
     pool = np.asarray(speed, dtype=np.float64)
     if pool.ndim != 1 or len(pool) < ranks:
-        raise ValueError(f"speed has shape {pool.shape} but there are {ranks} ranks; give one speed per rank, 0 for a "
-                         "rank that serves nothing, and one per dedicated server after them")
+        raise UserError(f"speed has shape {pool.shape} but there are {ranks} ranks; give one speed per rank, 0 for a "
+                        "rank that serves nothing, and one per dedicated server after them")
     if not ((pool >= 0).all() and 0 < pool.sum() < np.inf):
-        raise ValueError(f"speed is {short(pool.tolist())}; give finite numbers of 0 or more, at least one above 0")
+        raise UserError(f"speed is {short(pool.tolist())}; give finite numbers of 0 or more, at least one above 0")
     return pool
 
 
 def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) -> int:
     total = int(lengths.sum())
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; give at least 1")
+        raise UserError(f"ranks is {ranks}; give at least 1")
     if tokens_per_rank is None:
         if total % ranks:
-            raise ValueError(f"{total} tokens do not divide over {ranks} ranks; cut the last document by "
-                             f"{total % ranks} tokens (documents.fill does) or change ranks")
+            raise UserError(f"{total} tokens do not divide over {ranks} ranks; cut the last document by "
+                            f"{total % ranks} tokens (documents.fill does) or change ranks")
         return total // ranks
     if total != ranks * tokens_per_rank:
-        raise ValueError(f"the documents hold {total} tokens but {ranks} ranks of {tokens_per_rank} hold "
-                         f"{ranks * tokens_per_rank}; change ranks or tokens_per_rank, or cut with documents.fill")
+        raise UserError(f"the documents hold {total} tokens but {ranks} ranks of {tokens_per_rank} hold "
+                        f"{ranks * tokens_per_rank}; change ranks or tokens_per_rank, or cut with documents.fill")
     return tokens_per_rank
 
 

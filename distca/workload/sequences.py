@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from distca.validation import MAX_CORPUS_DOCUMENTS
+from distca.validation import MAX_CORPUS_DOCUMENTS, UserError
 from distca.workload.documents import (
     LONG_DOCUMENT,
     QUANTILES,
@@ -44,15 +44,15 @@ class Source:
     def check_context(self, context: int) -> None:
         """Refuse a context that no document would ever fill."""
         if self.lengths is not None and int(self.lengths.max()) < context:
-            raise ValueError(f"context is {context} but the longest document of {self.name} has "
-                             f"{self.lengths.max()} tokens; give --context {self.lengths.max()} or less")
+            raise UserError(f"context is {context} but the longest document of {self.name} has "
+                            f"{self.lengths.max()} tokens; give --context {self.lengths.max()} or less")
 
 
 def batch_sequences(source: Source, context: int, num_sequences: int, seed: tuple[int, ...]) -> list[np.ndarray]:
     """`num_sequences` lists of document lengths of `context` tokens each; the same seed gives the same documents."""
     for field, value in (("context", context), ("num_sequences", num_sequences)):
         if value < 1:
-            raise ValueError(f"{field} is {value}; give a whole number of at least 1")
+            raise UserError(f"{field} is {value}; give a whole number of at least 1")
     rng = np.random.default_rng(seed)
     draw = partial(_drawn, source, context, rng)
     chunks: list[np.ndarray] = []

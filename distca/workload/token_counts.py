@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distca.validation import plain, read_json, short
+from distca.validation import UserError, plain, read_json, short
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 MAX_TOKENIZER_BYTES = 2**30
@@ -61,10 +61,10 @@ def tokenizer_file(path: str, option: str) -> Path:
     """The tokenizer.json that `option` names, itself or by its folder."""
     file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ValueError(f"{option} is {path!r}, which is no file and no folder with a tokenizer.json; name one")
+        raise UserError(f"{option} is {path!r}, which is no file and no folder with a tokenizer.json; name one")
     if file.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise ValueError(f"{option} is {path!r}, which has more than {MAX_TOKENIZER_BYTES} bytes; name a "
-                         "tokenizer.json")
+        raise UserError(f"{option} is {path!r}, which has more than {MAX_TOKENIZER_BYTES} bytes; name a "
+                        "tokenizer.json")
     return file
 
 
@@ -74,8 +74,8 @@ def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextToken
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError(f"{option} is {path!r} but the package tokenizers is not installed; run: pip install "
-                         "tokenizers") from None
+        raise UserError(f"{option} is {path!r} but the package tokenizers is not installed; run: pip install "
+                        "tokenizers") from None
     name = f"{option} is {path!r}"
     file = tokenizer_file(path, option)
     with _one_line(f"{name}, which is no tokenizer.json", "name one"):
@@ -89,10 +89,10 @@ def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextToken
         vocab = 1 + max(tokenizer.get_vocab().values(), default=-1)
         added = tokenizer.encode("").ids
     if not vocab:
-        raise ValueError(f"{name}, whose vocabulary is empty; name another")
+        raise UserError(f"{name}, whose vocabulary is empty; name another")
     if max(added, default=0) >= vocab:
-        raise ValueError(f"{name}, whose post_processor adds token {max(added)}, where tokens are 0 to {vocab - 1}; "
-                         "repair it, or name another")
+        raise UserError(f"{name}, whose post_processor adds token {max(added)}, where tokens are 0 to {vocab - 1}; "
+                        "repair it, or name another")
     if special_tokens:
         _check_beginning(name, file.parent / "tokenizer_config.json", tokenizer, added[:1])
     end = next(((word, number) for word in END_NAMES if (number := tokenizer.token_to_id(word)) is not None), None)
@@ -105,9 +105,9 @@ def _check_beginning(name: str, config_path: Path, tokenizer: Any, first: list[i
     bos, wanted = (config.get(key) if isinstance(config, dict) else None for key in ("bos_token", "add_bos_token"))
     bos = bos.get("content") if isinstance(bos, dict) else bos
     if isinstance(bos, str) and isinstance(wanted, bool) and wanted != (first == [tokenizer.token_to_id(bos)]):
-        raise ValueError(f"{name}, which {'does not begin' if wanted else 'begins'} a text with {short(bos)}, but the "
-                         f"tokenizer_config.json beside it has add_bos_token {str(wanted).lower()}; save both by "
-                         "transformers' save_pretrained, or take add_bos_token out")
+        raise UserError(f"{name}, which {'does not begin' if wanted else 'begins'} a text with {short(bos)}, but the "
+                        f"tokenizer_config.json beside it has add_bos_token {str(wanted).lower()}; save both by "
+                        "transformers' save_pretrained, or take add_bos_token out")
 
 
 @contextmanager
@@ -120,4 +120,4 @@ def _one_line(problem: str, remedy: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or not (panic or isinstance(error, Exception)):
             raise
         reason = plain(" ".join(str(error).split()))[:200]
-        raise ValueError(f"{problem} ({reason}); {remedy}") from None
+        raise UserError(f"{problem} ({reason}); {remedy}") from None

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.columns import freeze
 from distca.spec import ClusterShape
-from distca.validation import check_whole
+from distca.validation import UserError, check_whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +27,14 @@ class Topology:
     def __post_init__(self) -> None:
         freeze(self, ("node", "pod"))
         if self.node.ndim != 1 or len(self.node) == 0 or self.node.shape != self.pod.shape:
-            raise ValueError(f"node has shape {self.node.shape} and pod {self.pod.shape}; give one of each per server")
+            raise UserError(f"node has shape {self.node.shape} and pod {self.pod.shape}; give one of each per server")
         for name in ("node", "pod"):
             if (least := int(getattr(self, name).min())) < 0:
-                raise ValueError(f"{name} is {least} for some server; number {name}s from 0")
+                raise UserError(f"{name} is {least} for some server; number {name}s from 0")
         wrong = self.pod_of_node()[self.node] != self.pod
         if wrong.any():
             at = int(self.node[np.flatnonzero(wrong)[0]])
-            raise ValueError(f"node {at} is in several pods; put all its servers into one")
+            raise UserError(f"node {at} is in several pods; put all its servers into one")
 
     @classmethod
     def regular(cls, num_servers: int, ranks_per_node: int, nodes_per_pod: int = 0) -> Topology:
@@ -100,8 +100,8 @@ def check_topology(topology: Topology | None, num_servers: int) -> tuple[np.ndar
     if topology is None:
         return ()
     if topology.num_servers != num_servers:
-        raise ValueError(f"the topology has {topology.num_servers} servers but the pool has {num_servers}; give the "
-                         "node of every server, the dedicated ones last")
+        raise UserError(f"the topology has {topology.num_servers} servers but the pool has {num_servers}; give the "
+                        "node of every server, the dedicated ones last")
     return topology.levels()
 
 

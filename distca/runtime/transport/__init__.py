@@ -21,6 +21,7 @@ from distca.runtime.transport.hierarchical import (
 )
 from distca.runtime.transport.interface import Handle, PointToPoint, Transport, TransportError
 from distca.runtime.transport.loopback import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
+from distca.validation import UserError
 
 __all__ = [
     "TRANSPORTS", "C10dPointToPoint", "C10dTransport", "Handle", "HierarchicalTransport", "LoopbackPointToPoint",
@@ -41,7 +42,7 @@ def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = Non
     if not isinstance(chosen, str):
         return chosen
     if chosen not in TRANSPORTS:
-        raise ValueError(f"transport is {chosen!r}; choose one of: {', '.join(TRANSPORTS)}, or give a transport")
+        raise UserError(f"transport is {chosen!r}; choose one of: {', '.join(TRANSPORTS)}, or give a transport")
     c10d = C10dTransport(group)
     if chosen == "flat":
         return c10d

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.interface import Handle, TransportError
+from distca.validation import UserError
 
 
 class C10dTransport:
@@ -19,8 +20,8 @@ class C10dTransport:
 
     def __init__(self, group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first, "
-                             "or start the script with torchrun")
+            raise UserError("torch.distributed is not initialized; call torch.distributed.init_process_group first, "
+                            "or start the script with torchrun")
         self.group = dist.group.WORLD if group is None else group
         self.control = self.group if control is None else control
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.interface import Handle, Transport
 from distca.runtime.transport.relay import Relay
+from distca.validation import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class HierarchicalTransport:
         self.node = np.array([numbers[one] for one in node], dtype=np.int64)  # [ranks] numbered as they come
         here = int((self.node == self.node[outer.rank]).sum()) if len(self.node) == outer.size else 0
         if here != inner.size:
-            raise ValueError(f"node is {list(node)} for {outer.size} ranks, of which {inner.size} share the node of "
-                             f"rank {outer.rank}; give the node of every rank")
+            raise UserError(f"node is {list(node)} for {outer.size} ranks, of which {inner.size} share the node of "
+                            f"rank {outer.rank}; give the node of every rank")
 
     @property
     def rank(self) -> int:

@@ -29,6 +29,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.interface import Handle, TransportError
+from distca.validation import UserError
 
 SLOTS = 2
 MIN_CAPACITY = 2**24
@@ -50,7 +51,7 @@ class SymmetricTransport:
         timeout_seconds: float = 600.0,
     ) -> None:
         if not torch.cuda.is_available():
-            raise ValueError("symmetric memory needs GPUs and torch finds none; use C10dTransport with gloo")
+            raise UserError("symmetric memory needs GPUs and torch finds none; use C10dTransport with gloo")
         self.device = _cuda_device(device)
         self._group = _with_gloo(group)
         self._control = C10dTransport(self._group)
@@ -71,7 +72,7 @@ class SymmetricTransport:
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
         if send.device != self.device:
-            raise ValueError(f"send is on {send.device} but this transport is for {self.device}; move it there")
+            raise UserError(f"send is on {send.device} but this transport is for {self.device}; move it there")
         offsets, needed = self._meet(send_splits, recv_splits)
         if self._memory is None or needed > self._capacity:
             self._memory = self._grow(needed)
@@ -135,10 +136,10 @@ class SymmetricTransport:
         node, gpu = places(self._control, self.device, torch.device("cpu"))
         if len(set(node)) > 1:
             away = [rank for rank, other in enumerate(node) if other != node[self.rank]]
-            raise ValueError(f"ranks {away} are on another node than rank {self.rank}; use C10dTransport between nodes")
+            raise UserError(f"ranks {away} are on another node than rank {self.rank}; use C10dTransport between nodes")
         sharing = [rank for rank, other in enumerate(gpu) if other == gpu[self.rank]]
         if len(sharing) > 1 and os.environ.get(SHARING) != "1":
-            raise ValueError(f"ranks {sharing} share one GPU; give each rank its own, or set {SHARING}=1 to allow it")
+            raise UserError(f"ranks {sharing} share one GPU; give each rank its own, or set {SHARING}=1 to allow it")
 
 
 class PeerMemory:
@@ -178,15 +179,15 @@ class _SymmetricHandle:
 def _cuda_device(device: torch.device | str | None) -> torch.device:
     named = torch.device("cuda" if device is None else device)
     if named.type != "cuda":
-        raise ValueError(f"device is {named}; symmetric memory needs a GPU (device cuda)")
+        raise UserError(f"device is {named}; symmetric memory needs a GPU (device cuda)")
     return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
 
 
 def _with_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself where it carries CPU tensors, else a gloo group of the same ranks."""
     if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first, or "
-                         "start the script with torchrun")
+        raise UserError("torch.distributed is not initialized; call torch.distributed.init_process_group first, or "
+                        "start the script with torchrun")
     whole = dist.group.WORLD if group is None else group
     assert whole is not None
     if "cpu:gloo" in dist.get_backend_config(whole):
