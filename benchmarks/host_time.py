@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -101,11 +102,11 @@ def measure(tokens: int, rounds: int) -> list[Result]:
     results = [Result("the kernel alone", in_a_row(lambda: KERNEL.forward(row[0], row[1], row[2], prepared), rounds),
                       in_a_row(lambda: KERNEL.backward(saved, prepared), rounds), None, None)]
     plan = distca.plan(distca.pack([tokens], ranks=1), model="llama3-8b")
-    attend, packed = distca.CoreAttention(), distca.PackedAttention()
+    attend, packed, depth = distca.CoreAttention(), distca.PackedAttention(), count()
     layers: dict[str, Layer] = {
         "a bare autograd function": lambda q, k, v: Bare.apply(prepared, q, k, v),
         "CoreAttention": lambda q, k, v: attend(q, k, v, plan),
-        "PackedAttention": lambda q, k, v: packed(q, k, v, positions)}
+        "PackedAttention": lambda q, k, v: packed(q, k, v, positions, layer=next(depth))}
     found: dict[str, list[tuple[float, float]]] = {what: [] for what in layers}
     for _ in range(3):                                           # in turns: the host's clock drifts
         for what, layer in layers.items():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distca.kernels import Kernel, TaskRows, dense_attention, kernel_named, merge
@@ -29,7 +29,7 @@ from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.packed_flash import PackedCall
 from distca.kernels.sdpa import SdpaKernel
-from distca.testing import qkv_of, task_rows
+from distca.testing import determinism, qkv_of, task_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 hopper_walk = importlib.import_module("hopper_walk")
@@ -226,8 +226,7 @@ def cudnn_backward(
                 write_once(place, value, fresh)
 
 
-@pytest.fixture(scope="module", params=["dense", "sdpa", "sdpa off the CPU", "varlen", "fa4", "cudnn", "hopper",
-                                        "hopper in turns"])
+@pytest.fixture(params=["dense", "sdpa", "sdpa off the CPU", "varlen", "fa4", "cudnn", "hopper", "hopper in turns"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param.startswith("hopper"):
@@ -249,11 +248,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
             patch.setattr(cudnn_module, "run_backward", cudnn_backward)
             patch.setattr(cudnn_module, "COPIED_KEYS_AT_ONCE", 20)
             patch.setattr(cudnn_module, "ROWS_AT_ONCE", 3)
-        torch.use_deterministic_algorithms(request.param == "hopper in turns")  # and then what is empty is nan
-        try:
+        with determinism(request.param == "hopper in turns"):    # and then what is empty is nan
             yield kernel_named(request.param.split()[0])
-        finally:
-            torch.use_deterministic_algorithms(False)
 
 
 def takes(kernel: Kernel, window: int | None) -> int | None:
@@ -303,7 +299,7 @@ def any_rows(draw: st.DrawFn) -> TaskRows:
     scale=st.none() | st.floats(0.05, 2.0),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_random_rows(
     kernel: Kernel, rows: TaskRows, window: int | None, kv_heads: int, scale: float | None, seed: int
 ) -> None:

@@ -81,7 +81,7 @@ FIELDS: dict[str, list[Any]] = {
     "is_causal": [False, True, None], "use_bidirectional_attention": [True], "is_decoder": [True],
     "per_layer_config": [{}, None, {"1": {"sliding_window": 3}}, {"0": {"num_key_value_heads": 1}}],
     "text_config": [{"vocab_size": 5}, None], "no_rope_layers": [[0, 1, 1]], "use_qk_norm": [True],
-    "attention_chunk_size": [4], "mlp_layer_types": [["dense"] * 3], "num_experts": [0, 4], "kv_lora_rank": [0, None],
+    "attention_chunk_size": [4], "num_experts": [0, 4], "kv_lora_rank": [0, None],
     "rope_interleaved": [True], "position_embedding_type": ["absolute"], "num_nextn_predict_layers": [1],
     "use_cache": [False], "unknown_thing": [{"a": 1}]}
 SINGLE = [(family, field, value) for field, values in FIELDS.items() for value in values for family in FAMILIES]

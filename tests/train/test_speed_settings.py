@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,9 @@ def test_who_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
         compiles(chosen("on"), CPU)
 
 
-def test_the_benchmark_counts_what_a_decoder_multiplies() -> None:
+def test_the_benchmark_counts_what_a_decoder_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts the products of a step without attention; the benchmark's count is that and 12 for each pair."""
-    sys.path.insert(0, str(Path(distca.__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(Path(distca.__file__).parents[1] / "benchmarks")
     from one_gpu import model_flops
 
     model = ModelShape("small", 3, 24, 4, 2, 8, 40, 61)
