@@ -1,4 +1,4 @@
-"""`distca checkpoint`: is a checkpoint whole, and old ones made safe to read."""
+"""`distca checkpoint`: is a checkpoint whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from distca.cli.progress import say
 from distca.validation import UserError, plain
 
-checkpoint_app = typer.Typer(help="Verify and convert checkpoints of `distca train`.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Verify checkpoints of `distca train`.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_… folder of it.", show_default=False)]
 
 
@@ -40,27 +40,6 @@ def verify_command(folder: Folder) -> None:
             print(f"{path.name}  good: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
                   f"{num_bytes:,} bytes")
     raise typer.Exit(1 if bad else 0)
-
-
-@checkpoint_app.command("convert")
-def convert_command(
-    folder: Folder,
-    trust: Annotated[bool, typer.Option("--trust", help="Whoever wrote the folder may run code here.")] = False,
-) -> None:
-    """Make checkpoints of version 1 readable; their metadata is a pickle, which can run code."""
-    paths = checkpoints_in(folder)
-    if not trust:
-        raise UserError(f"checkpoints of version 1 hold a pickle, and reading {str(folder)!r} can run whatever code "
-                        "its writer put there; add --trust if you trust who wrote it")
-    say(f"distca checkpoint: reading {plain(str(folder))} …")
-    from distca.train.convert_checkpoint import convert
-
-    print(f"trusting {folder}: reading pickled metadata")
-    converted = convert(paths)
-    for path in converted:
-        print(f"{path.name}  converted; the old one is {path.name}.old")
-    if not converted:
-        print("nothing to convert")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -197,8 +197,6 @@ class Checkpointer:
         verdict, reason = judge(path, self._whole, self.run)
         if verdict == "good":
             return manifest_bytes(read_manifest(path)).decode()
-        if verdict == "old":
-            raise UserError(f"checkpoint {path} cannot be read: {reason}")
         if verdict == "another run's":
             raise UserError(f"checkpoint.folder = {str(self.folder)!r} holds {path.name} of another run: {reason}; "
                             "set it back, or name another folder")

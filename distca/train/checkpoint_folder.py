@@ -35,7 +35,7 @@ OWN_FILE = re.compile(rf"{DATA_FILE.pattern}|manifest\.json\.tmp")
 FIRST_LINE = re.compile(rb'\{"xxh3": "([0-9a-f]{16})",\n')
 CHUNK_BYTES = 2**20                                              # hashed while it is still in the cache
 LOG = logging.getLogger("distca")
-Verdict = Literal["good", "torn", "damaged", "another run's", "old", "foreign"]
+Verdict = Literal["good", "torn", "damaged", "another run's", "foreign"]
 
 
 class DamagedError(UserError):
@@ -44,10 +44,6 @@ class DamagedError(UserError):
 
 class TornError(UserError):
     """A checkpoint without a manifest: its save was cut short, or goes on."""
-
-
-class OldFormatError(UserError):
-    """A checkpoint of an earlier version, which only an unpickler can read."""
 
 
 class Block(NamedTuple):
@@ -137,8 +133,6 @@ def judge(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> tuple
         check_sizes(path, manifest)
     except DamagedError as error:
         return "damaged", str(error)
-    except OldFormatError as error:
-        return "old", str(error)
     except ValueError as error:
         return "foreign", str(error)
     for name in sorted(manifest.run.keys() & run.keys()):
@@ -167,9 +161,6 @@ def read_manifest(path: Path) -> Manifest:
         ours = isinstance(written, dict) and written.get("format") == FORMAT
         if ours and written.get("version") == VERSION:
             raise DamagedError(f"{MANIFEST} has lost its checksum")
-        if ours and written.get("version") == 1:
-            raise OldFormatError(f"it has version 1, whose metadata is a pickle; if you trust who wrote it, run: "
-                                 f"distca checkpoint convert {path.parent} --trust")
         raise UserError(f"{MANIFEST} is not of the format {FORMAT!r}")
     if first[1].decode() != checksum(content[first.end():]):
         raise DamagedError(f"{MANIFEST} does not match its checksum")

@@ -1,23 +1,18 @@
-"""`distca checkpoint`: what verify says, that old folders are read only when trusted, the guide's commands."""
+"""`distca checkpoint`: what verify says, that nothing is unpickled, the guide's commands."""
 
-import json
-import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import distca
 from distca.spec import ModelShape
 from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_folder import MANIFEST, verify
+from distca.train.checkpoint_folder import MANIFEST
 from distca.train.decoder_shape import DecoderShape
 from distca.train.hf_config import config_of
 from distca.train.model import Decoder
@@ -48,21 +43,6 @@ def save(folder: Path, steps: tuple[int, int] = (1, 2)) -> tuple[Decoder, torch.
     return run
 
 
-def save_old(folder: Path, step: int = 3) -> tuple[Decoder, torch.optim.AdamW]:
-    """A checkpoint as version 1 wrote it: DCP's files and a manifest without checksums."""
-    decoder, optimizer = build()
-    model, states = cast(Any, get_state_dict(decoder, optimizer))
-    path = folder / f"step_{step:08d}"
-    dcp.save({"model": model, "optimizer": states["state"], "rng": {"0": {"cpu": torch.get_rng_state()}}},
-             storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    files = {file.name: file.stat().st_size for file in path.iterdir()}
-    described = {name: f"float32 {list(value.shape)}" for name, value in model.items()}
-    (path / MANIFEST).write_text(json.dumps({
-        "format": "distca checkpoint", "version": 1, "step": step, "num_ranks": 1, "torch": torch.__version__,
-        "model": described, "optimizer": True, "rng": ["cpu"], "loader": {"at": step}, "files": files}))
-    return decoder, optimizer
-
-
 def test_verify_tells_good_from_damaged(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     save(tmp_path / "saved")
     code, out, err = run("checkpoint", "verify", "saved")
@@ -86,39 +66,9 @@ def test_verify_tells_good_from_damaged(run: Callable[..., tuple[int, str, str]]
     assert code == 0 and "step_00000002  torn and not used" in out and "step_00000001  exported" in out
 
 
-@pytest.mark.parametrize("command", ["verify", "convert"])
-def test_a_folder_without_checkpoints_is_one_line(run: Callable[..., tuple[int, str, str]], command: str) -> None:
-    code, out, err = run("checkpoint", command, "nowhere")
+def test_a_folder_without_checkpoints_is_one_line(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run("checkpoint", "verify", "nowhere")
     assert (code, out) == (2, "") and err.startswith("distca: error: nowhere: holds no step_") and err.count("\n") == 1
-
-
-class Payload:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
-        return Path.touch, (self.path,)
-
-
-def test_nothing_but_a_trusted_conversion_unpickles(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    """A planted pickle runs in no command and no resume until its folder is trusted."""
-    folder, ran = tmp_path / "saved", tmp_path / "ran"
-    save_old(folder)
-    (folder / "step_00000003/.metadata").write_bytes(pickle.dumps(Payload(ran)))
-    manifest = json.loads((folder / "step_00000003" / MANIFEST).read_text())
-    manifest["files"][".metadata"] = (folder / "step_00000003/.metadata").stat().st_size
-    (folder / "step_00000003" / MANIFEST).write_text(json.dumps(manifest))
-    saver = Checkpointer(folder, *build(1))
-    with pytest.raises(ValueError, match=r"distca checkpoint convert .* --trust"):
-        saver.resume()
-    saver.close()
-    assert run("checkpoint", "verify", "saved")[0] == 1
-    assert run("export", "saved", "out")[0] == 2
-    code, _, err = run("checkpoint", "convert", "saved")
-    assert code == 2 and "add --trust" in err and err.count("\n") == 1
-    assert not ran.exists()
-    assert run("checkpoint", "convert", "saved", "--trust")[0] == 1
-    assert ran.exists()                                          # not vacuous: the payload does run there
 
 
 def test_resuming_looks_up_no_class_by_name(tmp_path: Path) -> None:
@@ -135,31 +85,12 @@ def test_resuming_looks_up_no_class_by_name(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (17, "whole\n"), done.stderr  # only the last line's own pickle is told
 
 
-def test_a_trusted_conversion_keeps_every_bit(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    decoder, optimizer = save_old(tmp_path / "saved")
-    code, out, err = run("checkpoint", "convert", "saved", "--trust")
-    assert code == 0, err
-    assert out.startswith("trusting saved") and "step_00000003  converted; the old one is step_00000003.old" in out
-    assert verify(tmp_path / "saved/step_00000003").step == 3
-    other, fresh = build(1)
-    saver = Checkpointer(tmp_path / "saved", other, fresh)
-    state = saver.resume()
-    saver.close()
-    assert state is not None
-    assert (state.step, state.loader) == (3, {"at": 3})
-    for (name, ours), theirs in zip(other.named_parameters(), decoder.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name                   # copies
-        for key, value in optimizer.state[theirs].items():
-            assert torch.equal(fresh.state[ours][key], value)
-    assert run("checkpoint", "convert", "saved", "--trust")[1].endswith("nothing to convert\n")
-
-
 def test_the_guides_commands_run(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     save(tmp_path / "saved")
     guide = (Path(distca.__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
     commands = re.findall(r"^distca (checkpoint .*?|export .*?) *#", guide, re.MULTILINE)
     assert {" ".join(command.split()[:2]) for command in commands} == {
-        "checkpoint verify", "checkpoint convert", "export saved"}
+        "checkpoint verify", "export saved"}
     for command in commands:
         code, _, err = run(*command.split())
         assert (code, err) == (0, ""), command

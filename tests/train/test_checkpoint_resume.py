@@ -92,14 +92,6 @@ def test_a_run_with_nothing_good_left_does_not_begin_anew(tmp_path: Path) -> Non
         runs.resumed(tmp_path, runs.build())
 
 
-def test_an_old_folder_asks_to_be_converted(tmp_path: Path) -> None:
-    (tmp_path / "step_00000001").mkdir()
-    old = {"format": "distca checkpoint", "version": 1}
-    (tmp_path / "step_00000001" / checkpoint_folder.MANIFEST).write_text(json.dumps(old))
-    with pytest.raises(ValueError, match=rf"distca checkpoint convert {tmp_path} --trust"):
-        runs.resumed(tmp_path, runs.build())
-
-
 def test_after_a_damaged_one_an_older_one_without_optimizer_has_none(tmp_path: Path) -> None:
     run = runs.build()
     saver = Checkpointer(tmp_path, *run)
