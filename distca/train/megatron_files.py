@@ -1,9 +1,8 @@
 """Megatron's .bin/.idx datasets, memory-mapped.
 
 The .bin file is tokens and nothing else; the .idx file says of what type they are, where each sequence begins and how
-long it is, and which sequences make up a document. Two kinds of index are in use: `MMIDIDX`, which every Megatron
-since 2019 writes, and the older `TNTIDX`. A torn copy of either would read as other documents, so every number in the
-header is held against the sizes of both files before the first token is used.
+long it is, and which sequences make up a document. A torn copy would read as other documents, so every number in the
+header is compared with the sizes of both files before the first token is used.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import numpy as np
 from distca.validation import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_OLD_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -81,25 +79,15 @@ class MegatronCorpus:
 
 
 def read_index(path: Path) -> Index:
-    """An index of either kind; a ValueError names the file where it is foreign or torn."""
+    """Magic, version, type, sequences, document bounds; then lengths, pointers, bounds. A torn file is refused."""
     content = _mapped(path)
-    if content[:len(_MAGIC)].tobytes() == _MAGIC:
-        index = _read_new(path, content)
-    elif content[:len(_OLD_MAGIC)].tobytes() == _OLD_MAGIC:
-        index = _read_old(path, content)
-    else:
-        raise UserError(f"{path} does not begin with {_MAGIC[:7].decode()} or {_OLD_MAGIC[:6].decode()}; it is not a "
-                        "Megatron index")
-    documents, count = index.documents, len(index.lengths)
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
-        raise _torn(path, f"does not divide its {count} sequences into documents")
-    return index
-
-
-def _read_new(path: Path, content: np.ndarray) -> Index:
-    """Magic, version, type, sequences, document bounds; lengths, pointers, bounds."""
+    if content[:len(_MAGIC)].tobytes() != _MAGIC:
+        raise UserError(f"{path} does not begin with {_MAGIC[:7].decode()}, as every index does that Megatron has "
+                        "written since 2019; preprocess the text again")
     header = struct.Struct(f"<{len(_MAGIC)}sQBQQ")
-    version, code, sequences, bounds = _header(path, content, header)
+    if len(content) < header.size:
+        raise _torn(path, f"holds {len(content)} bytes, less than a header of {header.size}")
+    _, version, code, sequences, bounds = header.unpack(content[:header.size].tobytes())
     dtype = _token_type(path, version, code)
     size = header.size + 12 * sequences + 8 * bounds
     if sequences and len(content) == size + sequences:
@@ -109,28 +97,11 @@ def _read_new(path: Path, content: np.ndarray) -> Index:
     at = header.size
     lengths, at = content[at:at + 4 * sequences].view("<i4"), at + 4 * sequences
     begins, at = content[at:at + 8 * sequences].view("<i8"), at + 8 * sequences
-    return Index(dtype, lengths, begins, content[at:at + 8 * bounds].view("<i8"))
-
-
-def _read_old(path: Path, content: np.ndarray) -> Index:
-    """Magic, version, type, bytes of a token, sequences, sizes, document bounds; then columns of 8 bytes each."""
-    header = struct.Struct(f"<{len(_OLD_MAGIC)}sQQQQQQ")
-    version, code, item_bytes, sequences, sizes, bounds = _header(path, content, header)
-    dtype = _token_type(path, version, code)
-    size = header.size + 8 * (2 * (sequences + 1) + sizes + bounds)
-    if len(content) != size:
-        raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
-    columns = np.split(content[header.size:].view("<i8"),
-                       np.cumsum([sequences + 1, sequences + 1, sizes]))
-    if sizes != sequences or item_bytes != dtype.itemsize or (np.diff(columns[1]) != columns[2]).any():
-        raise UserError(f"{path} holds something else than rows of tokens; preprocess the text again")
-    return Index(dtype, columns[2], columns[1][:-1] * item_bytes, columns[3])
-
-
-def _header(path: Path, content: np.ndarray, header: struct.Struct) -> tuple[int, ...]:
-    if len(content) < header.size:
-        raise _torn(path, f"holds {len(content)} bytes, less than a header of {header.size}")
-    return header.unpack(content[:header.size].tobytes())[1:]
+    index = Index(dtype, lengths, begins, content[at:at + 8 * bounds].view("<i8"))
+    documents, count = index.documents, len(index.lengths)
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
+        raise _torn(path, f"does not divide its {count} sequences into documents")
+    return index
 
 
 def _token_type(path: Path, version: int, code: int) -> np.dtype:

@@ -12,7 +12,7 @@ import torch
 import distca
 from distca.spec import ModelShape
 from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_folder import MANIFEST
+from distca.train.checkpoint_folder import MANIFEST, verify
 from distca.train.decoder_shape import DecoderShape
 from distca.train.hf_config import config_of
 from distca.train.model import Decoder
@@ -74,6 +74,7 @@ def test_a_folder_without_checkpoints_is_one_line(run: Callable[..., tuple[int, 
 def test_resuming_looks_up_no_class_by_name(tmp_path: Path) -> None:
     """Python tells its audit hooks of every class or function that an unpickler looks up."""
     save(tmp_path)
+    assert verify(tmp_path / "step_00000002").step == 2
     code = ("import os, pickle, runpy, sys\n"
             "names = runpy.run_path(sys.argv[1])\n"
             "told = lambda event, _: event == 'pickle.find_class' and os._exit(17)\n"

@@ -4,7 +4,6 @@ import json
 import struct
 import sys
 import tempfile
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,19 +57,6 @@ def write_mmididx(prefix: Path | str, documents: list[list[list[int]]], dtype: s
         + np.array([len(sequence) for sequence in sequences], dtype="<i4").tobytes()
         + np.array(pointers, dtype="<i8").tobytes() + np.array(bounds, dtype="<i8").tobytes()
         + bytes(len(sequences) if modes else 0))
-
-
-def write_tntidx(prefix: Path | str, documents: list[list[list[int]]], dtype: str = "int32") -> None:
-    """The older format: offsets count tokens, and every column has 8 bytes an entry."""
-    sequences = [np.array(sequence, dtype=dtype) for document in documents for sequence in document]
-    lengths = [len(sequence) for sequence in sequences]
-    bounds = np.cumsum([0, *(len(document) for document in documents)])
-    Path(f"{prefix}.bin").write_bytes(b"".join(sequence.tobytes() for sequence in sequences))
-    columns = (np.arange(len(lengths) + 1), np.cumsum([0, *lengths]), lengths, bounds)
-    Path(f"{prefix}.idx").write_bytes(
-        b"TNTIDX\x00\x00"
-        + struct.pack("<6Q", 1, TYPE_CODES[dtype], np.dtype(dtype).itemsize, len(lengths), len(lengths), len(bounds))
-        + b"".join(np.array(column, dtype="<i8").tobytes() for column in columns))
 
 
 def test_the_standard_library_is_its_bytes() -> None:
@@ -189,14 +175,11 @@ datasets = st.lists(st.lists(sequences, max_size=3), min_size=1, max_size=5).fil
 
 
 @settings(max_examples=60, deadline=None)
-@given(datasets, st.sampled_from(sorted(TYPE_CODES)), st.booleans(), st.integers(0, 3))
-def test_megatron_round_trip(documents: list[list[list[int]]], dtype: str, old: bool, gap: int) -> None:
+@given(datasets, st.sampled_from(sorted(TYPE_CODES)), st.integers(0, 3))
+def test_megatron_round_trip(documents: list[list[list[int]]], dtype: str, gap: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/data_text_document"
-        if old:
-            write_tntidx(prefix, documents, dtype)
-        else:
-            write_mmididx(prefix, documents, dtype, gap=gap)
+        write_mmididx(prefix, documents, dtype, gap=gap)
         corpus = open_source("megatron", prefix)
         assert isinstance(corpus, MegatronCorpus)
         assert corpus.vocab is None
@@ -213,9 +196,8 @@ def test_megatron_tokens_are_mapped_and_large_ones_survive(tmp_path: Path) -> No
     assert isinstance(corpus.data.base, np.memmap) or isinstance(corpus.data.base.base, np.memmap)
 
 
-@pytest.mark.parametrize("write", [write_mmididx, write_tntidx])
-def test_a_torn_megatron_file_is_named_wherever_it_is_torn(tmp_path: Path, write: Callable[..., Any]) -> None:
-    write(tmp_path / "d", [[[1, 2, 3], [4]], [[5, 6]]])
+def test_a_torn_megatron_file_is_named_wherever_it_is_torn(tmp_path: Path) -> None:
+    write_mmididx(tmp_path / "d", [[[1, 2, 3], [4]], [[5, 6]]])
     for suffix in ("idx", "bin"):
         path = tmp_path / f"d.{suffix}"
         whole = path.read_bytes()
@@ -247,6 +229,6 @@ def test_other_files_are_not_megatron(tmp_path: Path) -> None:
     (tmp_path / "d.bin").write_bytes(b"12")
     assert "d.idx is no file; a Megatron dataset needs" in refusal(open_source, "megatron", tmp_path / "d")
     (tmp_path / "d.idx").write_bytes(b"PK\x03\x04 something else")
-    assert "d.idx does not begin with MMIDIDX or TNTIDX" in refusal(open_source, "megatron", tmp_path / "d")
+    assert "d.idx does not begin with MMIDIDX" in refusal(open_source, "megatron", tmp_path / "d")
     write_mmididx(tmp_path / "d", [[[]], []])
     assert "holds no document with a token" in refusal(open_source, "megatron", tmp_path / "d")
