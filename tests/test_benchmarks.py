@@ -175,3 +175,14 @@ def test_two_ranks_share_a_document(tmp_path: Path) -> None:
     (two,) = json.loads((tmp_path / "runtime_cpu.json").read_text())["rows"]
     assert two["speedup"] == pytest.approx(two["at_home_seconds"] / two["planned_seconds"])
     assert 1 < two["ideal_speedup"] <= 2 and two["bytes_total"] > 0
+
+
+def test_the_size_report_counts_every_file_and_line() -> None:
+    rooms, found = import_module("house").measure()
+    files = [path for path in (ROOT / "distca").rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    assert sum(room.num_files for room in rooms) == sum(path.suffix == ".py" for path in files)
+    assert sum(room.num_lines + room.num_cuda_lines for room in rooms) == sum(
+        path.read_bytes().count(b"\n") for path in files)
+    assert {"runtime", "runtime/transport"} <= {room.name for room in rooms}
+    (plan,) = [one for one in found if one.where.endswith(" plan_command")]
+    assert plan.num_parameters > 8                               # its options
