@@ -44,7 +44,7 @@ def measure(variant: str, folder: Path, num_matrices: int) -> dict[str, float]:
     import torch
     from torch import nn
 
-    from distca.train.checkpoint import Checkpointer
+    from distca.train.checkpoint.checkpointer import Checkpointer
 
     if variant == "none":
         leave_out_checksums()

@@ -49,7 +49,7 @@ class Result:
 def rank_main(settings: Settings) -> int:
     from distca.train import launch as place
     from distca.train import trainer as training
-    from distca.train.preflight import device_for
+    from distca.train.settings.preflight import device_for
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text(encoding="utf-8"))
     if options["way"] == "mmap":

@@ -1,6 +1,6 @@
 """How large the package is, room by room, so that growth is seen: `python benchmarks/house.py`.
 
-A room is a folder of `distca/`, whose subfolders are rooms of their own. The report counts files and lines of Python and
+A room is a folder of `distca/`; its subfolders are rooms of their own. The report counts files and lines of Python and
 CUDA, names the longest functions and the widest signatures, and shows which rooms import which.
 """
 

@@ -45,7 +45,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
 from distca.train.launch import Place, here, launch
-from distca.train.model import Decoder
+from distca.train.model.decoder import Decoder
 from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group

@@ -45,7 +45,7 @@ class Result:
 def rank_main(settings: Settings) -> int:
     """Every rank: train both modes in turn, the first rank writes what it saw."""
     from distca.train import launch as place
-    from distca.train.preflight import device_for
+    from distca.train.settings.preflight import device_for
     from distca.train.trainer import Trainer, start_group
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text())

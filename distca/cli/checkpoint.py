@@ -21,7 +21,7 @@ def verify_command(folder: Folder) -> None:
     One whose save was cut short, or goes on, is torn: no run uses it, and it is no reason for another exit code.
     """
     say(f"distca checkpoint: reading {plain(str(folder))} …")
-    from distca.train.checkpoint_folder import DamagedError, TornError, verify
+    from distca.train.checkpoint.folder import DamagedError, TornError, verify
 
     bad = 0
     for path in checkpoints_in(folder):
@@ -44,7 +44,7 @@ def verify_command(folder: Folder) -> None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints that a folder holds, oldest first, or the one that it is."""
-    from distca.train.checkpoint_folder import STEP_NAME, step_folders
+    from distca.train.checkpoint.folder import STEP_NAME, step_folders
 
     if STEP_NAME.fullmatch(folder.absolute().name) and folder.is_dir():
         return [folder.absolute()]

@@ -24,7 +24,7 @@ def export_command(
     From any mesh's checkpoint, a tensor at a time, without a GPU. OUT appears when it is complete.
     """
     found = checkpoints_in(checkpoint)
-    from distca.train.export import DTYPES, export_newest
+    from distca.train.checkpoint.export import DTYPES, export_newest
 
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")

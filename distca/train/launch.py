@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 
 from distca.runtime.gloo import end_process
 from distca.train.memory_kills import MemoryKills
-from distca.train.preflight import check_machine, threads_for
 from distca.train.settings import Settings
+from distca.train.settings.preflight import check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
 
 Main = Callable[[Settings], int]

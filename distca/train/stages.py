@@ -25,7 +25,7 @@ from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Shapes
 from distca.train.data import Batch
-from distca.train.model import (
+from distca.train.model.decoder import (
     Decoder,
     First,
     Last,
@@ -36,8 +36,8 @@ from distca.train.model import (
     Segment,
     chunked_cross_entropy,
 )
-from distca.train.offload import Offload
-from distca.train.parallel import accumulating
+from distca.train.model.offload import Offload
+from distca.train.model.parallel import accumulating
 from distca.validation import UserError
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]

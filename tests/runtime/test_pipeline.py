@@ -29,7 +29,7 @@ from distca.runtime.recorder import Recorder
 from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, gradient, random_lengths, scattered_plan
-from distca.train.model import Decoder, DecoderShape, Segment, chunked_cross_entropy
+from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy
 from distca.train.stages import StageWork, stage_of
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))

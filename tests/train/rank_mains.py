@@ -103,7 +103,9 @@ def group_timeouts(settings: Settings) -> int:
 
 def train_with_a_full_disk(settings: Settings) -> int:
     """The first save finds no space."""
-    from distca.train import checkpoint, checkpoint_files, trainer
+    from distca.train import trainer
+    from distca.train.checkpoint import checkpointer as checkpoint
+    from distca.train.checkpoint import files as checkpoint_files
 
     failed = []
 
@@ -119,7 +121,8 @@ def train_with_a_full_disk(settings: Settings) -> int:
 
 def train_and_stop_in_the_last_save(settings: Settings) -> int:
     """As a debugger, a hung disk or a scheduler would leave a rank."""
-    from distca.train import checkpoint, trainer
+    from distca.train import trainer
+    from distca.train.checkpoint import checkpointer as checkpoint
 
     def stopped(path: Path, tensors: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)

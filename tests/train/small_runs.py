@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distca.train import checkpoint, checkpoint_files
-from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_files import describe
-from distca.train.checkpoint_folder import judge, step_folders
+from distca.train.checkpoint import checkpointer as checkpoint
+from distca.train.checkpoint import files as checkpoint_files
+from distca.train.checkpoint.checkpointer import Checkpointer
+from distca.train.checkpoint.files import describe
+from distca.train.checkpoint.folder import judge, step_folders
 
 WAIT_SECONDS = 30
 

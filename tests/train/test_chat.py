@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from distca.train.chat import Rendered, compile_template, encoded_chats, tokens_in
 from distca.train.corpora import Corpus, corpus_from
-from distca.train.preflight import check_machine
 from distca.train.settings import Settings
+from distca.train.settings.preflight import check_machine
 from distca.workload.token_counts import open_tokenizer
 
 CONVERSATIONS = [

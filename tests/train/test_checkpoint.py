@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dTransport
 from distca.testing import run_processes, values
-from distca.train import checkpoint, checkpoint_folder
-from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_folder import step_folders
+from distca.train.checkpoint import checkpointer as checkpoint
+from distca.train.checkpoint import folder as checkpoint_folder
+from distca.train.checkpoint.checkpointer import Checkpointer
+from distca.train.checkpoint.folder import step_folders
 
 sys.path.insert(0, str(Path(__file__).parent))
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import torch
 
 import distca
 from distca.spec import ModelShape
-from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_folder import MANIFEST, verify
-from distca.train.decoder_shape import DecoderShape
-from distca.train.hf_config import config_of
-from distca.train.model import Decoder
+from distca.train.checkpoint.checkpointer import Checkpointer
+from distca.train.checkpoint.folder import MANIFEST, verify
+from distca.train.model.decoder import Decoder
+from distca.train.model.hf_config import config_of
+from distca.train.model.shape import DecoderShape
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPE = DecoderShape(ModelShape("small", num_layers=2, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn=24,

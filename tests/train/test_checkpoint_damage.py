@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_folder import MANIFEST, DamagedError, verify
+from distca.train.checkpoint.checkpointer import Checkpointer
+from distca.train.checkpoint.folder import MANIFEST, DamagedError, verify
 
 NUM_CASES = 180  # of each file
 FILES = (MANIFEST, "model-00000.safetensors", "state-00000.safetensors")

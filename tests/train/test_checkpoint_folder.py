@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distca.train.checkpoint_folder import (
+from distca.train.checkpoint.folder import (
     FORMAT,
     MANIFEST,
     VERSION,
@@ -204,7 +204,7 @@ def test_half_a_removal_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def killed(_: Path) -> Never:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("distca.train.checkpoint_folder.shutil.rmtree", killed)
+    monkeypatch.setattr("distca.train.checkpoint.folder.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1, MODEL, RUN)
     assert [judge(path, MODEL, RUN)[0] for path in step_folders(tmp_path)] == ["torn", "good"]

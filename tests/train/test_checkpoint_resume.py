@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Never
 import pytest
 import torch
 
-from distca.train import checkpoint, checkpoint_folder
-from distca.train.checkpoint import Checkpointer, SaveError, load
-from distca.train.checkpoint_files import describe
-from distca.train.checkpoint_folder import judge, step_folders
+from distca.train.checkpoint import checkpointer as checkpoint
+from distca.train.checkpoint import folder as checkpoint_folder
+from distca.train.checkpoint.checkpointer import Checkpointer, SaveError, load
+from distca.train.checkpoint.files import describe
+from distca.train.checkpoint.folder import judge, step_folders
 from distca.train.folder_lock import FolderLock
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from distca.kernels import dense_attention
 from distca.testing import run_processes
-from distca.train.build import build_optimizer, learning_rate
 from distca.train.corpora import MemoryCorpus
 from distca.train.data import Loader
-from distca.train.decoder_shape import decoder_shape
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora, held_out
-from distca.train.model import Decoder
+from distca.train.model.build import build_optimizer, learning_rate
+from distca.train.model.decoder import Decoder
+from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer
 

@@ -18,13 +18,13 @@ import torch
 from distca.kernels import dense_attention
 from distca.spec import ModelShape
 from distca.testing import greedy, run_processes
-from distca.train.checkpoint import Checkpointer
-from distca.train.checkpoint_folder import MANIFEST
-from distca.train.decoder_shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
-from distca.train.export import export_hf, export_newest
-from distca.train.hf_config import config_of, shape_from_hf
-from distca.train.hf_weights import check_weight_files, hf_name, load_hf
-from distca.train.model import Decoder
+from distca.train.checkpoint.checkpointer import Checkpointer
+from distca.train.checkpoint.export import export_hf, export_newest
+from distca.train.checkpoint.folder import MANIFEST
+from distca.train.model.decoder import Decoder
+from distca.train.model.hf_config import config_of, shape_from_hf
+from distca.train.model.hf_weights import check_weight_files, hf_name, load_hf
+from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -111,7 +111,7 @@ def test_the_model_never_stands_whole_in_memory(tmp_path: Path) -> None:
     decoder = Decoder(DecoderShape(ModelShape("wide", 12, 512, 8, 8, 64, 2048, 1000)))
     size = sum(p.numel() * 4 for p in decoder.parameters())
     save(tmp_path / "saved", decoder)
-    body = ("import resource; from pathlib import Path; from distca.train.export import export_hf\n"
+    body = ("import resource; from pathlib import Path; from distca.train.checkpoint.export import export_hf\n"
             "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
             "before = peak(); export_hf(Path('saved/step_00000001'), Path('out')); print(peak() - before)")
     done = subprocess.run([sys.executable, "-c", body], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -172,8 +172,8 @@ def test_a_killed_export_leaves_no_target_and_the_next_clears_up(tmp_path: Path)
     body = """
 import sys, time
 from pathlib import Path
-from distca.train.checkpoint_files import Reader
-from distca.train.export import export_hf
+from distca.train.checkpoint.files import Reader
+from distca.train.checkpoint.export import export_hf
 whole, read = Reader.whole, []
 def slow(reader, name):
     read.append(name)
@@ -246,7 +246,7 @@ def save_on_a_mesh(transport: Any, folder: str, family: str, tensor: int, stages
     from torch.distributed.device_mesh import init_device_mesh
 
     from distca.planning.tick_plans import layers_of_stages
-    from distca.train.parallel import parallelize
+    from distca.train.model.parallel import parallelize
     from distca.train.stages import stage_of
 
     shape = DecoderShape(ModelShape("small", 4, 32, 4, 2, 8, 56, 97), family=family)
@@ -317,7 +317,7 @@ def test_broken_folders_are_refused(tmp_path: Path) -> None:
 def test_two_exports_into_one_folder(tmp_path: Path) -> None:
     """Two exports into the same folder: one wins, the other is refused or fails, and what stands there is whole."""
     save(tmp_path / "saved", drawn(SHAPES["llama"]))
-    body = ("from pathlib import Path; from distca.train.export import export_hf; "
+    body = ("from pathlib import Path; from distca.train.checkpoint.export import export_hf; "
             "export_hf(Path('saved/step_00000001'), Path('out'))")
     began = [subprocess.Popen([sys.executable, "-c", body], cwd=tmp_path, stderr=subprocess.DEVNULL) for _ in range(2)]
     codes = sorted(process.wait(timeout=120) for process in began)

@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 from distca.kernels import dense_attention
 from distca.models import MODELS, TRAINABLE
 from distca.spec import ModelShape
-from distca.train.decoder_shape import DecoderShape, Llama3Scaling, decoder_shape, named_decoder
-from distca.train.hf_config import config_of, shape_from_hf
-from distca.train.hf_weights import hf_name, load_hf
-from distca.train.model import Decoder
+from distca.train.model.decoder import Decoder
+from distca.train.model.hf_config import config_of, shape_from_hf
+from distca.train.model.hf_weights import hf_name, load_hf
+from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape, named_decoder
 from distca.train.settings import Model, Settings
 from distca.train.stages import stage_of
 

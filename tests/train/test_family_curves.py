@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from distca.train.corpora import corpus_from
 from distca.train.data import Loader
-from distca.train.hf_config import shape_from_hf
+from distca.train.model.hf_config import shape_from_hf
 from distca.train.settings import Settings, load_settings
 
 transformers = pytest.importorskip("transformers")

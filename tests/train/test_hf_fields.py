@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from distca.testing import refusal
-from distca.train.decoder_shape import FAMILIES
-from distca.train.hf_config import config_of, shape_from_hf
-from distca.train.hf_weights import hf_name, load_hf
-from distca.train.model import Decoder
+from distca.train.model.decoder import Decoder
+from distca.train.model.hf_config import config_of, shape_from_hf
+from distca.train.model.hf_weights import hf_name, load_hf
+from distca.train.model.shape import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

@@ -22,13 +22,13 @@ STEPS = 14
 TRIALS = 40  # at random moments; the chosen ones come on top
 BASE = [sys.executable, "-m", "distca"]
 WHERE = {  # what a killed process was doing -> (module, function of it)
-    "copying tensors": ("distca.train.checkpoint", "local_part"),
-    "writing a file": ("distca.train.checkpoint_files", "_write"),
-    "between files and manifest": ("distca.train.checkpoint", "tensor_table"),
-    "writing the manifest": ("distca.train.checkpoint", "write_manifest"),
-    "removing an old one": ("distca.train.checkpoint_folder", "remove"),
+    "copying tensors": ("distca.train.checkpoint.checkpointer", "local_part"),
+    "writing a file": ("distca.train.checkpoint.files", "_write"),
+    "between files and manifest": ("distca.train.checkpoint.checkpointer", "tensor_table"),
+    "writing the manifest": ("distca.train.checkpoint.checkpointer", "write_manifest"),
+    "removing an old one": ("distca.train.checkpoint.folder", "remove"),
     "rewriting the log": ("distca.train.display", "open_log"),
-    "loading": ("distca.train.checkpoint_files", "read_at"),
+    "loading": ("distca.train.checkpoint.files", "read_at"),
 }
 
 Curve = tuple[list[float], float]  # losses, and the seconds that a run takes

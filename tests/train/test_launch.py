@@ -21,8 +21,8 @@ from distca import cli
 from distca.train import launch as launching
 from distca.train.launch import Place, first_host, launch, place_in
 from distca.train.memory_kills import MemoryKills
-from distca.train.preflight import check_machine, device_for, dtype_for, threads_for
 from distca.train.settings import Settings
+from distca.train.settings.preflight import check_machine, device_for, dtype_for, threads_for
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1
 ROOT = Path(distca.__file__).parents[1]
@@ -340,7 +340,7 @@ def test_what_this_machine_cannot_do_is_refused(settings: Settings, tmp_path: Pa
                                                 values: dict[str, int | str], words: list[str]) -> None:
     import torch
 
-    from distca.train import preflight
+    from distca.train.settings import preflight
 
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -353,7 +353,7 @@ def test_what_this_machine_cannot_do_is_refused(settings: Settings, tmp_path: Pa
 
 def test_a_loaded_models_own_heads_are_checked(settings: Settings, tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    from distca.train import preflight
+    from distca.train.settings import preflight
 
     monkeypatch.setattr(preflight, "find_spec", lambda name: "there")
     loaded = settings.with_values({"model.load": _llama_folder(tmp_path), "run.ranks": 6})

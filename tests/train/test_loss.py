@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.testing import gradient
-from distca.train.loss import chunked_cross_entropy
+from distca.train.model.loss import chunked_cross_entropy
 
 
 def random_case(num_tokens: int, vocab: int, seed: int, dtype: torch.dtype = torch.float64,

@@ -14,8 +14,8 @@ from distca.models import MODELS
 from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
 from distca.testing import gradient, on_fake_ranks
-from distca.train.decoder_shape import DecoderShape, Llama3Scaling, decoder_shape
-from distca.train.model import Decoder, Segment
+from distca.train.model.decoder import Decoder, Segment
+from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape
 from distca.train.settings import Model
 from distca.workload.packing import pack
 

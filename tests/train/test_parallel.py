@@ -17,10 +17,10 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import gradient, misplaced_plan, row_index, run_processes, values
-from distca.train.hf_config import config_of
-from distca.train.hf_weights import hf_name, load_hf
-from distca.train.model import Decoder, DecoderShape, Middle, chunked_cross_entropy, write_parameter
-from distca.train.parallel import check_tensor, clip_grad_norm, parallelize
+from distca.train.model.decoder import Decoder, DecoderShape, Middle, chunked_cross_entropy, write_parameter
+from distca.train.model.hf_config import config_of
+from distca.train.model.hf_weights import hf_name, load_hf
+from distca.train.model.parallel import check_tensor, clip_grad_norm, parallelize
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
 

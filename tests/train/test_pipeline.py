@@ -26,11 +26,11 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import batch_of, document_columns, gradient, random_lengths, run_processes
-from distca.train.build import connect
 from distca.train.collectives import set_timeouts
 from distca.train.data import step_plan
-from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
-from distca.train.parallel import parallelize
+from distca.train.model.build import connect
+from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
+from distca.train.model.parallel import parallelize
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
 

@@ -22,12 +22,12 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.testing import batch_of, run_processes
-from distca.train.build import connect
 from distca.train.data import step_plan
-from distca.train.model import Decoder, DecoderShape, chunked_cross_entropy
-from distca.train.offload import HostPages, Offload
-from distca.train.parallel import parallelize
-from distca.train.segment_runs import run_segments
+from distca.train.model.build import connect
+from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
+from distca.train.model.offload import HostPages, Offload
+from distca.train.model.parallel import parallelize
+from distca.train.model.segment_runs import run_segments
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
 

@@ -19,8 +19,8 @@ from distca.kernels import choose, kernel_named
 from distca.runtime.attention import STATES
 from distca.runtime.transport import TRANSPORTS
 from distca.train import launch as launching
-from distca.train.setting_fields import Known
 from distca.train.settings import KERNELS, Settings, known_settings, load_settings, settings_table
+from distca.train.settings.declare import Known
 
 ROOT = Path(distca.__file__).parents[1]
 KNOWN = known_settings()

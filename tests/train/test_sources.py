@@ -17,8 +17,8 @@ import zstandard
 
 from distca.train import corpora
 from distca.train.corpora import Corpus, corpus_from, in_memory
-from distca.train.preflight import check_machine
 from distca.train.settings import Settings
+from distca.train.settings.preflight import check_machine
 from distca.train.tokenizing import Tokens
 
 TEXTS = ["one", "zwei ü", "three\nlines\n", "x" * 5_000]

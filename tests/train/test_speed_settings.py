@@ -12,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import distca
 from distca.spec import ModelShape
-from distca.train import preflight
-from distca.train.model import Decoder, DecoderShape
-from distca.train.preflight import check_machine, compiles
-from distca.train.settings import Settings
+from distca.train.model.decoder import Decoder, DecoderShape
+from distca.train.settings import Settings, preflight
+from distca.train.settings.preflight import check_machine, compiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -16,9 +16,9 @@ from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.testing import gradient, run_processes, values
-from distca.train.checkpoint import Checkpointer
-from distca.train.model import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
-from distca.train.parallel import accumulating, clip_grad_norm, parallelize
+from distca.train.checkpoint.checkpointer import Checkpointer
+from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
+from distca.train.model.parallel import accumulating, clip_grad_norm, parallelize
 from distca.train.stages import stage_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

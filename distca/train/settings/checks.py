@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from distca.planning.tick_plans import layers_of_stages
 from distca.planning.windows import windows_by_depth
-from distca.train.decoder_shape import DecoderShape, check_model, decoder_shape
+from distca.train.model.shape import DecoderShape, check_model, decoder_shape
 from distca.validation import UserError
 
 if TYPE_CHECKING:

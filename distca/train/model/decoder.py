@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from distca.spec import ModelShape
-from distca.train.decoder_shape import DecoderShape
-from distca.train.loss import chunked_cross_entropy
-from distca.train.recompute import again
-from distca.train.rotary import Rotary, rotary_table
+from distca.train.model.loss import chunked_cross_entropy
+from distca.train.model.recompute import again
+from distca.train.model.rotary import Rotary, rotary_table
+from distca.train.model.shape import DecoderShape
 
 __all__ = ["Decoder", "DecoderShape", "Rotary", "chunked_cross_entropy", "write_parameter"]
 

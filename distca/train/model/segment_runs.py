@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from distca.train.compiled import compiled
-from distca.train.model import Decoder, Rotary, Segment
-from distca.train.offload import Offload
-from distca.train.tiles import Tiles, in_tiles, over_tiles
+from distca.train.model.compiled import compiled
+from distca.train.model.decoder import Decoder, Rotary, Segment
+from distca.train.model.offload import Offload
+from distca.train.model.tiles import Tiles, in_tiles, over_tiles
 
 
 def run_segments(

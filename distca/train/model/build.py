@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.transport import C10dPointToPoint
-from distca.train.decoder_shape import DecoderShape
-from distca.train.hf_weights import load_hf
-from distca.train.model import Decoder
-from distca.train.parallel import parallelize
+from distca.train.model.decoder import Decoder
+from distca.train.model.hf_weights import load_hf
+from distca.train.model.parallel import parallelize
+from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
 from distca.train.stages import stage_of
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from distca.models import CONFIG
-from distca.train.checkpoint_files import SAFETENSORS_DTYPES, Reader, tensor_bytes
-from distca.train.checkpoint_folder import DamagedError, Manifest, TornError, cause, read_manifest
-from distca.train.hf_weights import INDEX, SINGLE, hf_name
-from distca.train.tokenizer_files import kept_tokenizer
+from distca.train.checkpoint.files import SAFETENSORS_DTYPES, Reader, tensor_bytes
+from distca.train.checkpoint.folder import DamagedError, Manifest, TornError, cause, read_manifest
+from distca.train.checkpoint.tokenizer_files import kept_tokenizer
+from distca.train.model.hf_weights import INDEX, SINGLE, hf_name
 from distca.validation import UserError
 
 SHARD_BYTES = 5 * 10**9

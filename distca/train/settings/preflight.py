@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.spec import ModelShape
-from distca.train.decoder_shape import DecoderShape, decoder_shape
 from distca.train.folder_lock import each_run_its_own
-from distca.train.setting_checks import check_degrees
+from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.settings import Settings
+from distca.train.settings.checks import check_degrees
 from distca.validation import UserError, read_text
 from distca.workload.token_counts import open_tokenizer
 
@@ -154,7 +154,7 @@ def _check_files(settings: Settings) -> None:
         if folder:
             _check_writable(name, folder, Path(folder))
     if settings.checkpoint.export:
-        from distca.train.export import check_target
+        from distca.train.checkpoint.export import check_target
 
         check_target(settings.checkpoint.export, "checkpoint.export")
     if not fresh and (log / "steps.jsonl").exists():
@@ -189,7 +189,7 @@ def _check_writable(name: str, folder: str, path: Path) -> None:
 
 def _model(settings: Settings) -> DecoderShape:
     """The model, once its shape is found to fit and its files to be weights."""
-    from distca.train.hf_weights import check_weight_files
+    from distca.train.model.hf_weights import check_weight_files
 
     chosen = settings.model
     vocab = 1

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distca.spec import ModelShape
-from distca.train.model import Decoder, Segment
+from distca.train.model.decoder import Decoder, Segment
 from distca.validation import UserError
 
 

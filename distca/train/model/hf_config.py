@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.models import ARCHITECTURES, CONFIG, read_config, shape_of_config
-from distca.train.decoder_shape import (
+from distca.train.model.shape import (
     FAMILIES,
     DecoderShape,
     LinearScaling,

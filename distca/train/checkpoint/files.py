@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from distca.train.background import in_background
-from distca.train.checkpoint_folder import (
+from distca.train.checkpoint.folder import (
     CHUNK_BYTES,
     Block,
     DamagedError,

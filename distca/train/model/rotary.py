@@ -6,7 +6,7 @@ from math import ceil, floor, log, pi
 
 import torch
 
-from distca.train.decoder_shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
+from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
 
 Rotary = tuple[torch.Tensor, torch.Tensor]                       # cos, sin [tokens, dim], float32
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distca.train.hf_config import shape_from_hf
-from distca.train.model import Decoder, write_parameter
+from distca.train.model.decoder import Decoder, write_parameter
+from distca.train.model.hf_config import shape_from_hf
 from distca.validation import UserError, read_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from distca.train.background import in_background
-from distca.train.checkpoint_files import (
+from distca.train.checkpoint.files import (
     Held,
     Reader,
     describe,
@@ -36,7 +36,7 @@ from distca.train.checkpoint_files import (
     write_file,
     writers,
 )
-from distca.train.checkpoint_folder import (
+from distca.train.checkpoint.folder import (
     FORMAT,
     MANIFEST,
     VERSION,

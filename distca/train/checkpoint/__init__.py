@@ -1,0 +1,1 @@
+"""Checkpoints: written beside training, verified byte by byte, resumed, and exported."""
