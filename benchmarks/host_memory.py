@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,7 @@ from resource import RUSAGE_SELF, getpagesize, getrusage
 from statistics import median
 from typing import Any
 
-from outputs import RESULTS, host_facts, write_json
-from rich.console import Console
+from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.table import Table
 
 from distca.train.launch import launch
@@ -29,8 +29,8 @@ WAYS = ("left alone", "mmap", "trimmed")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 SKIPPED = 10                                 # steps that build caches
 DEMO = {"data.max_document": "1536", "batch.tokens_per_rank": "1024"}
-WIDE = {"model.hidden": "512", "model.layers": "4", "model.heads": "8", "model.kv_heads": "2", "model.head_dim": "64",
-        "model.ffn": "1408", "data.max_document": "6144", "batch.tokens_per_rank": "4096"}
+WIDE = {"model.hidden": "512", "model.layers": "2", "model.heads": "8", "model.kv_heads": "2", "model.head_dim": "64",
+        "model.ffn": "1408", "data.max_document": "3072", "batch.tokens_per_rank": "2048"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +110,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS / "host_memory.json")
     arguments = parser.parse_args()
-    host, results, console = host_facts(device="cpu"), list[Result](), Console()
+    host, results = host_facts(device="cpu"), list[Result]()
     for name, shape, steps in (("demo", DEMO, arguments.steps), ("wide", WIDE, arguments.wide_steps)):
         if steps:
             runs: dict[str, list[list[list[float]]]] = {way: [] for way in WAYS}
             for _ in range(arguments.rounds):
                 for way in WAYS:
                     runs[way].append(measure(shape, way, steps))
+                    print(f"{name}, {way}: {runs[way][-1][-1][0] / 1e6:.0f} MB", file=sys.stderr, flush=True)
             results += rows_of(name, runs)
     table = Table("shape", "heap", "MB early", "MB late", "CPU s a step", "system", "faults a step", "CPU ratio")
     for row in results:
         table.add_row(row.shape, row.way, f"{row.early_bytes / 1e6:.0f}", f"{row.late_bytes / 1e6:.0f}",
                       f"{row.step_cpu_seconds:.3f}", f"{row.system_seconds:.3f}", f"{row.faults:,.0f}",
                       f"{row.cpu_ratio:.2f}")
-    console.print(table)
+    wide_console().print(table)
     options = {name: getattr(arguments, name) for name in ("steps", "wide_steps", "rounds")}
     write_json(arguments.output, {"host": host, "options": options, "rows": results})
 
