@@ -66,8 +66,11 @@ def _refusal(result: tuple[int, str, str]) -> str:
 def _some_value(known: Known) -> st.SearchStrategy[Any]:
     if known.choices:
         return st.sampled_from(known.choices)
+    text = st.text(st.characters(exclude_categories=["Cs"]))
+    if known.when_true:                                          # where these words are a switch
+        text = text.filter(lambda value: value.lower() not in ("true", "false"))
     return {
-        int: st.integers(-2**53, 2**53), bool: st.booleans(), str: st.text(st.characters(exclude_categories=["Cs"])),
+        int: st.integers(-2**53, 2**53), bool: st.booleans(), str: text,
         float: st.floats(allow_nan=False, allow_infinity=False),
     }[known.type]
 
