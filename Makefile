@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check lint bench sweep torchtitan clean
 
@@ -23,7 +23,7 @@ check: $(INSTALLED) lint
 ROUNDING := tests/kernels tests/runtime tests/cost tests/planning tests/simulate tests/integrations tests/train
 AVX512 := X86_V4 AVX512_ICL AVX512_SPR
 SEED := $(shell date +%s)
-SHUFFLED := $(BIN)/python -m pytest -n 2 --dist loadfile --shuffle $(SEED) --hypothesis-profile sweep \
+SHUFFLED := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --shuffle $(SEED) --hypothesis-profile sweep \
   --hypothesis-seed $(SEED)
 
 sweep: $(INSTALLED)

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      "depends on SEED alone: workers of pytest-xdist must agree on it")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle, or begin with the files that take longest: two workers that share files then end at about one time.
+
+    Those start processes; and of the others, a file of few tests has longer ones.
+    """
     seed = config.getoption("shuffle")
     if seed is not None:
         draw = random.Random(seed)
         file_order = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
         items.sort(key=lambda item: (file_order[item.path], draw.random()))
+        return
+    of_file = Counter(item.path for item in items)
+    with_processes = Counter(item.path for item in items if item.get_closest_marker("multiprocess"))
+    items.sort(key=lambda item: (-with_processes[item.path], of_file[item.path], item.path))
 
 
 UNTIMED: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -17,6 +17,7 @@ import zstandard
 
 from distca import formats
 from distca.formats import is_table, read_columns, split_of, table_files, text_lines, unpacked
+from distca.validation import UserError
 
 LINES = ["first", "", "dritte über 3", '{"text": "x\\ny"}']
 TEXT = "\n".join(LINES).encode() + b"\n"
@@ -235,6 +236,6 @@ def test_a_changed_byte_is_read_or_refused_in_one_line(tmp_path: Path, kind: str
                     for column, record in product(range(3), range(len(some.columns[0]))):
                         some.value(column, record)
         except ValueError as error:
-            assert type(error) is ValueError and str(path) in str(error) and "\n" not in str(error)
+            assert type(error) is UserError and str(path) in str(error) and "\n" not in str(error)
             num_refused += 1
     assert num_refused > 5

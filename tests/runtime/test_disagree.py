@@ -149,7 +149,7 @@ def test_a_plan_that_is_new_to_one_rank_only_is_not_computed_with() -> None:
 def test_a_plan_that_is_new_to_one_rank_only_ends_within_the_timeout() -> None:
     for outcome in run_processes(2, only_one_moves_on, timeout_seconds=2, deadline_seconds=60):
         assert outcome.error is not None
-        assert outcome.error.startswith(("TransportError: ", "ValueError: ")) and "plan" in outcome.error
+        assert outcome.error.startswith(("TransportError: ", "UserError: ")) and "plan" in outcome.error
         assert outcome.exit_code == 0
 
 

@@ -73,7 +73,7 @@ def test_ranks_with_other_documents_end() -> None:
     outcomes = run_processes(2, agree_twice, [0.0, 0.0], [LENGTHS, other])
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None
-        assert outcome.error.startswith(f"ValueError: rank {rank} has another plan than ranks [{1 - rank}]; plan from "
+        assert outcome.error.startswith(f"UserError: rank {rank} has another plan than ranks [{1 - rank}]; plan from "
                                         "the same lengths")
 
 
