@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Three files of tests at a time, as many only wait, a thread each: threads that spin for one core take ten times as long.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check lint bench sweep torchtitan clean
 
