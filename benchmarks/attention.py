@@ -29,15 +29,15 @@ from rich.console import Console
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import distca
+from distca.corpus.lengths import read_source
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.kernels import choose, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling import versions
-from distca.profiling.timing import samples
+from distca.profiling.machine import samples
 from distca.spec import ModelShape
 from distca.workload.documents import Workload
-from distca.workload.length_files import read_source
 
 RESULTS = Path(__file__).parent / "results"
 GPU_KERNELS, CPU_KERNELS = ("varlen", "fa4", "cudnn", "hopper", "auto", "dense"), ("sdpa", "auto", "dense")

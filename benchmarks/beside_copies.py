@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.kernels import TaskRows
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.profiling import versions

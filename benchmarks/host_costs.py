@@ -32,8 +32,8 @@ from distca.kernels import TaskRows
 from distca.models import MODELS
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
+from distca.profiling.machine import samples
 from distca.profiling.network import measure_exchange
-from distca.profiling.timing import samples
 from distca.runtime.transport import C10dTransport
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs

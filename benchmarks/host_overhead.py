@@ -21,7 +21,7 @@ from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 
-from distca.testing import run_processes, values
+from tests.support import run_processes, values
 
 WARM_UP_STEPS = 3
 TOKENS = 16                                                      # of a rank

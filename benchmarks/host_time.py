@@ -25,7 +25,7 @@ from rich.table import Table
 
 import distca
 from distca.kernels import TaskRows
-from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs
 from distca.profiling import versions
 from distca.runtime.call import Shapes

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from distca.testing import run_processes, values
+from tests.support import run_processes, values
 
 MODES = ("sdpa", "per document", "distca")
 

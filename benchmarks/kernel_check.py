@@ -23,7 +23,7 @@ import torch
 from distca.kernels import Kernel, TaskRows, kernel_named
 from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import BackwardInputs
-from distca.testing import determinism
+from tests.support import determinism
 
 NUM_Q, NUM_K = 470, 4_000
 HEADS, KV_HEADS = 8, 2

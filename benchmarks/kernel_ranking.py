@@ -27,7 +27,7 @@ from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import MEASURED, Speed
 from distca.profiling import versions
-from distca.profiling.timing import samples
+from distca.profiling.machine import samples
 
 KERNELS = ("hopper", "cudnn", "fa4", "varlen")
 HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128, 192, 256), (None, 4_096)

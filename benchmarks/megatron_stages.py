@@ -34,7 +34,7 @@ from rich.table import Table
 from stage_replay import balanced_inside, replay, stretched
 from stage_serving import DIM, HEADS, KV_HEADS, STAGES, Clock, Stage, StageAttention
 
-from distca.testing import random_lengths, run_processes, values
+from tests.support import random_lengths, run_processes, values
 
 LONGER = (4, 8)                                                  # stages that are replayed besides
 VOCAB, HIDDEN = 256, HEADS * DIM

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distca
+from distca.corpus.lengths import read_source
 from distca.models import model_named
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.tasks import TILE, tasks_at_home
@@ -29,7 +30,6 @@ from distca.spec import ModelShape
 from distca.validation import parse_json, read_text
 from distca.workload.documents import Workload, sample_lengths
 from distca.workload.layout import Layout
-from distca.workload.length_files import read_source
 from distca.workload.packing import PLACEMENTS, pack, pack_workload
 
 SAMPLED_RANKS = (8, 32, 64, 128, 256, 512)

@@ -32,7 +32,7 @@ from outputs import RESULTS, host_facts, wide_console, write_json
 from rich.console import Console
 from rich.table import Table
 
-from distca.baselines.at_home import at_home
+from distca.baselines import at_home
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
 from distca.models import model_named

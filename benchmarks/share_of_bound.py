@@ -22,17 +22,17 @@ from time import perf_counter
 
 import numpy as np
 from outputs import RESULTS, host_facts, wide_console, write_json
+from paper.cases import CLUSTER, DATA, KIB, Case, cases
 from rich.console import Console
 from rich.table import Table
 
 from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import causal_pairs
 from distca.models import model_named
-from distca.paper.cases import CLUSTER, DATA, KIB, Case, cases
-from distca.planning.pipeline_schedule import IDLE, same_phase_ticks
-from distca.simulate.bound import bound
+from distca.planning.schedule import IDLE, same_phase_ticks
 from distca.simulate.costs import Costs
 from distca.simulate.setting import Setting, setting
+from distca.simulate.strategies import bound
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
 from distca.validation import UserError

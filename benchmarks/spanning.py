@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distca.data import rows
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from distca.testing import run_processes, values
+from tests.support import run_processes, values
 
 MODES = ALONE, IN_ORDER, HEAD_AND_TAIL, DISTCA, PLACED = (
     "one rank alone", "slices in order", "head and tail", "distca", "distca, balanced placement")

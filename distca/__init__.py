@@ -15,7 +15,7 @@ from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
-from distca.runtime.gloo import end_process
+from distca.runtime.liveness import end_process
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.trace import Span, StepTrace
 from distca.validation import UserError

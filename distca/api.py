@@ -16,11 +16,10 @@ from distca.cost.mixed_pool import Cost, time_of
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning import step as planning_step
-from distca.planning.balance import balance
+from distca.planning.balance import AUTO, DEFAULT_TOLERANCE, StepSeconds, asked_tolerance, balance
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.planning.tick_plans import layers_of_stages
-from distca.planning.tolerance import AUTO, DEFAULT_TOLERANCE, StepSeconds, asked_tolerance
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.validation import UserError
 from distca.workload.layout import Layout

@@ -13,34 +13,31 @@ import distca
 PACKAGE = Path(distca.__file__).parent
 ROOT = PACKAGE.parent
 
-_FIRST = {"validation", "units", "formats", "columns", "dealing", "spec", "models", "trace"}
+_FIRST = {"validation", "columns", "spec", "models", "trace"}
 _PLANNING = _FIRST | {"workload", "cost", "planning"}
 MAY_IMPORT = {
     "validation": set(),
-    "units": {"validation"},
     "columns": {"validation"},
-    "dealing": set(),
-    "formats": {"validation"},
     "spec": {"validation"},
     "models": {"validation", "spec"},
     "trace": {"validation", "spec"},
     "workload": _FIRST,
+    "corpus": _FIRST | {"workload"},
     "cost": _FIRST | {"workload"},
     "planning": _FIRST | {"workload", "cost"},
     "baselines": _PLANNING,
     "simulate": _PLANNING | {"baselines"},
-    "paper": _PLANNING | {"baselines", "simulate"},
     "dispatch": _PLANNING,
-    "kernels": {"validation", "columns", "dealing", "spec"},
+    "kernels": {"validation", "columns", "cost", "spec"},
     "runtime": _PLANNING | {"dispatch", "kernels"},
     "profiling": _PLANNING | {"dispatch", "kernels", "runtime"},
-    "train": _PLANNING | {"baselines", "simulate", "dispatch", "kernels", "runtime"},
+    "train": _PLANNING | {"corpus", "baselines", "simulate", "dispatch", "kernels", "runtime"},
     "integrations": _PLANNING | {"dispatch", "kernels", "runtime"},
     "data": _PLANNING,
     "report": _PLANNING | {"baselines", "simulate"},
 }
-MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli", "testing"}
-WITHOUT_TORCH = _PLANNING | {"baselines", "simulate", "paper", "dispatch", "report", "api", "cli"}
+MAY_IMPORT_ALL = {"__init__", "__main__", "api", "cli"}
+WITHOUT_TORCH = _PLANNING | {"baselines", "simulate", "dispatch", "report", "api", "cli"}
 
 
 def _modules() -> list[Path]:

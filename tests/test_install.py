@@ -83,7 +83,7 @@ def test_the_sdist_has_docs_and_tests_and_nothing_that_was_built(built: Path) ->
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "docs/training.md", "setup.py",
-            "docs/images/plan.png", "tests/conftest.py", "tests/train/rank_mains.py", "examples/demo.toml",
+            "docs/images/plan.png", "tests/conftest.py", "tests/support/rank_mains.py", "examples/demo.toml",
             "benchmarks/planner.py", "distca/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".git", ".ci", ".venv", "runs"))]
 

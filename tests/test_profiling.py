@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca import profiling
+from distca.cost.dealing import WorkList
 from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped_tables import shipped_names, shipped_table
-from distca.cost.work_list import WorkList
 from distca.kernels import kernel_named
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import TaskRows
-from distca.profiling import machine, timing
+from distca.profiling import machine
+from distca.profiling import machine as timing
 from distca.profiling import network as probe
 from distca.runtime.transport import LoopbackWorld
 

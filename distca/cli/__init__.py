@@ -15,15 +15,13 @@ from typing import Annotated, NoReturn
 import typer
 
 import distca
-from distca.cli.checkpoint import checkpoint_app
-from distca.cli.export import export_command
-from distca.cli.paper import paper_command
+from distca.cli.checkpoint import checkpoint_app, export_command
 from distca.cli.plan import plan_command
 from distca.cli.profile import profile_command
 from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
-from distca.runtime.gloo import end_process
+from distca.runtime.liveness import end_process
 from distca.validation import UserError, plain
 
 MAX_LINE = 2000  # characters of an error
@@ -45,7 +43,6 @@ def _root(
 
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("export")(export_command)
-app.command("paper")(paper_command)
 app.command("plan")(plan_command)
 app.command("profile")(profile_command)
 app.command("report")(report_command)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from distca.corpus.files import STDIN
+from distca.corpus.length_values import length_of_text
+from distca.corpus.lengths import Heard, Reading, read_source
 from distca.report.figures import count_text
 from distca.spec import unknown_name
-from distca.units import is_count
-from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, UserError, check_whole, plain, short
-from distca.workload.byte_streams import STDIN
-from distca.workload.distribution import CorpusFigures, deal_batches
+from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, UserError, check_whole, is_count, plain, short
 from distca.workload.documents import (
     SAMPLERS,
     IntArray,
@@ -26,9 +26,8 @@ from distca.workload.documents import (
     sample_lengths,
     standard_library_lengths,
 )
-from distca.workload.length_files import Heard, Reading, read_source
-from distca.workload.length_values import length_of_text
 from distca.workload.packing import cut_at_ranks
+from distca.workload.sequences import CorpusFigures, deal_batches
 
 STANDARD_LIBRARY = "stdlib"
 DEFAULT_RANKS = 8

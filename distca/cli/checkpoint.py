@@ -1,4 +1,7 @@
-"""`distca checkpoint`: is a checkpoint whole."""
+"""`distca checkpoint`: is a checkpoint whole.
+
+`distca export`: trained weights as a folder that others load.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distca.cli.progress import say
+from distca.cli.options import say
 from distca.validation import UserError, plain
 
 checkpoint_app = typer.Typer(help="Verify checkpoints of `distca train`.", no_args_is_help=True)
@@ -53,3 +56,23 @@ def checkpoints_in(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: holds no step_… folder; give a checkpoint.folder of distca train, or one of its "
                         "checkpoints")
     return found
+
+
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint.folder, of which the newest good one is taken, or "
+                                                    "one step_… folder of it.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A new folder for config.json, safetensors and tokenizer.",
+                                        show_default=False)],
+    dtype: Annotated[str, typer.Option(help="Of the files: bfloat16, float16, float32 or float64; by default that of "
+                                            "the checkpoint.", show_default=False)] = "",
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face model that `from_pretrained` opens.
+
+    From any mesh's checkpoint, a tensor at a time, without a GPU. OUT appears when it is complete.
+    """
+    found = checkpoints_in(checkpoint)
+    from distca.train.checkpoint.export import DTYPES, export_newest
+
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"--dtype is {dtype!r}; choose one of: {', '.join(DTYPES)}")
+    export_newest(found, out, dtype=dtype or None)

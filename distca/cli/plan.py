@@ -34,30 +34,31 @@ from distca.cli.options import (
     TOLERANCE_HELP,
     Column,
     Format,
+    StepHeard,
     Tokenizer,
     count,
     one_source,
+    page_writer,
+    plot_writer,
+    progress,
     tolerance_option,
 )
-from distca.cli.outputs import page_writer, plot_writer
-from distca.cli.progress import StepHeard, progress
+from distca.corpus.lengths import Reading
 from distca.cost.attention_time import AttentionTime
-from distca.cost.cluster_file import find_cluster
 from distca.cost.mixed_pool import MixedTime, find_cost, time_of
+from distca.cost.network import find_cluster
 from distca.models import model_named
+from distca.planning.balance import AUTO, DEFAULT_TOLERANCE, StepSeconds
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.tasks import tasks_at_home
-from distca.planning.tolerance import AUTO, DEFAULT_TOLERANCE, StepSeconds
 from distca.report.figures import PlannedBatch
 from distca.report.planned_batches import PlannedBatches
-from distca.report.render_batches import print_batches
+from distca.report.render import print_batches
 from distca.simulate.costs import TABLE_CLUSTER
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
-from distca.units import UNITS_HELP
-from distca.validation import MAX_RANKS, UserError, check_whole
-from distca.workload.length_files import Reading
+from distca.validation import MAX_RANKS, UNITS_HELP, UserError, check_whole
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
 

@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from distca.cli.options import COUNT, count
-from distca.cli.outputs import check_output
-from distca.cli.progress import progress, say
-from distca.units import UNITS_HELP
-from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole
+from distca.cli.options import COUNT, check_output, count, progress, say
+from distca.validation import MAX_LOCAL_RANKS, UNITS_HELP, UserError, check_whole
 
 
 def profile_command(

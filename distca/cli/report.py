@@ -1,23 +1,31 @@
-"""`distca report`: one file that shows a run, a prediction of it and its plan, and opens without anything installed."""
+"""`distca report`: one file that shows a run, a prediction of it and its plan, and opens without anything installed.
+
+Read what commands left behind, for the report: a run's traces, log and summary, a comparison of strategies.
+
+The files may come from elsewhere, so everything in them is checked before it is drawn.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import typer
 
 from distca.cli.batches import BatchesAsked
-from distca.cli.logs import RunLog, read_log, read_traces
-from distca.cli.options import COUNT, Column, Format, Tokenizer, count
-from distca.cli.outputs import page_writer
+from distca.cli.options import COUNT, Column, Format, Tokenizer, count, page_writer
 from distca.cli.plan import PlanPool, plan_asked
+from distca.corpus.lengths import Reading
 from distca.models import model_named
-from distca.report.figures import ReportData, Timeline
-from distca.report.verdict import verdict
-from distca.validation import UserError
-from distca.workload.length_files import Reading
+from distca.report.figures import ReportData, RunFigures, StrategyFigures, Timeline, byte_text, strategies_from_json
+from distca.report.page import verdict
+from distca.trace import MAX_COUNT, StepTrace
+from distca.validation import UserError, check_number, check_whole, parse_json, read_json, read_text
 
 MAX_TIMELINES = 2
 
@@ -83,3 +91,150 @@ def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: in
     if len(timelines) > MAX_TIMELINES:
         raise UserError(f"PATH and --predicted hold {len(timelines)} timelines; give at most {MAX_TIMELINES}")
     return tuple(timelines)
+
+
+MAX_TRACE_BYTES = 2**28  # about two million spans
+MAX_LOG_BYTES = 2**26    # about a hundred thousand steps
+MAX_SPEEDS = 8           # servers whose speeds are drawn
+TRACE_NAME = re.compile(r"step_(\d{1,15})\.json")
+SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the unit
+    "loss": "loss, nats",
+    "tokens_per_second": "tokens/s",
+    "seconds": "step, seconds",
+    "work_after": "busiest rank's attention work, × mean",
+    "work_before": "the same without a plan, × mean",
+    "bytes_per_layer": "bytes a layer, forward",
+    "mfu": "model FLOPs utilization",
+    "attention_seconds": "attention, seconds",
+    "attention_seconds_max": "attention of the slowest rank, seconds",
+    "linear_seconds": "the rest of the model, seconds",
+    "exposed_seconds": "waiting for exchanges, seconds",
+    "host_seconds": "waiting for the batch, seconds",
+    "memory_bytes": "memory, bytes",
+    "tolerance": "tolerance chosen",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunLog:
+    """What was found in one path."""
+
+    traces: dict[int, Path] = field(default_factory=dict)  # by step
+    run: RunFigures | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    comparison: tuple[StrategyFigures, ...] = ()
+
+
+def read_log(path: Path) -> RunLog:
+    """A folder that `distca train` logged into, or one of its files."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; give the log.folder of a run, or a file of it")
+    if path.is_dir():
+        return _read_folder(path)
+    if path.suffix == ".jsonl":
+        return RunLog(run=_read_steps(path))
+    content = read_json(path, MAX_TRACE_BYTES)
+    if isinstance(content, list):
+        return RunLog(traces={_traces(content, path)[0].step: path})
+    if isinstance(content, dict) and "strategies" in content:
+        return RunLog(comparison=_named(path, strategies_from_json, content))
+    if isinstance(content, dict) and "tokens_per_second" in content:
+        return RunLog(facts=_named(path, _summary_facts, content))
+    if isinstance(content, dict) and "traceEvents" in content:
+        raise UserError(f"{path}: a Chrome trace, which a report cannot read; give the step_N.json beside it")
+    raise UserError(f"{path}: neither a trace, a log nor a summary of a run, nor a comparison; give step_N.json, "
+                    "steps.jsonl, summary.json, their folder, or what distca simulate --json printed")
+
+
+def _named(path: Path, check: Callable[[Any], T], content: Any) -> T:
+    """What the check makes of a file's content; its refusals name the file."""
+    try:
+        return check(content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _read_folder(folder: Path) -> RunLog:
+    named = {path: TRACE_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_file()}
+    traces = {int(match[1]): path for path, match in named.items() if match}
+    steps, summary = folder / "steps.jsonl", folder / "summary.json"
+    if not (traces or steps in named or summary in named):
+        raise UserError(f"{folder}: holds no step_N.json, steps.jsonl or summary.json; give the log.folder of a run")
+    return RunLog(traces, _read_steps(steps) if steps in named else None,
+                  _named(summary, _summary_facts, read_json(summary)) if summary in named else ())
+
+
+def read_traces(path: Path) -> tuple[StepTrace, ...]:
+    return _traces(read_json(path, MAX_TRACE_BYTES), path)
+
+
+def _traces(content: Any, path: Path) -> tuple[StepTrace, ...]:
+    return _named(path, traces_from_json, content)
+
+
+def traces_from_json(content: Any) -> tuple[StepTrace, ...]:
+    """One step's traces, of different ranks, with spans that a chart can draw."""
+    if not isinstance(content, list) or not content:
+        raise UserError("not a list of step traces, one per rank; trace a step with --log.trace_step N")
+    traces = tuple(StepTrace.from_json(one) for one in content)
+    seen: set[int] = set()
+    for trace in traces:
+        if trace.rank in seen:
+            raise UserError(f"rank {trace.rank} is there twice; write the trace again")
+        seen.add(trace.rank)
+    return traces
+
+
+def _read_steps(path: Path) -> RunFigures | None:
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(read_text(path, MAX_LOG_BYTES).splitlines(), 1):
+        try:
+            record = parse_json(line)
+            check_whole("step", record["step"], least=0, most=MAX_COUNT)
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: line {number} is not a step's record; remove the line") from None
+        records.append(record)
+    if not records:
+        return None
+    found = [name for name in SERIES if all(name in record for record in records)]
+    curves = [(SERIES[name], np.array([_figure(record[name], f"{path}: {name}") for record in records]))
+              for name in found]
+    return RunFigures(np.array([record["step"] for record in records], dtype=np.int64),
+                      (*curves, *_server_speeds(path, records)))
+
+
+def _server_speeds(path: Path, records: list[dict[str, Any]]) -> list[tuple[str, np.ndarray]]:
+    """A curve for each server that differs most from the median, where all steps know the speeds of as many servers."""
+    lists = [record.get("server_speed") for record in records]
+    if not all(isinstance(speeds, list) and len(speeds) == len(lists[0] or []) for speeds in lists):
+        return []
+    by_server = np.array([[_figure(one, f"{path}: server_speed") for one in speeds or []] for speeds in lists]).T
+    apart = np.argsort(-np.abs(by_server - 1.0).max(axis=1, initial=0.0), kind="stable")[:MAX_SPEEDS]
+    return [(f"speed of server {server}, × the median", by_server[server]) for server in sorted(apart.tolist())]
+
+
+def _summary_facts(content: Any) -> tuple[tuple[str, str], ...]:
+    def figure(name: str) -> float:
+        if not isinstance(content, dict) or name not in content:
+            raise UserError(f"has no {name}; give a summary.json that a run wrote")
+        return _figure(content[name], name)
+
+    return (
+        ("steps", f"{figure('steps'):,.0f}"),
+        ("tokens/s", f"{figure('tokens_per_second'):,.0f}"),
+        ("busiest rank's work, × mean", f"{figure('work_before'):.2f} → {figure('work_after'):.2f}"),
+        ("waiting for exchanges", f"{figure('exposed_share'):.1%} of the steps"),
+        ("memory", byte_text(figure("memory_bytes"))),
+        ("last loss", f"{figure('final_loss'):.4f}"),
+    )
+
+
+def _figure(value: Any, field: str) -> float:
+    """A number; a run that diverged has steps without one."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return math.nan
+    return check_number(field, value)

@@ -25,17 +25,20 @@ from distca.cli.options import (
     Column,
     Format,
     Tokenizer,
+    check_output,
     count,
     counts,
+    page_writer,
+    progress,
     tolerance_option,
 )
-from distca.cli.outputs import check_output, page_writer
-from distca.cli.progress import progress
-from distca.cost.cluster_file import find_cluster
+from distca.corpus.files import STDIN
+from distca.corpus.lengths import Heard, Reading
 from distca.cost.mixed_pool import find_cost
+from distca.cost.network import find_cluster
 from distca.models import model_named
 from distca.report.figures import ReportData, Timeline, comparison_page, strategies_of
-from distca.report.verdict import ours_and_best_baseline, verdict
+from distca.report.page import ours_and_best_baseline, verdict
 from distca.simulate.execute import Step
 from distca.simulate.outcomes import Comparison, Outcome
 from distca.simulate.setting import settings
@@ -43,11 +46,8 @@ from distca.simulate.strategies import NAMES, STRATEGIES
 from distca.simulate.sweep import Question, compare, replay
 from distca.spec import CLUSTERS
 from distca.trace import write_chrome_trace
-from distca.units import UNITS_HELP
-from distca.validation import check_whole, plain, write_own
-from distca.workload.byte_streams import STDIN
+from distca.validation import UNITS_HELP, check_whole, plain, write_own
 from distca.workload.documents import SAMPLERS, Workload, standard_library_lengths
-from distca.workload.length_files import Heard, Reading
 from distca.workload.sequences import Source
 
 DEFAULT_CONTEXT = 131_072

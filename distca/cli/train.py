@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from distca.cli.options import COUNT, count
-from distca.runtime.gloo import end_process
+from distca.runtime.liveness import end_process
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
-from distca.units import UNITS_HELP
-from distca.validation import UserError
+from distca.validation import UNITS_HELP, UserError
 
 
 def _train(settings: Settings) -> int:

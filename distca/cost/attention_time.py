@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from distca.cost.dealing import Tasks, WorkList
 from distca.cost.latency_table import LatencyTable, Surface
 from distca.cost.shipped_tables import nearest_heads
-from distca.cost.work_list import Tasks, WorkList
 from distca.spec import ModelShape
 from distca.validation import UserError
 from distca.workload.placement import Cuts

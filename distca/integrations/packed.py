@@ -24,8 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
 from distca.integrations.document_lengths import RowSlices, from_positions, whole_documents
-from distca.integrations.row_table import Rows, RowTable
-from distca.integrations.spanning import join_slices, spans
+from distca.integrations.row_exchange import Rows, RowTable, join_slices, spans
 from distca.kernels.interface import check_tensors
 from distca.planning.balance import balance
 from distca.planning.plan import Plan

@@ -14,13 +14,12 @@ import torch
 
 from distca.kernels.cudnn import CudnnKernel
 from distca.kernels.dense import DenseKernel, dense_attention
-from distca.kernels.fa4 import Fa4Kernel
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.flash import Fa4Kernel, VarlenKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import Kernel, TaskRows, merge
 from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
 from distca.kernels.softcap_sinks import check_softcap
-from distca.kernels.varlen import VarlenKernel
 from distca.validation import UserError
 
 __all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]

@@ -19,14 +19,14 @@ import numpy as np
 from distca.columns import added
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import attention_backward_flops, attention_flops
+from distca.planning.balance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.planning.micro_batch import MicroBatch
-from distca.planning.pipeline_schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.placed import Planner, is_no_more, sends_no_more
 from distca.planning.plan import Plan, max_over_mean, server_work
+from distca.planning.schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.step_checks import check_calls, check_fields
 from distca.planning.tasks import tasks_at_home
 from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
-from distca.planning.tolerance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.spec import ModelShape
 from distca.validation import UserError
 from distca.workload.layout import Layout

@@ -16,8 +16,8 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.planning.balance import balance
-from distca.planning.pipeline_schedule import IDLE, Ticks
 from distca.planning.plan import Plan, max_over_mean
+from distca.planning.schedule import IDLE, Ticks
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole
 from distca.workload.layout import KeySlices, Layout

@@ -6,7 +6,7 @@ point is several identical shards in one call, enough to fill the device, and th
 has keys of its own; only in forward, where those of enough shards would not fit, they share them. Beyond MAX_Q_LEN
 queries throughput no longer changes and the table charges its peak.
 
-A kernel that draws items from a work list (cost/work_list.py) says how large they are. Then a few batches of equal
+A kernel that draws items from a work list (cost/dealing.py) says how large they are. Then a few batches of equal
 items give what a launch costs and how much faster items run on an idle device, and with that the launch and the tail
 are taken out of the grid's times: what is left is what a shard adds to a full batch. Times are medians; see timing.py.
 """
@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from distca.cost.dealing import Tasks, WorkList
 from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.cost.work import attention_backward_flops, attention_flops, pairs_of_shard
-from distca.cost.work_list import Tasks, WorkList
 from distca.kernels import Kernel, TaskRows, choose
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.profiling.machine import copy_rate, facts, linear_layers
+from distca.profiling.machine import Run, copy_rate, facts, in_turns, linear_layers, queued_samples
 from distca.profiling.machine import versions as versions
-from distca.profiling.timing import Run, in_turns, queued_samples
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole
 

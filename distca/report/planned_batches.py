@@ -14,8 +14,8 @@ import numpy as np
 
 from distca.report.figures import PlannedBatch, ReportData, byte_text, count_text, plan_page
 from distca.report.render import verdict as verdict_of_one
-from distca.units import unit_text
-from distca.workload.distribution import CorpusFigures
+from distca.validation import unit_text
+from distca.workload.sequences import CorpusFigures
 
 FIELDS: dict[str, Callable[[PlannedBatch], float]] = {
     "work_max_over_mean_before": lambda batch: batch.before.work_max_over_mean,

@@ -28,7 +28,7 @@ from distca.report.figures import (
     seconds_text,
 )
 from distca.report.timeline import MAX_SPANS, timeline_payload
-from distca.simulate.memory import Memory
+from distca.simulate.costs import Memory
 from distca.trace import LANES
 
 MAX_CELLS = 128        # rows and columns of the matrix of transfers

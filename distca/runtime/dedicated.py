@@ -17,7 +17,7 @@ import torch
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.runtime.call import Call, Phase, Shapes
-from distca.runtime.heap import TRIM_CALLS, return_freed_memory
+from distca.runtime.liveness import TRIM_CALLS, return_freed_memory
 from distca.runtime.registry import PLANS_KEPT, LatestUsed
 from distca.runtime.transport import Transport
 from distca.validation import UserError

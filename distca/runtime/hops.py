@@ -14,8 +14,8 @@ from typing import Generic
 import torch
 
 from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors, WireLayout
+from distca.runtime.transport.hierarchical import Relay
 from distca.runtime.transport.interface import Handle, Transport
-from distca.runtime.transport.relay import Relay
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,39 @@ watchdog aborts them. So a thread of every rank sends a heartbeat to the next ra
 - no heartbeat for `timeout_seconds`: it is stopped, or its host is gone;
 - an NCCL collective of this rank is older than `timeout_seconds`: another rank hung or left the loop.
 Whoever notices passes the verdict on around the ring, so that all ranks end within seconds with the same reason.
+
+Keep clear of two races in torch's gloo groups (seen in 2.13 and 2.15, without any code of ours).
+
+A group runs its collectives on two worker threads. Both write the name of what they finished into one string of the
+group, without a lock. Names of up to 15 characters stay inside the string; that of a functional all-gather, which
+DTensor uses, is longer, and two workers that finish together free it twice: the heap is corrupt. One worker has nobody
+to race with, and collectives of a group keep their order anyway.
+
+A worker also takes the GIL to let go of tensors that Python holds too, and it outlives `destroy_process_group` wherever
+DDP, FSDP2, a device mesh or a functional collective kept the group. A late one then finds the interpreter finalizing,
+which ends the thread inside a destructor ("terminate called without an active exception"), or DDP's destructor, which
+waits for the worker and holds the GIL that it needs. So our processes end without finalizing the interpreter.
+
+Give memory that was freed back to the system, which glibc's heap does not do by itself.
+
+Exchanges have other sizes in every step, so that tensors on a CPU leave holes that the next ones do not fit: processes
+grow for hundreds of steps, although their live bytes do not. Trimming the heap now and then stops that for next to no
+time. A small threshold for mmap does so too, but pays with page faults in every step; fewer arenas do not help.
+`benchmarks/host_memory.py` compares them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -138,3 +161,52 @@ def oldest_nccl_seconds() -> float:
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # absent in builds without NCCL
     active = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()) if dump else ()
     return max((time.time() - entry["time_created_ns"] / 1e9 for entry in active), default=0.0)
+
+
+@cache
+def one_worker_per_group() -> None:
+    """Give every gloo group that this process makes from now on one worker thread; torch has no option for it."""
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo
+    start = gloo.__init__
+
+    def start_one_worker(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+        options = gloo._Options()
+        options._threads, options._timeout = 1, timeout
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")        # as torch reads it
+        options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else [
+            gloo.create_default_device()]
+        for name, value in more.items():
+            setattr(options, name, value)
+        start(self, store, rank, size, options)
+
+    gloo.__init__ = start_one_worker
+
+
+def end_process(code: int = 0) -> NoReturn:
+    """End this process with its output written, the interpreter not finalized and exit handlers not run.
+
+    The last call of a rank, behind `dist.barrier()` and `dist.destroy_process_group()` where all went well, and while
+    its model lives: that is the last to hold the group, and waits for its workers.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+TRIM_STEPS = 10    # optimizer steps between two trims
+TRIM_CALLS = 256   # calls of a server that only serves, which knows no steps
+
+
+def return_freed_memory() -> None:
+    """Let the system have every page of the heap that holds nothing; where the C library has no such call, nothing."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; musl and macOS have none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from distca.planning.pipeline_schedule import IDLE, Ticks
 from distca.planning.plan import Plan
+from distca.planning.schedule import IDLE, Ticks
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Phase, Shapes
 from distca.runtime.transport import Handle, PointToPoint

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from distca.dispatch.build import build
-from distca.kernels.hopper import HopperKernel
-from distca.kernels.hopper_buffers import Most
+from distca.kernels.hopper.buffers import Most
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows
 from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.cost.mixed_pool import Cost
-from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import Plan
+from distca.planning.schedule import IDLE
 from distca.planning.step import StepPlan
 from distca.simulate.calls import Calls, Placed, PlanCosts
 from distca.simulate.clock import NIC, Clock
-from distca.simulate.costs import Costs
-from distca.simulate.memory import Memory, memory
+from distca.simulate.costs import Costs, Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
 from distca.trace import StepTrace
 

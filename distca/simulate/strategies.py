@@ -4,6 +4,15 @@ Baselines choose among groups: dp replicas of cp data ranks. Ours are a pool wit
 published method, documents where the loader puts them, at one tolerance; `distca` places documents too, and may do
 without ping-pong. Where the tolerance is `auto`, it chooses that for the run as well: a tighter one where the network
 has time, a looser one where it has not. Ours are planned by `plan_step` with the arguments that a training run has.
+
+The step that no strategy can beat, whatever the table, the pipeline or the tolerance.
+
+Two things every step must do, however it is planned. The ranks of a stage run the linear layers (and on the last stage
+the head) of all tokens: on average so long, and the longest no shorter. And the whole pool runs these and all
+attention: its mean is again a floor, with each document's attention at the best rate that its table knows for any
+shape with no more keys than the document has. Links between ranks are free, attention may run in any bubble and be cut
+anywhere, and rows may have any number of tokens: seconds of segments are proportional to tokens, so that how they are
+dealt does not change the sum. The optimizer follows.
 """
 
 from __future__ import annotations
@@ -14,16 +23,21 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from distca.baselines.fixed_packing import fixed_packing_step
-from distca.baselines.groups import fixed_rows
-from distca.baselines.per_document_cp import per_document_cp_step
-from distca.baselines.variable_length import variable_length, variable_length_step, variable_rows
-from distca.baselines.wlb_ideal import wlb_ideal_step
-from distca.planning.pipeline_schedule import one_forward_one_backward
+from distca.baselines import (
+    fixed_packing_step,
+    fixed_rows,
+    per_document_cp_step,
+    variable_length,
+    variable_length_step,
+    variable_rows,
+    wlb_ideal_step,
+)
+from distca.cost.work import causal_pairs
+from distca.planning.balance import DEFAULT_TOLERANCE, TOLERANCES
+from distca.planning.schedule import one_forward_one_backward
 from distca.planning.step import StepPlan, plan_step
-from distca.planning.tolerance import DEFAULT_TOLERANCE, TOLERANCES
-from distca.simulate.costs import Costs
-from distca.simulate.memory import max_live_tokens, memory
+from distca.simulate.costs import Costs, Memory, max_live_tokens, memory
+from distca.simulate.execute import Step
 from distca.simulate.setting import Setting
 from distca.spec import unknown_name
 from distca.validation import UserError
@@ -242,3 +256,25 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise UserError(f"strategies is empty; give one or more of: {', '.join(NAMES)}")
     return tuple(name for name in NAMES if name in names)
+
+
+def bound(setting: Setting, costs: Costs, lengths: np.ndarray) -> Step:
+    """The floor of a step that trains on documents of these lengths."""
+    layers, tokens = np.array(setting.layers), np.full(1, float(lengths.sum()))
+    pairs = causal_pairs(np.zeros_like(lengths), lengths) * setting.model.num_layers
+    linear, attention = np.zeros(setting.pp), 0.0                # of all ranks; [stages]
+    for backward in (False, True):
+        linear += sum(float(part[0]) for part in costs.segment_seconds(tokens, backward)) * layers
+        linear[-1] += float(costs.head_seconds(tokens, backward)[0])
+        attention += costs.attention.least(pairs, backward, lengths)
+    optimizer = costs.optimizer_seconds(setting.layers, setting.num_data)
+    floor = max(float(linear.max()) / setting.num_data, (float(linear.sum()) + attention) / setting.num_pool)
+    seconds = floor + float(optimizer.max())
+    busy = ((float(linear.sum()) + attention) / setting.num_pool + float(optimizer.mean())) / seconds
+    return Step(seconds, busy, np.full(setting.num_pool, attention / setting.num_pool), _least_memory(setting, costs))
+
+
+def _least_memory(setting: Setting, costs: Costs) -> Memory:
+    """Equal tokens of one micro-batch on every rank."""
+    return memory(costs, setting.layers, one_forward_one_backward(setting.pp, 1),
+                  np.full((1, setting.num_data), setting.tokens_per_rank))

@@ -18,16 +18,14 @@ from math import inf
 from typing import Any
 
 from distca.cost.mixed_pool import Cost, MixedPool
+from distca.planning.balance import asked_tolerance
 from distca.planning.step import StepPlan
-from distca.planning.tolerance import asked_tolerance
-from distca.simulate.bound import bound
 from distca.simulate.calls import PlanCosts
-from distca.simulate.costs import Costs
+from distca.simulate.costs import Costs, check_holds_model, check_holds_step
 from distca.simulate.execute import Step, execute
-from distca.simulate.memory import check_holds_model, check_holds_step
 from distca.simulate.outcomes import Comparison, Figures, Outcome
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, check_names
+from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, bound, check_names
 from distca.validation import UserError
 from distca.workload.sequences import Source, batch_sequences
 

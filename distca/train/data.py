@@ -22,20 +22,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distca.baselines.at_home import at_home_step
-from distca.baselines.per_document_cp import per_document_cp_step
+from distca.baselines import at_home_step, per_document_cp_step
+from distca.corpus.corpora import Corpus
 from distca.cost.attention_time import AttentionTime
-from distca.cost.cluster_file import find_cluster
 from distca.cost.mixed_pool import find_cost, time_of
+from distca.cost.network import find_cluster
+from distca.planning.balance import StepSeconds
 from distca.planning.step import StepPlan, StepSummary, plan_step
 from distca.planning.tick_plans import layers_of_stages
-from distca.planning.tolerance import StepSeconds
 from distca.planning.windows import with_windows
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape, unknown_name
 from distca.train.agreement import StepDigests
 from distca.train.background import in_background
-from distca.train.corpora import Corpus
 from distca.train.settings import MODES, Settings
 from distca.validation import UserError
 from distca.workload.documents import IGNORED

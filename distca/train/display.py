@@ -26,9 +26,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json
+from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json, trackers_for
 from distca.train.settings import Settings
-from distca.train.trackers import trackers_for
 from distca.validation import open_own, write_own
 
 REFRESH_PER_SECOND = 2

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.corpus.corpora import Corpus, PartOfCorpus, corpus_from
 from distca.spec import ModelShape
-from distca.train.corpora import Corpus, PartOfCorpus, corpus_from
 from distca.train.data import Agree, Batch, Loader
 from distca.train.settings import Settings
 from distca.validation import UserError

@@ -3,19 +3,29 @@
 Ranks that train come first, a mesh of pipeline × data × tensor ranks; the last `attention.dedicated` ranks hold no
 layers and serve. Heads are sharded under tensor parallelism, so a server belongs to one tensor index, and since the
 index runs fastest everywhere, the ranks of one index are every `parallel.tensor`-th of all.
+
+What a rank does that only serves attention: no layers, no data, no checkpoints, nothing that outlives a call.
+
+It runs whatever the first training rank of its pool announces, until that says that the run is over. Asked to stop, it
+goes on serving: those that train agree on the last step, save, and let it go.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distca.runtime.transport import C10dTransport, Transport, over_nodes
+from distca.runtime.attention import CoreAttention
+from distca.runtime.dedicated import serve_until_stopped
+from distca.runtime.transport import C10dTransport, Transport, TransportError, over_nodes
+from distca.train.agreement import set_timeouts
 from distca.train.settings import Settings
 
 
@@ -65,3 +75,25 @@ def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Tra
     if chosen != "c10d" or not per_node:
         return chosen
     return over_nodes(C10dTransport(group), [rank // per_node for rank in range(dist.get_world_size(group))])
+
+
+def serve(settings: Settings, device: torch.device) -> int:
+    """Serve to the end of the run; how many calls that were. The trainers' failure is an error here too."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    groups = groups_of(settings, device)
+    attention = CoreAttention(groups.servers, kernel=settings.attention.kernel,
+                              transport=transport_between(groups.servers, settings),
+                              spare_multiprocessors=settings.attention.spare_multiprocessors)
+    set_timeouts(timedelta(seconds=settings.run.timeout_seconds))
+    try:
+        return serve_until_stopped(attention, device)
+    except TransportError:
+        if asked:  # the trainers were asked too, and some ended before they listened
+            return 0
+        raise

@@ -7,6 +7,8 @@ Local ranks are processes of this machine that meet at a store in the launcher, 
 alone: its port is free because the store already holds it. SIGTERM, and Ctrl-C once, ask the ranks to save and stop;
 Ctrl-C twice ends them. When a rank fails the others cannot go on: they get a moment to say what they saw, then they are
 ended, and the first failure is the run's. A rank that a signal ended is the first: what others saw, they saw of it.
+
+Whether the kernel ended a process of ours because memory ran out: a plain SIGKILL does not say so itself.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from distca.runtime.gloo import end_process
-from distca.train.memory_kills import MemoryKills
+from distca.runtime.liveness import end_process
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
@@ -374,3 +375,42 @@ def _end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()          # finds it too where the launcher is gone already
+
+
+class MemoryKills(NamedTuple):
+    """The kernel's count of processes that it ended for lack of memory, where a cgroup has one."""
+
+    file: Path | None            # None where nobody counts
+    before: int
+
+    @classmethod
+    def of(cls, root: Path) -> MemoryKills:
+        """As it is now, for this process's own cgroup or the nearest above that counts."""
+        try:
+            lines = (root / "proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            return cls(None, 0)
+        for line in lines:                                       # v2 is 0::/path, v1 has its controllers named
+            _, controllers, path = line.split(":", 2)
+            version_1 = "memory" in controllers.split(",")
+            if not version_1 and controllers:
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if version_1 else "")
+            own = top / path.lstrip("/")
+            for folder in (own, *own.parents):
+                file = folder / ("memory.oom_control" if version_1 else "memory.events")
+                if file.is_file():
+                    return cls(file, _oom_kills(file))
+                if folder == top:
+                    break
+        return cls(None, 0)
+
+    def risen(self) -> bool:
+        return self.file is not None and _oom_kills(self.file) > self.before
+
+
+def _oom_kills(file: Path) -> int:
+    try:
+        return sum(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill "))
+    except (OSError, ValueError, IndexError):
+        return 0

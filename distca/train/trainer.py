@@ -22,38 +22,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.cost.utilization import peak_flops, training_flops
+from distca.cost.work import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import stop_servers_from
-from distca.runtime.gloo import one_worker_per_group
-from distca.runtime.heap import TRIM_STEPS, return_freed_memory
-from distca.runtime.liveness import Liveness, is_lost
+from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
-from distca.train.adapt import ServerSpeeds
-from distca.train.agreement import Agreement
+from distca.train.agreement import Agreement, ServerSpeeds, first_says, gather_json, set_timeouts
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError
-from distca.train.checkpoint.export import export_newest
+from distca.train.checkpoint.export import export_newest, keep_tokenizer, token_ids
 from distca.train.checkpoint.folder import step_folders
-from distca.train.checkpoint.tokenizer_files import keep_tokenizer, token_ids
-from distca.train.collectives import first_says, gather_json, set_timeouts
 from distca.train.data import Batch, Loader
 from distca.train.display import Observer
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.folder_lock import FolderLock, open_log_folder
-from distca.train.groups import groups_of, num_training, transport_between
+from distca.train.groups import groups_of, num_training, serve, transport_between
 from distca.train.metrics import StepRecord
-from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate
-from distca.train.model.hf_config import config_of
+from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate, run_segments
+from distca.train.model.huggingface import config_of
 from distca.train.model.offload import Offload
 from distca.train.model.parallel import clip_grad_norm
-from distca.train.model.segment_runs import run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
-from distca.train.serving import serve
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
 from distca.train.stages import StageWork

@@ -20,8 +20,7 @@ from distca.columns import freeze
 from distca.validation import UserError, short
 from distca.workload.documents import Workload, check_lengths
 from distca.workload.layout import KeySlices, Layout
-from distca.workload.placement import Cuts, place
-from distca.workload.placement_levels import place_by_levels
+from distca.workload.placement import Cuts, place, place_by_levels
 from distca.workload.topology import Topology
 
 PLACEMENTS = ("given", "balanced")

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home
-from distca.baselines.per_document_cp import head_tail_layout, per_document_cp
+from distca.baselines import at_home, head_tail_layout, per_document_cp
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
-from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout, tokens_moved
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
+from tests.support import LAYOUT_KINDS, LayoutKind, random_layout, tokens_moved
 
 MODEL = MODELS["llama3-8b"]
 SEEDS = st.integers(0, 10_000)

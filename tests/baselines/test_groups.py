@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.fixed_packing import fixed_packing_step, per_sequence_layout
-from distca.baselines.groups import fixed_rows, step_of_groups
-from distca.baselines.per_document_cp import head_tail_layout, per_document_cp_step
-from distca.baselines.variable_length import variable_length, variable_length_step, variable_rows
-from distca.baselines.wlb_ideal import adaptive_layout, wlb_ideal_step
+from distca.baselines import (
+    adaptive_layout,
+    fixed_packing_step,
+    fixed_rows,
+    head_tail_layout,
+    per_document_cp_step,
+    per_sequence_layout,
+    step_of_groups,
+    variable_length,
+    variable_length_step,
+    variable_rows,
+    wlb_ideal_step,
+)
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs

@@ -60,7 +60,7 @@ def test_what_is_slow_to_start_says_a_line_first(tmp_path: Path) -> None:
 
 
 def test_pipes_are_spared_the_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from distca.cli.progress import say
+    from distca.cli.options import say
 
     say("nobody sees this")
     assert capsys.readouterr() == ("", "")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import distca
-from distca.workload.distribution import deal_batches
 from distca.workload.documents import sample_lengths
+from distca.workload.sequences import deal_batches
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = {"work_max_over_mean_before", "work_max_over_mean", "bytes_total_before", "bytes_total", "bytes_sent_max",

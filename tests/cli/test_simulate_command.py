@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import distca
-from distca.cli.logs import read_traces
+from distca.cli.report import read_traces
 
 KEYS = {"tokens_per_second", "step_seconds", "idle_share", "exposed_communication_share", "peak_memory_gb",
         "work_max_over_mean", "speedup_over"}

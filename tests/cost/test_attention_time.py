@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from distca.cost import shipped_tables
 from distca.cost.attention_time import AttentionTime
+from distca.cost.dealing import WorkList
 from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.cost.shipped_tables import shipped_names, shipped_table
-from distca.cost.work_list import WorkList
 from distca.models import model_named
 from distca.spec import ModelShape
 

@@ -24,13 +24,13 @@ from distca.planning.step import plan_step
 from distca.simulate.setting import setting
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
-from distca.testing import random_lengths
 from distca.train.data import attention_time, step_plan
 from distca.train.settings import load_settings
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.sequences import Source
 from distca.workload.topology import Topology
+from tests.support import random_lengths
 
 LLAMA = MODELS["llama3-8b"]
 H200, CUDNN = shipped_table("h200"), shipped_table("h200_cudnn")

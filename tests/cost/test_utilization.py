@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distca.cost.utilization import PEAKS, peak_flops, training_flops
+from distca.cost.work import PEAKS, peak_flops, training_flops
 from distca.models import model_named
 from distca.spec import ModelShape
 

@@ -15,7 +15,9 @@ from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable, tasks_at_home
-from distca.testing import (
+from distca.workload.layout import Layout, layout_from_rows
+from distca.workload.packing import pack
+from tests.support import (
     LAYOUT_KINDS,
     misplaced_plan,
     random_layout,
@@ -23,8 +25,6 @@ from distca.testing import (
     scattered_plan,
     tokens_moved,
 )
-from distca.workload.layout import Layout, layout_from_rows
-from distca.workload.packing import pack
 
 MODEL = MODELS["llama3-8b"]
 

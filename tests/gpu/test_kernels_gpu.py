@@ -9,11 +9,11 @@ import torch
 
 import distca.kernels
 from distca.kernels import TaskRows, choose, cudnn_graphs, dense_attention, kernel_named
-from distca.kernels.accuracy import check_attention
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.ranking import measured
 from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
-from distca.testing import determinism
+from tests.support import determinism
+from tests.support.accuracy import check_attention
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,6 @@
 """Four ranks that share one GPU, over gloo and over symmetric memory: bytes arrive, and attention is exact.
 
-"Exact": in bf16, as far from float64 as rounding explains (distca.kernels.accuracy), and no farther.
+"Exact": in bf16, as far from float64 as rounding explains (tests.support.accuracy), and no farther.
 """
 
 import os
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from distca.kernels import TaskRows
-from distca.kernels.accuracy import expected_attention
 from distca.planning.balance import balance
 from distca.planning.micro_batch import MicroBatch
 from distca.runtime.attention import CoreAttention
@@ -18,7 +17,8 @@ from distca.runtime.ping_pong import taken
 from distca.runtime.transport import Handle, Transport, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.packing import pack, pack_ping_pong
+from tests.support import (
     gradient,
     nano_index,
     qkv_of,
@@ -28,7 +28,7 @@ from distca.testing import (
     scattered_plan,
     values,
 )
-from distca.workload.packing import pack, pack_ping_pong
+from tests.support.accuracy import expected_attention
 
 pytestmark = [
     pytest.mark.gpu,

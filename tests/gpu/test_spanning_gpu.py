@@ -9,9 +9,9 @@ import torch.distributed as dist
 from distca.data import rows
 from distca.integrations.packed import PackedAttention
 from distca.kernels import TaskRows
-from distca.kernels.accuracy import expected_attention
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import gradient, random_qkv, run_processes
+from tests.support import gradient, random_qkv, run_processes
+from tests.support.accuracy import expected_attention
 
 pytestmark = [
     pytest.mark.gpu,

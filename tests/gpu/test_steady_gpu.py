@@ -1,6 +1,6 @@
 """Ranks that share one GPU capture a layer's attention, both ways, and replay it with plans it has never seen.
 
-Results are as far from float64 as rounding explains (distca.kernels.accuracy), and no farther. Neither a refill nor a
+Results are as far from float64 as rounding explains (tests.support.accuracy), and no farther. Neither a refill nor a
 replay allocates device memory, and none of them waits for the device.
 """
 
@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from distca.kernels import TaskRows
-from distca.kernels.accuracy import expected_attention
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.call import Shapes
 from distca.runtime.steady import SteadyAttention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import qkv_of, random_qkv, row_index, run_processes, scattered_plan
 from distca.workload.packing import pack
+from tests.support import qkv_of, random_qkv, row_index, run_processes, scattered_plan
+from tests.support.accuracy import expected_attention
 
 GPU = torch.device("cuda", 0)
 MISSING = (HopperKernel().supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_available()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
@@ -19,9 +18,7 @@ from typer.main import get_command
 
 import distca
 from distca import cli
-
-sys.path.insert(0, str(Path(__file__).parent))
-files = importlib.import_module("hostile_files")
+from tests.support import hostile_files as files
 
 ROOT = Path(distca.__file__).parents[1]
 MAX_SECONDS = 5.0            # of the processor's time

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ import torch
 
 from distca.data import Collator, rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from tests.support import run_processes
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-sys.path.insert(0, str(Path(__file__).parent))
 STEPS = [[200, 30], [61, 59], [5, 1, 170, 4]]
 
 
@@ -74,7 +72,7 @@ def own_loop(transport: Transport, accelerator: Any, checkpointing: bool = False
     """Gradients and weights of a loop around `prepare`, as one process has them; gives the wrapper's name."""
     from distca.integrations.huggingface import enable
 
-    plain = importlib.import_module("test_huggingface_spanning")
+    plain = importlib.import_module("tests.integrations.test_huggingface_spanning")
     one, model = plain.small("llama", attn_implementation="sdpa").train(), plain.small("llama").train()
     attention = enable(model, tolerance=0.02)
     if checkpointing:
@@ -125,7 +123,7 @@ def trainer_losses(transport: Transport, folder: str, **options: Any) -> list[fl
 
     from distca.integrations.huggingface import enable
 
-    plain = importlib.import_module("test_huggingface_spanning")
+    plain = importlib.import_module("tests.integrations.test_huggingface_spanning")
     hf.set_seed(0)
     model = plain.small("llama", **({} if transport.size > 1 else {"attn_implementation": "sdpa"}))
     if transport.size > 1:

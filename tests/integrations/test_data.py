@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from distca.data import Collator, rows
 from distca.integrations.document_lengths import from_positions
-from distca.integrations.spanning import join_slices
+from distca.integrations.row_exchange import join_slices
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
 from distca.workload.documents import IGNORED
+from tests.support import run_processes
 
 
 def numbered(lengths: list[int]) -> list[list[int]]:

@@ -11,8 +11,8 @@ import torch
 
 from distca.integrations.document_lengths import RowSlices, from_arguments, from_edges
 from distca.integrations.packed_layers import Options, PackedLayers
-from distca.integrations.spanning import join_slices
-from distca.testing import refusal
+from distca.integrations.row_exchange import join_slices
+from tests.support import refusal
 
 TOKENS = 12
 

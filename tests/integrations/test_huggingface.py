@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
 
 import distca
-from distca.testing import greedy, run_processes
+from tests.support import greedy, run_processes
 
 pytest.importorskip("transformers")
 
@@ -30,7 +30,7 @@ from transformers import DataCollatorWithFlattening
 from distca.integrations.document_lengths import from_batch, whole_documents
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from distca.integrations.row_table import RowTable
+from distca.integrations.row_exchange import RowTable
 from distca.runtime.transport.c10d import C10dTransport
 
 ROOT = Path(distca.__file__).parents[1]

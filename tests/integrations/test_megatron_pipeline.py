@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes, values
+from tests.support import run_processes, trainers, values
 
-sys.path.insert(0, str(Path(__file__).parent))
-trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
                                 "pip install '.[megatron-core]'")
 VOCAB, STAGES, LAYERS = 64, 2, 4
@@ -40,7 +36,7 @@ def stage_of(whole: Any, chunk: int, chunks: int, settings: dict[str, Any]) -> t
     stage, per_chunk = parallel_state.get_pipeline_model_parallel_rank(), LAYERS // STAGES // chunks
     if chunks > 1:
         settings = {**settings, "vp_stage": chunk, "virtual_pipeline_model_parallel_size": chunks}
-    model: Any = follow_positions(importlib.import_module("test_megatron_core").gpt(
+    model: Any = follow_positions(importlib.import_module("tests.integrations.test_megatron_core").gpt(
         enable(get_gpt_layer_local_spec(), tolerance=0.02), first=stage == chunk == 0,
         last=stage == STAGES - 1 and chunk == chunks - 1, num_layers=LAYERS, calculate_per_token_loss=True,
         pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **SCHEDULE[chunks], **settings))
@@ -90,7 +86,7 @@ def pipelined(transport: Transport, chunks: int, settings: dict[str, Any]) -> li
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    plain = importlib.import_module("test_megatron_core")
+    plain = importlib.import_module("tests.integrations.test_megatron_core")
     documents = [trainers.rows_of_tokens([lengths], VOCAB)[0] for lengths in MICRO_BATCHES[chunks]]
     plain.cpu_megatron()
     whole = plain.gpt(get_gpt_layer_local_spec(), num_layers=LAYERS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes, values
+from tests.support import run_processes, trainers, values
 
-sys.path.insert(0, str(Path(__file__).parent))
-trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
                                 "pip install '.[megatron-core]'")
 VOCAB = 64
@@ -31,7 +27,7 @@ def spanning_step(rank: int, ranks: int, lengths: list[int], settings: dict[str,
     from distca.integrations.megatron_core import enable, follow_positions
     from distca.integrations.packed import latest_plan
 
-    plain = importlib.import_module("test_megatron_core")
+    plain = importlib.import_module("tests.integrations.test_megatron_core")
     documents = [document for row in trainers.rows_of_tokens([lengths], VOCAB) for document in row]
     ours = follow_positions(plain.gpt(enable(get_gpt_layer_local_spec(), tolerance=0.02), **settings))
     theirs = plain.gpt(get_gpt_layer_local_spec())
@@ -60,7 +56,7 @@ def told(rank: int) -> list[str]:
 
     from distca.integrations.megatron_core import enable, follow_positions
 
-    plain = importlib.import_module("test_megatron_core")
+    plain = importlib.import_module("tests.integrations.test_megatron_core")
     model = follow_positions(plain.gpt(enable(get_gpt_layer_local_spec())))
     edges = torch.tensor([0, 4], dtype=torch.int32)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -80,7 +76,7 @@ def told(rank: int) -> list[str]:
 
 
 def every_case(transport: Transport) -> list[str]:
-    importlib.import_module("test_megatron_core").cpu_megatron()
+    importlib.import_module("tests.integrations.test_megatron_core").cpu_megatron()
     for number, lengths in enumerate(CASES[transport.size]):
         replay = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         spanning_step(transport.rank, transport.size, lengths, replay if number == 0 else {})

@@ -8,11 +8,11 @@ import torch
 
 from distca.cost.latency_table import analytic_table
 from distca.integrations.packed import PackedAttention
-from distca.integrations.row_table import RowTable
+from distca.integrations.row_exchange import RowTable
 from distca.kernels import dense_attention
 from distca.models import model_named
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import qkv_of, run_processes
+from tests.support import qkv_of, run_processes
 
 TINY = model_named("tiny")
 

@@ -9,7 +9,7 @@ import torch
 
 from distca.integrations.packed import PackedAttention
 from distca.runtime.transport import C10dTransport
-from distca.testing import dense_on_one, random_qkv, run_processes
+from tests.support import dense_on_one, random_qkv, run_processes
 
 TOKENS, HOSTS = 300, ["a", "a", "b", "b"]
 

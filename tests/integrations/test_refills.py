@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from distca.integrations.packed import PackedAttention
 from distca.integrations.packed_layers import Options, PackedLayers
-from distca.integrations.row_table import RowTable
+from distca.integrations.row_exchange import RowTable
 from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import run_processes, values
+from tests.support import run_processes, values
 
 TOKENS, DOCUMENTS = 24, 6
 Attend = Callable[..., torch.Tensor]  # of q, k, v, buffer and layer

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import distca
 from distca.data import Collator
-from distca.integrations.row_table import FIRST_CAPACITY
+from distca.integrations.row_exchange import FIRST_CAPACITY
 from distca.kernels import dense_attention
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from tests.support import run_processes
 
 pytest.importorskip("transformers")
 

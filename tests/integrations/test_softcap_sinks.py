@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import greedy, run_processes
+from tests.support import greedy, run_processes
 
 pytest.importorskip("transformers")
 

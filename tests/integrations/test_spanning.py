@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import distca
 from distca.integrations.document_lengths import RowSlices, from_batch, from_positions
-from distca.integrations.spanning import join_slices, spans
+from distca.integrations.row_exchange import join_slices, spans
 from distca.kernels import dense_attention
 from distca.runtime.transport import Transport
-from distca.testing import run_processes
+from tests.support import run_processes
 
 HEADS = (4, 2, 2)  # of q, k and v, 16 wide
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
 
-from distca.testing import run_processes, values
+from tests.support import run_processes, values
 
 if TYPE_CHECKING:
     import torch
 
     from distca.runtime.transport.c10d import C10dTransport
 
-sys.path.insert(0, str(Path(__file__).parent))
-trainers = importlib.import_module("trainers")
+from tests.support import trainers
+
 HAVE_TORCHTITAN = all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton"))
 needs_torchtitan = pytest.mark.skipif(not HAVE_TORCHTITAN, reason="torchtitan or triton is not installed: pip install "
                                                                   "'torchtitan>=0.3,<0.4' triton")

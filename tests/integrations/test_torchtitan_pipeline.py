@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +17,8 @@ import torch.distributed as dist
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from distca.testing import run_processes, values
+from tests.support import run_processes, trainers, values
 
-sys.path.insert(0, str(Path(__file__).parent))
-trainers = importlib.import_module("trainers")
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "set_timeout") or None in map(importlib.util.find_spec, ("torchtitan", "triton")),
     reason="torchtitan, triton or torch from 2.14, whose schedules take micro-batches, is not installed: pip install "
@@ -55,7 +51,7 @@ def pipeline(schedule: str, layers: int, checkpointing: Any) -> tuple[Any, list[
     """Schedule and parts of this rank, as torchtitan's trainer makes them."""
     from torchtitan.config import CompileConfig, TrainingConfig
 
-    plain, spec = importlib.import_module("test_torchtitan"), whole_config(layers)
+    plain, spec = importlib.import_module("tests.integrations.test_torchtitan"), whole_config(layers)
     parallelism, meshes = parallelism_of(schedule)
     made, parts, _, _ = spec.pipelining_fn(
         plain.balanced_model(spec.model, tolerance=0.02), parallel_dims=meshes,
@@ -75,7 +71,7 @@ def expected_of(documents: list[torch.Tensor], layers: int) -> dict[str, torch.T
     config = whole_config(layers).model
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    model = importlib.import_module("test_torchtitan").model_of(config)
+    model = importlib.import_module("tests.integrations.test_torchtitan").model_of(config)
     logits = [model(document[None, :-1], torch.arange(len(document) - 1)[None])[0] for document in documents]
     loss = trainers.total_loss(torch.cat(logits), documents)
     loss.backward()
@@ -115,7 +111,7 @@ def pipelined(transport: Transport, schedule: str, layers: int, checkpointing: A
 
 
 def four_ranks(transport: Transport, schedule: str, layers: int) -> list[list[int]]:
-    importlib.import_module("on_cpu").torchtitan()
+    importlib.import_module("tests.support.on_cpu").torchtitan()
     from torchtitan.distributed.activation_checkpoint import FullAC
 
     return [pipelined(transport, schedule, layers, checkpointing) for checkpointing in (None, FullAC.Config())]

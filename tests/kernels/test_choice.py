@@ -9,8 +9,10 @@ import torch
 
 import distca
 import distca.kernels
-from distca.kernels import TaskRows, choose, cudnn, fa4, hopper, kernel_named, sparing
-from distca.kernels.hopper import HopperKernel
+from distca.kernels import TaskRows, choose, cudnn, kernel_named, sparing
+from distca.kernels import flash as fa4
+from distca.kernels.hopper import kernel as hopper
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.kernels.sdpa import SdpaKernel
 from distca.runtime.attention import CoreAttention

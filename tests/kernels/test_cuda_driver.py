@@ -20,8 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.kernels import cuda_driver
-from distca.kernels.cuda_driver import Function, Launch, Module, TensorMap, compile_cubin, nvrtc, tensor_map
+from distca.kernels.hopper import driver as cuda_driver
+from distca.kernels.hopper.driver import Function, Launch, Module, TensorMap, compile_cubin, nvrtc, tensor_map
 
 Pointer = Any  # what POINTER(...) makes has no name that annotations could use
 LAUNCH = CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(c_void_p), c_void_p)

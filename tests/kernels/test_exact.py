@@ -4,12 +4,9 @@
 on the CPU, in float64, what the GPU operators document.
 """
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +17,16 @@ from hypothesis import strategies as st
 
 from distca.kernels import Kernel, TaskRows, dense_attention, kernel_named, merge
 from distca.kernels import cudnn as cudnn_module
-from distca.kernels import hopper as hopper_module
-from distca.kernels import packed_flash as packed_flash_module
+from distca.kernels import flash as packed_flash_module
 from distca.kernels import sdpa as sdpa_module
-from distca.kernels.accuracy import check_attention, expected_attention
 from distca.kernels.cudnn_graphs import Mask
 from distca.kernels.dense import DenseKernel
+from distca.kernels.flash import PackedCall
+from distca.kernels.hopper import kernel as hopper_module
 from distca.kernels.interface import BackwardInputs
-from distca.kernels.packed_flash import PackedCall
 from distca.kernels.sdpa import SdpaKernel
-from distca.testing import determinism, qkv_of, task_rows
-
-sys.path.insert(0, str(Path(__file__).parent))
-hopper_walk = importlib.import_module("hopper_walk")
+from tests.support import determinism, hopper_walk, qkv_of, task_rows
+from tests.support.accuracy import check_attention, expected_attention
 
 CPU = torch.device("cpu")
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}

@@ -4,11 +4,9 @@ Exactness on any rows is in test_exact.py; here are the buffers that are filled 
 multiprocessors to spare, and what is refused.
 """
 
-import importlib
 import itertools
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,16 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from distca.kernels import TaskRows, cuda_driver, hopper, hopper_buffers, hopper_launch, hopper_variants
-from distca.kernels.accuracy import check_attention
-from distca.kernels.hopper import HopperKernel, HopperTasks
-from distca.kernels.hopper_tables import TILE_BLOCKS
-from distca.kernels.hopper_tiles import TILES
+from distca.kernels import TaskRows
+from distca.kernels.hopper import buffers as hopper_buffers
+from distca.kernels.hopper import driver as cuda_driver
+from distca.kernels.hopper import kernel as hopper
+from distca.kernels.hopper import launch as hopper_launch
+from distca.kernels.hopper import variants as hopper_variants
+from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
+from distca.kernels.hopper.tables import TILE_BLOCKS
+from distca.kernels.hopper.variants import TILES
 from distca.kernels.interface import BackwardInputs
-from distca.testing import determinism, task_rows
-
-sys.path.insert(0, str(Path(__file__).parent))
-hopper_walk = importlib.import_module("hopper_walk")
+from tests.support import determinism, hopper_walk, task_rows
+from tests.support.accuracy import check_attention
 
 CPU = torch.device("cpu")
 HOPPER = HopperKernel()

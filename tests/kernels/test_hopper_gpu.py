@@ -1,18 +1,15 @@
 """The Hopper kernel on its GPU: as exact as rounding allows, the same bits when asked, replayed with other rows.
 
-What rounding allows is in distca.kernels.accuracy. Needs torch, pytest and hypothesis alone; with --noconftest also
+What rounding allows is in tests.support.accuracy. Needs torch, pytest and hypothesis alone; with --noconftest also
 where nothing else is installed.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,14 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.kernels.accuracy import SCORES_AT_ONCE
 from distca.kernels.dense import DenseKernel
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows, merge
-from distca.testing import determinism, task_rows
+from tests.support import determinism, task_rows
+from tests.support import hopper_accuracy as accuracy
+from tests.support.accuracy import SCORES_AT_ONCE
 
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy = importlib.import_module("hopper_accuracy")
 NAMES, attend, random_rows, shards = accuracy.NAMES, accuracy.attend, accuracy.random_rows, accuracy.shards
 assert_exact = accuracy.assert_exact
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from distca.kernels import hopper_buffers
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper import buffers as hopper_buffers
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import TaskRows
-from distca.testing import determinism
-
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy = importlib.import_module("hopper_accuracy")
+from tests.support import determinism
+from tests.support import hopper_accuracy as accuracy
 
 GPU = torch.device("cuda")
 HOPPER = HopperKernel(spare_multiprocessors=100)  # or tiles of few queries would be split, and scores computed again

@@ -7,22 +7,17 @@ are looked at where probabilities stay above what float32 calls normal.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from distca.kernels.accuracy import check_attention
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import TaskRows
-
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy = importlib.import_module("hopper_accuracy")
+from tests.support import hopper_accuracy as accuracy
+from tests.support.accuracy import check_attention
 
 GPU = torch.device("cuda")
 HOPPER = HopperKernel()

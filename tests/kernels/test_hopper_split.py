@@ -3,10 +3,8 @@
 Tables are walked and launches played by hopper_walk.py, on the CPU. Tiles of 8 keys make long tiles of short rows.
 """
 
-import importlib
-import sys
 from collections import defaultdict
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.kernels import TaskRows, hopper, hopper_buffers, hopper_split
-from distca.kernels.hopper import HopperKernel, HopperTasks
-from distca.kernels.hopper_tables import Capacity, ForwardTables, backward_tables, forward_tables
+from distca.kernels import TaskRows
+from distca.kernels.hopper import buffers as hopper_buffers
+from distca.kernels.hopper import kernel as hopper
+from distca.kernels.hopper import split as hopper_split
+from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
+from distca.kernels.hopper.tables import Capacity, ForwardTables, backward_tables, forward_tables
 from distca.kernels.interface import BackwardInputs, joined, visible
-
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy, hopper_walk = importlib.import_module("hopper_accuracy"), importlib.import_module("hopper_walk")
+from tests.support import hopper_accuracy as accuracy
+from tests.support import hopper_walk
 
 CPU = torch.device("cpu")
 HOPPER = HopperKernel()
@@ -52,7 +52,8 @@ def test_parts_have_every_pair_of_their_tile_once(
     assert whole.num_parts == 0 and len(whole.merges) == 0
     steps = []
     for tables in (split, whole):
-        capacity, found = capacity_of(rows, window, group, tables), defaultdict(list)
+        capacity = capacity_of(rows, window, group, tables)
+        found: Any = defaultdict(list)
         for head, q_first, q_count, part, *step in hopper_walk.walk_forward(
             tables.pack(capacity), capacity, group, kv_heads, window, KEYS
         ):

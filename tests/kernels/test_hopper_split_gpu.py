@@ -5,25 +5,21 @@ Every batch here is one whose tables say that tiles are split; test_hopper_split
 
 from __future__ import annotations
 
-import importlib
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from distca.kernels import hopper_split
-from distca.kernels.accuracy import check_attention
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper import split as hopper_split
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows
-from distca.testing import determinism, task_rows
+from tests.support import determinism, task_rows
+from tests.support import hopper_accuracy as accuracy
+from tests.support.accuracy import check_attention
 
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy = importlib.import_module("hopper_accuracy")
 NAMES, attend, assert_exact, shards = accuracy.NAMES, accuracy.attend, accuracy.assert_exact, accuracy.shards
 
 GPU = torch.device("cuda")

@@ -4,19 +4,16 @@ Forward and backward, for rows that overlap in keys, in queries or in both; the 
 against its rule.
 """
 
-import importlib
-import sys
 from collections import defaultdict
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.kernels.hopper_tables import (
+from distca.kernels.hopper.tables import (
     HEADER_INTS,
     TILE_KEYS,
     BackwardTables,
@@ -27,9 +24,7 @@ from distca.kernels.hopper_tables import (
     tokens_per_block,
 )
 from distca.kernels.interface import TaskRows, joined, visible
-
-sys.path.insert(0, str(Path(__file__).parent))
-hopper_walk = importlib.import_module("hopper_walk")
+from tests.support import hopper_walk
 
 NUM_Q, NUM_K = 260, 420
 GROUPS = [1, 3, 4, 7, 8, 64]

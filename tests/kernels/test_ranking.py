@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distca.kernels import kernel_named, ranking
-from distca.kernels.hopper_tiles import TILES
+from distca.kernels.hopper.variants import TILES
 from distca.kernels.ranking import Speed, fastest_first, measured
 
 GPU = torch.device("cuda")

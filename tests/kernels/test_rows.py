@@ -19,7 +19,7 @@ from distca.kernels.interface import (
     rectangles_and_squares,
     visible,
 )
-from distca.testing import task_rows
+from tests.support import task_rows
 
 NUM_TOKENS = 12
 

@@ -5,24 +5,20 @@ On the CPU launches are played by hopper_walk.py. On a GPU any rows are made to 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from distca.kernels import hopper, hopper_buffers
-from distca.kernels.accuracy import check_attention
-from distca.kernels.hopper import HopperKernel, HopperTasks
+from distca.kernels.hopper import buffers as hopper_buffers
+from distca.kernels.hopper import kernel as hopper
+from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs, TaskRows, joined, visible
-from distca.testing import determinism, task_rows
-
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy, hopper_walk = importlib.import_module("hopper_accuracy"), importlib.import_module("hopper_walk")
+from tests.support import determinism, hopper_walk, task_rows
+from tests.support import hopper_accuracy as accuracy
+from tests.support.accuracy import check_attention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = HopperKernel()

@@ -3,20 +3,18 @@
 The kernels themselves are compared on a GPU, in test_hopper_gpu.py.
 """
 
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from distca.kernels import choose, hopper, hopper_buffers, hopper_launch, kernel_named
-from distca.kernels.hopper import HopperKernel
-from distca.kernels.hopper_tiles import TILES
-
-sys.path.insert(0, str(Path(__file__).parent))
-accuracy = importlib.import_module("hopper_accuracy")
-hopper_walk = importlib.import_module("hopper_walk")
+from distca.kernels import choose, kernel_named
+from distca.kernels.hopper import buffers as hopper_buffers
+from distca.kernels.hopper import kernel as hopper
+from distca.kernels.hopper import launch as hopper_launch
+from distca.kernels.hopper.kernel import HopperKernel
+from distca.kernels.hopper.variants import TILES
+from tests.support import hopper_accuracy as accuracy
+from tests.support import hopper_walk
 
 CPU = torch.device("cpu")
 

@@ -13,16 +13,16 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning.balance import balance
-from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import Plan
+from distca.planning.schedule import IDLE
 from distca.planning.step import StepPlan, plan_step, same_columns
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.tick_plans import tick_layout
 from distca.planning.windows import windowed, with_windows
-from distca.testing import misplaced_plan
 from distca.workload.layout import KeySlices
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
+from tests.support import misplaced_plan
 
 replace: Any = dataclasses.replace  # wrong types on purpose
 TINY = MODELS["tiny"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.planning.pipeline_schedule import Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.schedule import Ticks, one_forward_one_backward, same_phase_ticks
 
 Order = Callable[[int, int], Ticks]
 BOTH: tuple[Order, ...] = (same_phase_ticks, one_forward_one_backward)

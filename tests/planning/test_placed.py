@@ -13,9 +13,9 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.planning.step import StepPlan, plan_step, same_columns
-from distca.testing import random_lengths
 from distca.workload.documents import sample_lengths
 from distca.workload.topology import Topology
+from tests.support import random_lengths
 
 LLAMA = MODELS["llama3-8b"]
 

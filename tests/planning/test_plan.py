@@ -15,8 +15,8 @@ from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
-from distca.testing import LAYOUT_KINDS, covers_exactly_once, dense_coverage, random_layout, tokens_moved
 from distca.workload.layout import layout_from_rows
+from tests.support import LAYOUT_KINDS, covers_exactly_once, dense_coverage, random_layout, tokens_moved
 
 LLAMA = MODELS["llama3-8b"]
 COLUMNS = TaskTable.__slots__

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.cluster_file import read_cluster
-from distca.cost.network import Network
+from distca.cost.network import Network, read_cluster
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.planning.balance import balance
@@ -22,10 +21,10 @@ from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
 from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
-from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
+from tests.support import LAYOUT_KINDS, LayoutKind, random_layout
 
 LLAMA = MODELS["llama3-8b"]
 Run = Callable[..., tuple[int, str, str]]

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.cluster_file import find_cluster
 from distca.cost.latency_table import analytic_table
 from distca.cost.mixed_pool import MixedPool, ServerKind
+from distca.cost.network import find_cluster
 from distca.cost.shipped_tables import find_table, shipped_names
 from distca.models import MODELS
 from distca.planning import speeds

@@ -14,10 +14,10 @@ from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
 from distca.planning.speeds import LEAST, MOST, planned, updated
 from distca.planning.step import plan_step
-from distca.testing import random_lengths
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
+from tests.support import random_lengths
 
 LLAMA = MODELS["llama3-8b"]
 H200 = AttentionTime.of(shipped_table("h200"), LLAMA)

@@ -8,18 +8,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home_step
-from distca.baselines.per_document_cp import per_document_cp_step
+from distca.baselines import at_home_step, per_document_cp_step
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
-from distca.planning.pipeline_schedule import IDLE
 from distca.planning.plan import max_over_mean
+from distca.planning.schedule import IDLE
 from distca.planning.step import StepPlan, plan_step
-from distca.testing import random_lengths
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import NO_KEYS
+from tests.support import random_lengths
 
 LLAMA = model_named("llama3-8b")
 H200 = AttentionTime.of(shipped_table("h200"), LLAMA)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home
+from distca.baselines import at_home
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning import tick_plans
 from distca.planning.balance import balance
-from distca.planning.pipeline_schedule import Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import max_over_mean
+from distca.planning.schedule import Ticks, one_forward_one_backward, same_phase_ticks
 from distca.planning.tasks import TaskTable
 from distca.planning.tick_plans import (
     layers_of_stages,
@@ -27,10 +27,10 @@ from distca.planning.tick_plans import (
     tick_layout,
     work_over_ticks,
 )
-from distca.testing import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout, layout_from_rows
 from distca.workload.packing import pack
+from tests.support import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
 
 LLAMA = MODELS["llama3-8b"]
 TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)

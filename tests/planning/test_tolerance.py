@@ -13,8 +13,8 @@ import distca
 from distca.cli import main
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
+from distca.planning.balance import AUTO, TOLERANCES, asked_tolerance
 from distca.planning.step import StepPlan, plan_step
-from distca.planning.tolerance import AUTO, TOLERANCES, asked_tolerance
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home_step
+from distca.baselines import at_home_step
 from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
@@ -18,8 +18,8 @@ from distca.planning.plan import Plan, max_over_mean
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.windows import windowed, windows_by_depth, with_windows
-from distca.testing import LAYOUT_KINDS, LayoutKind, random_layout, random_lengths, random_speeds
 from distca.workload.packing import pack
+from tests.support import LAYOUT_KINDS, LayoutKind, random_layout, random_lengths, random_speeds
 
 LLAMA = model_named("llama3-8b")
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from distca.baselines.at_home import at_home
+from distca.baselines import at_home
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import dense_on_one, gradient, random_qkv, row_index, scattered_layout, scattered_plan
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
+from tests.support import dense_on_one, gradient, random_qkv, row_index, scattered_layout, scattered_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = np.array([40, 7, 23])

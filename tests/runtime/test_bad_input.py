@@ -12,9 +12,9 @@ from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import misplaced_plan, on_fake_ranks, qkv_of, row_index
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack_ping_pong
+from tests.support import misplaced_plan, on_fake_ranks, qkv_of, row_index
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LAYOUT = layout_from_rows([[10], [6]])

@@ -16,8 +16,8 @@ from distca.runtime import call
 from distca.runtime.copy_tables import chunks, intervals, packing, sums, unpacking
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
 from distca.spec import ModelShape
-from distca.testing import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
 from distca.workload.layout import layout_from_rows
+from tests.support import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
 
 CPU = torch.device("cpu")
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

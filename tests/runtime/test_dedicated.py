@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from distca.kernels import TaskRows
-from distca.kernels.accuracy import check_attention
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime import dedicated
@@ -21,7 +20,8 @@ from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.layout import layout_from_rows
+from tests.support import (
     dense_on_one,
     from_rows,
     gradient,
@@ -33,7 +33,7 @@ from distca.testing import (
     scattered_layout,
     scattered_plan,
 )
-from distca.workload.layout import layout_from_rows
+from tests.support.accuracy import check_attention
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import RecordingTransport

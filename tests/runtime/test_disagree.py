@@ -18,9 +18,9 @@ from distca.runtime.transport import LoopbackWorld, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
-from distca.testing import misplaced_plan, on_fake_ranks, qkv_of, random_qkv, row_index, run_processes, scattered_plan
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
+from tests.support import misplaced_plan, on_fake_ranks, qkv_of, random_qkv, row_index, run_processes, scattered_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 ROWS = layout_from_rows([[8], [8], [8]])

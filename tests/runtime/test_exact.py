@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home
-from distca.baselines.per_document_cp import per_document_cp
+from distca.baselines import at_home, per_document_cp
 from distca.dispatch.build import build
 from distca.kernels import TaskRows, kernel_named
-from distca.kernels.accuracy import check_attention, expected_attention
 from distca.kernels.interface import BackwardInputs
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.layout import Layout, layout_from_rows
+from distca.workload.packing import pack
+from tests.support import (
     LAYOUT_KINDS,
     attend_on_fake_ranks,
     covers_exactly_once,
@@ -37,8 +37,7 @@ from distca.testing import (
     scattered_layout,
     scattered_plan,
 )
-from distca.workload.layout import Layout, layout_from_rows
-from distca.workload.packing import pack
+from tests.support.accuracy import check_attention, expected_attention
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 SEEDS = st.integers(0, 100_000)

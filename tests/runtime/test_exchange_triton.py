@@ -21,7 +21,8 @@ from distca.runtime.call import BackwardCall, ForwardCall, Shapes
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
 from distca.runtime.registry import PlanRegistry
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.layout import layout_from_rows
+from tests.support import (
     LAYOUT_KINDS,
     dense_on_one,
     from_rows,
@@ -32,7 +33,6 @@ from distca.testing import (
     scattered_layout,
     scattered_plan,
 )
-from distca.workload.layout import layout_from_rows
 
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

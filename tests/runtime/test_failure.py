@@ -12,8 +12,8 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import ProcessOutcome, misplaced_plan, qkv_of, random_qkv, row_index, run_processes
 from distca.workload.layout import layout_from_rows
+from tests.support import ProcessOutcome, misplaced_plan, qkv_of, random_qkv, row_index, run_processes
 
 pytestmark = pytest.mark.multiprocess
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

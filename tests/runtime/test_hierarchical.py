@@ -27,7 +27,9 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Prepared, Shapes
 from distca.runtime.transport import C10dTransport, HierarchicalTransport, LoopbackTransport, LoopbackWorld, over_nodes
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.packing import pack
+from distca.workload.topology import Topology
+from tests.support import (
     LAYOUT_KINDS,
     LayoutKind,
     attend_on_fake_ranks,
@@ -39,8 +41,6 @@ from distca.testing import (
     run_processes,
     scattered_plan,
 )
-from distca.workload.packing import pack
-from distca.workload.topology import Topology
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = [400, 40, 1, 55, 16]

@@ -22,7 +22,9 @@ from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+from tests.support import (
     LAYOUT_KINDS,
     LayoutKind,
     misplaced_plan,
@@ -35,8 +37,6 @@ from distca.testing import (
     scattered_plan,
     tokens_moved,
 )
-from distca.workload.layout import layout_from_rows
-from distca.workload.packing import pack
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import RecordingTransport

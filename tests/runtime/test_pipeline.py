@@ -15,11 +15,10 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home_step
-from distca.baselines.per_document_cp import per_document_cp_step
+from distca.baselines import at_home_step, per_document_cp_step
 from distca.kernels import dense_attention
-from distca.planning.pipeline_schedule import IDLE, same_phase_ticks
 from distca.planning.plan import Plan
+from distca.planning.schedule import IDLE, same_phase_ticks
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.tick_plans import plan_ticks_by
 from distca.runtime.attention import CoreAttention
@@ -28,9 +27,9 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import batch_of, document_columns, gradient, random_lengths, scattered_plan
 from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy
 from distca.train.stages import StageWork, stage_of
+from tests.support import batch_of, document_columns, gradient, random_lengths, scattered_plan
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")

@@ -4,15 +4,16 @@
 import pytest
 import torch
 
-from distca.baselines.at_home import at_home
-from distca.baselines.per_document_cp import per_document_cp
+from distca.baselines import at_home, per_document_cp
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.layout import layout_from_rows
+from distca.workload.packing import pack
+from tests.support import (
     dense_on_one,
     gradient,
     misplaced_plan,
@@ -23,8 +24,6 @@ from distca.testing import (
     scattered_plan,
     values,
 )
-from distca.workload.layout import layout_from_rows
-from distca.workload.packing import pack
 
 pytestmark = pytest.mark.multiprocess
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

@@ -12,8 +12,8 @@ from distca.runtime.call import Shapes
 from distca.runtime.registry import PLANS_KEPT, LatestUsed, PlanRegistry
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import misplaced_plan, qkv_of, random_qkv
 from distca.workload.layout import layout_from_rows
+from tests.support import misplaced_plan, qkv_of, random_qkv
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 SHAPES = Shapes(4, 2, 8, torch.float64, torch.device("cpu"))

@@ -17,7 +17,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
-from distca.testing import (
+from tests.support import (
     dense_on_one,
     from_rows,
     gradient,

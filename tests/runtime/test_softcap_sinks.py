@@ -16,7 +16,8 @@ from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import (
+from distca.workload.layout import layout_from_rows
+from tests.support import (
     LAYOUT_KINDS,
     attend_on_fake_ranks,
     dense_on_one,
@@ -30,7 +31,6 @@ from distca.testing import (
     row_index,
     scattered_plan,
 )
-from distca.workload.layout import layout_from_rows
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

@@ -5,20 +5,18 @@ Fake ranks are threads that write into each other's tensors; the launches are pl
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from distca.kernels import hopper
-from distca.kernels.hopper import HopperKernel
+from distca.kernels.hopper import kernel as hopper
+from distca.kernels.hopper.kernel import HopperKernel
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
@@ -26,13 +24,19 @@ from distca.runtime.call import Shapes
 from distca.runtime.steady import SteadyAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.testing import dense_on_one, from_rows, gradient, qkv_of, random_qkv, row_index, scattered_plan
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
-
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "kernels"):
-    sys.path.insert(0, str(folder))
-hopper_walk, block_walk = importlib.import_module("hopper_walk"), importlib.import_module("block_walk")
+from tests.support import (
+    block_walk,
+    dense_on_one,
+    from_rows,
+    gradient,
+    hopper_walk,
+    qkv_of,
+    random_qkv,
+    row_index,
+    scattered_plan,
+)
 
 RANKS = 3
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

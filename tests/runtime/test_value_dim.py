@@ -9,7 +9,7 @@ from distca.planning.plan import Plan
 from distca.runtime.call import Prepared, Shapes
 from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
 from distca.spec import ModelShape
-from distca.testing import attend_on_fake_ranks, dense_on_one, random_qkv, scattered_layout, scattered_plan
+from tests.support import attend_on_fake_ranks, dense_on_one, random_qkv, scattered_layout, scattered_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 12, 64, 64, value_dim=8)
 LENGTHS = np.array([40, 1, 33, 16])

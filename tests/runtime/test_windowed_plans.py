@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distca.planning.balance import balance
 from distca.planning.windows import windowed
 from distca.spec import ModelShape
-from distca.testing import (
+from tests.support import (
     LAYOUT_KINDS,
     LayoutKind,
     attend_on_fake_ranks,

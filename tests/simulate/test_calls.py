@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.fixed_packing import fixed_packing_step, per_sequence_layout
-from distca.baselines.per_document_cp import head_tail_layout, per_document_cp_step
+from distca.baselines import fixed_packing_step, head_tail_layout, per_document_cp_step, per_sequence_layout
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs, pairs_of_shard
 from distca.models import model_named

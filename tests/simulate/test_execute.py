@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distca.baselines.at_home import at_home_step
-from distca.baselines.per_document_cp import per_document_cp_step
+from distca.baselines import at_home_step, per_document_cp_step
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import activation_bytes
 from distca.models import model_named
-from distca.planning.pipeline_schedule import one_forward_one_backward, same_phase_ticks
 from distca.planning.plan import server_work
+from distca.planning.schedule import one_forward_one_backward, same_phase_ticks
 from distca.planning.step import StepPlan, plan_step
 from distca.simulate.calls import PlanCosts
-from distca.simulate.costs import Costs
+from distca.simulate.costs import Costs, peak_live
 from distca.simulate.execute import execute
-from distca.simulate.memory import peak_live
 from distca.spec import cluster_named
 from distca.trace import LANES
 

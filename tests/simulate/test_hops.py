@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.cost.cluster_file import read_cluster
 from distca.cost.latency_table import analytic_table
+from distca.cost.network import read_cluster
 from distca.models import MODELS
 from distca.planning.step import plan_step
 from distca.simulate.calls import PlanCosts

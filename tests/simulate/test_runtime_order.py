@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 import torch
 
-from distca.baselines.at_home import at_home_step
+from distca.baselines import at_home_step
 from distca.cost.latency_table import analytic_table
 from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan, plan_step
@@ -31,7 +31,7 @@ from distca.runtime.pipeline import Pipeline
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import ClusterShape, ModelShape
-from distca.testing import random_lengths
+from tests.support import random_lengths
 
 MODEL = ModelShape("m", 8, 64, 4, 2, 16, 128, 100)
 SLOW = ClusterShape("slow", "g", 4, 1e9, 1e9, 1e9, 1e12, 1e30, 1000.0, 100.0, 0.0, 0.0)

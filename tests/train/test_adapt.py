@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distca.cli.logs import read_log
+from distca.cli.report import read_log
 from distca.train.display import plain_line, server_speeds
 from distca.train.launch import launch
-from distca.train.metrics import StepRecord, as_json
+from distca.train.metrics import StepRecord, as_json, figures
 from distca.train.settings import Settings
-from distca.train.trackers import figures
 
-FOLDER = Path(__file__).parent
 RECORD = StepRecord(step=3, loss=2.5, lr=1e-3, grad_norm=1.0, tokens=100, seconds=1.0, tokens_per_second=100.0,
                     work_before=2.0, work_after=1.0, bytes_per_layer=10.0, exposed_seconds=0.0, host_seconds=0.0,
                     memory_bytes=10, plan_seconds=0.0, attention_seconds_max=0.5, server_speed=(1.0, 0.52))
@@ -53,8 +51,7 @@ def test_the_log_the_display_and_the_page_show_each_servers_speed(tmp_path: Path
 
 @pytest.fixture
 def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("rank_mains")
+    return importlib.import_module("tests.support.rank_mains")
 
 
 def chosen(folder: Path, **values: Any) -> Settings:

@@ -20,12 +20,12 @@ from distca.planning.plan_bytes import STEP_MAGIC, step_from_bytes, step_to_byte
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.windows import with_windows
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import run_processes, values
 from distca.train.agreement import Agreement, StepDigests
 from distca.train.launch import launch
 from distca.train.settings import Settings
 from distca.train.trainer import run
 from distca.workload.topology import Topology
+from tests.support import run_processes, values
 
 TINY = MODELS["tiny"]
 LENGTHS = [np.array([1500, 300, 200, 48]), np.array([900, 900, 248])]
@@ -115,8 +115,7 @@ def test_bytes_that_are_no_such_step_are_refused() -> None:
 
 @pytest.fixture
 def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module("rank_mains")
+    return importlib.import_module("tests.support.rank_mains")
 
 
 @pytest.mark.multiprocess

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime.transport.c10d import C10dTransport
-from distca.testing import run_processes, values
 from distca.train.checkpoint import checkpointer as checkpoint
 from distca.train.checkpoint import folder as checkpoint_folder
 from distca.train.checkpoint.checkpointer import Checkpointer
 from distca.train.checkpoint.folder import step_folders
+from tests.support import run_processes, values
 
-sys.path.insert(0, str(Path(__file__).parent))
 if TYPE_CHECKING:
-    from tests.train import small_runs as runs
+    from tests.support import small_runs as runs
 else:
-    runs = importlib.import_module("small_runs")
+    from tests.support import small_runs as runs
 
 KILLED = 17
 

@@ -14,7 +14,7 @@ from distca.spec import ModelShape
 from distca.train.checkpoint.checkpointer import Checkpointer
 from distca.train.checkpoint.folder import MANIFEST, verify
 from distca.train.model.decoder import Decoder
-from distca.train.model.hf_config import config_of
+from distca.train.model.huggingface import config_of
 from distca.train.model.shape import DecoderShape
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import logging
 import os
@@ -25,11 +24,10 @@ from distca.train.checkpoint.files import describe
 from distca.train.checkpoint.folder import judge, step_folders
 from distca.train.folder_lock import FolderLock
 
-sys.path.insert(0, str(Path(__file__).parent))
 if TYPE_CHECKING:
-    from tests.train import small_runs as runs
+    from tests.support import small_runs as runs
 else:
-    runs = importlib.import_module("small_runs")
+    from tests.support import small_runs as runs
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.corpus.corpora import Corpus, MemoryCorpus, corpus_from
 from distca.models import model_named
 from distca.runtime.registry import digest
-from distca.testing import random_lengths, refusal
-from distca.train.corpora import Corpus, MemoryCorpus, corpus_from
 from distca.train.data import Batch, Loader, Stream, TextPiece
 from distca.train.settings import MODES, Settings
+from tests.support import random_lengths, refusal
 
 MODEL = replace(model_named("tiny"), vocab=1_000_000)
 seeds = st.integers(0, 2**32)
@@ -313,7 +313,7 @@ def test_a_batch_in_the_making_does_not_keep_the_process_alive() -> None:
         import numpy as np
         from distca.models import model_named
         from distca.train.settings import Settings
-        from distca.train.corpora import MemoryCorpus
+        from distca.corpus.corpora import MemoryCorpus
         from distca.train.data import Loader
 
         first, second = threading.Event(), threading.Event()

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from distca.corpus.corpora import MemoryCorpus
 from distca.kernels import dense_attention
-from distca.testing import run_processes
-from distca.train.corpora import MemoryCorpus
 from distca.train.data import Loader
 from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora, held_out
 from distca.train.model.build import build_optimizer, learning_rate
@@ -20,6 +19,7 @@ from distca.train.model.decoder import Decoder
 from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer
+from tests.support import run_processes
 
 VOCAB = 300
 PIECE = 64           # tokens of a piece, and of a micro-batch over all data ranks

@@ -17,14 +17,13 @@ import torch
 
 from distca.kernels import dense_attention
 from distca.spec import ModelShape
-from distca.testing import greedy, run_processes
 from distca.train.checkpoint.checkpointer import Checkpointer
 from distca.train.checkpoint.export import export_hf, export_newest
 from distca.train.checkpoint.folder import MANIFEST
 from distca.train.model.decoder import Decoder
-from distca.train.model.hf_config import config_of, shape_from_hf
-from distca.train.model.hf_weights import check_weight_files, hf_name, load_hf
+from distca.train.model.huggingface import check_weight_files, config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
+from tests.support import greedy, run_processes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -16,8 +16,7 @@ from distca.kernels import dense_attention
 from distca.models import MODELS, TRAINABLE
 from distca.spec import ModelShape
 from distca.train.model.decoder import Decoder
-from distca.train.model.hf_config import config_of, shape_from_hf
-from distca.train.model.hf_weights import hf_name, load_hf
+from distca.train.model.huggingface import config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape, named_decoder
 from distca.train.settings import Model, Settings
 from distca.train.stages import stage_of

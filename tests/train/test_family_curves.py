@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from distca.train.corpora import corpus_from
+from distca.corpus.corpora import corpus_from
 from distca.train.data import Loader
-from distca.train.model.hf_config import shape_from_hf
+from distca.train.model.huggingface import shape_from_hf
 from distca.train.settings import Settings, load_settings
 
 transformers = pytest.importorskip("transformers")

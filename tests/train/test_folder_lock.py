@@ -14,7 +14,7 @@ from typing import Any, Never
 
 import pytest
 
-from distca.cli.logs import read_log
+from distca.cli.report import read_log
 from distca.train.folder_lock import LOGGED_IN, OWN_NAME, FolderLock, open_log_folder
 
 SMALL = ["--run.device", "cpu", "--run.threads", "1", "--run.ranks", "1", "--batch.tokens_per_rank", "256",

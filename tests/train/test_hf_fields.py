@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,16 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from distca.testing import refusal
 from distca.train.model.decoder import Decoder
-from distca.train.model.hf_config import config_of, shape_from_hf
-from distca.train.model.hf_weights import hf_name, load_hf
+from distca.train.model.huggingface import config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import FAMILIES
+from tests.support import refusal
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
-sys.path.insert(0, str(Path(__file__).parent))
-families = importlib.import_module("test_families")
+families = importlib.import_module("tests.train.test_families")
 transformers.logging.disable_progress_bar()
 
 ABSENT = "left out"

@@ -19,14 +19,12 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.launch import Place, first_host, launch, place_in
-from distca.train.memory_kills import MemoryKills
+from distca.train.launch import MemoryKills, Place, first_host, launch, place_in
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine, device_for, dtype_for, threads_for
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1
 ROOT = Path(distca.__file__).parents[1]
-FOLDER = Path(__file__).parent
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node3",
             "MASTER_PORT": "29500"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -42,8 +40,7 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("rank_mains")
+    return importlib.import_module("tests.support.rank_mains")
 
 
 @pytest.fixture
@@ -199,13 +196,13 @@ def test_the_kernels_count_of_memory_kills_is_found(tmp_path: Path, cgroup: str,
 @pytest.mark.parametrize("stopped", [False, True])
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, stopped: bool) -> None:
     code = f"""if __name__ == "__main__":
-    import rank_mains
+    from tests.support import rank_mains
     from distca.train.settings import Settings
     from distca.train.launch import launch
     launch(Settings().with_values({{"log.folder": {str(tmp_path)!r}, "run.ranks": 1}}), rank_mains.never_stop)
 """
     (tmp_path / "launcher.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen([sys.executable, str(tmp_path / "launcher.py")], env=environment, cwd=tmp_path)
 
     def end() -> None:
@@ -391,14 +388,14 @@ def test_the_commands_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, cod
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_starts_the_same_mains(tmp_path: Path) -> None:
-    code = ("import sys, rank_mains\nfrom distca.train.launch import launch\n"
+    code = ("import sys\nfrom tests.support import rank_mains\nfrom distca.train.launch import launch\n"
             "from distca.train.settings import Settings\n"
             f"sys.exit(launch(Settings().with_values({{'log.folder': {str(tmp_path)!r}}}), rank_mains.meet))\n")
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
          "--nproc-per-node", "2", str(tmp_path / "main.py")],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}", "GLOO_SOCKET_IFNAME": "lo"}, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}, cwd=tmp_path,
         capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [one["total"] for one in _said(tmp_path)] == [11.0, 11.0]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.testing import gradient
 from distca.train.model.loss import chunked_cross_entropy
+from tests.support import gradient
 
 
 def random_case(num_tokens: int, vocab: int, seed: int, dtype: torch.dtype = torch.float64,

@@ -4,7 +4,6 @@ Ranks that share one GPU are hosts of their own in NCCL's eyes (NCCL_HOSTID), wh
 started by itself, as launchers on several machines do: nobody ends the survivors but they themselves.
 """
 
-import importlib
 import json
 import os
 import random
@@ -167,8 +166,7 @@ def test_a_stopped_local_rank_ends_the_run_with_one_line(
         if asked:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    mains = importlib.import_module("rank_mains")
+    from tests.support import rank_mains as mains
     settings = Settings().with_values({
         "run.device": "cpu", "run.threads": 1, "run.steps": 1_000_000, "run.timeout_seconds": NEVER_SECONDS,
         "data.max_document": 200, "batch.tokens_per_rank": 256, "log.folder": str(tmp_path)})

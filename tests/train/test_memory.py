@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.runtime import heap
+from distca.runtime import liveness as heap
 from distca.train.launch import launch
 from distca.train.settings import load_settings
 
@@ -24,8 +24,7 @@ BLOCKS_A_STEP = 20          # of Python's, a few a digest
 @pytest.mark.parametrize("steps", [110, pytest.param(300, marks=pytest.mark.slow)])
 def test_live_bytes_do_not_grow_with_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Nor would a leak go unseen: 20 more steps keep the rows of their batches."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    main = importlib.import_module("rank_mains").live_memory
+    main = importlib.import_module("tests.support.rank_mains").live_memory
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # torch's record of collectives grows to 2000 entries, then stays
     assert launch(load_settings(None, {
         "run.ranks": "2", "run.steps": str(steps + 20), "run.device": "cpu", "run.threads": "1", "model.hidden": "32",

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines.at_home import at_home
+from distca.baselines import at_home
 from distca.kernels import dense_attention
 from distca.models import MODELS
 from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
-from distca.testing import gradient, on_fake_ranks
 from distca.train.model.decoder import Decoder, Segment
 from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape
 from distca.train.settings import Model
 from distca.workload.packing import pack
+from tests.support import gradient, on_fake_ranks
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
 

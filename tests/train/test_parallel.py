@@ -16,13 +16,12 @@ from distca.kernels import dense_attention
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import gradient, misplaced_plan, row_index, run_processes, values
 from distca.train.model.decoder import Decoder, DecoderShape, Middle, chunked_cross_entropy, write_parameter
-from distca.train.model.hf_config import config_of
-from distca.train.model.hf_weights import hf_name, load_hf
+from distca.train.model.huggingface import config_of, hf_name, load_hf
 from distca.train.model.parallel import check_tensor, clip_grad_norm, parallelize
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
+from tests.support import gradient, misplaced_plan, row_index, run_processes, values
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))  # 61: no mesh divides the vocabulary
 ROWS = {                                                         # lengths of the documents of each data rank's two rows

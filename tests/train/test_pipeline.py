@@ -25,14 +25,14 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import batch_of, document_columns, gradient, random_lengths, run_processes
-from distca.train.collectives import set_timeouts
+from distca.train.agreement import set_timeouts
 from distca.train.data import step_plan
 from distca.train.model.build import connect
 from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.model.parallel import parallelize
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
+from tests.support import batch_of, document_columns, gradient, random_lengths, run_processes
 
 SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers
 TOKENS = 288                                                     # of a data rank in a micro-batch

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.testing import gradient, run_processes, values
 from distca.train.checkpoint.checkpointer import Checkpointer
 from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
 from distca.train.model.parallel import accumulating, clip_grad_norm, parallelize
 from distca.train.stages import stage_of
+from tests.support import gradient, run_processes, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))

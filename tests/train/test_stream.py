@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.testing import random_lengths, refusal
 from distca.train.data import Stream, TextPiece
+from tests.support import random_lengths, refusal
 
 seeds = st.integers(0, 2**32)
 

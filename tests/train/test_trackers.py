@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from distca.train.display import Observer
-from distca.train.metrics import StepRecord, Tally
+from distca.train.metrics import LOGGED, StepRecord, Tally, figures
 from distca.train.settings import Settings, load_settings
-from distca.train.trackers import LOGGED, figures
 
 RECORD = StepRecord(
     step=1, loss=5.5, lr=1e-3, grad_norm=2.25, tokens=8192, seconds=2.0, tokens_per_second=4096.0, work_before=1.75,

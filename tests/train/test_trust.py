@@ -16,7 +16,7 @@ from distca.train.settings import Settings
 
 PACKAGE = Path(distca.__file__).parent
 UNPICKLES = {  # file -> whose pickles those are
-    "testing/processes.py": "of child processes that tests start",
+    "tests/support/processes.py": "of child processes that tests start",
 }
 PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
@@ -54,7 +54,7 @@ def groups_without_timeout(tree: ast.AST) -> list[int]:
 def test_only_named_files_unpickle() -> None:
     found = {name for name, tree in modules().items() if any(unpickles(tree))}
     assert found <= UNPICKLES.keys()
-    assert "testing/processes.py" in found                       # the walk does see it
+    assert "tests/support/processes.py" in found                       # the walk does see it
 
 
 def test_the_walk_sees_every_form() -> None:
@@ -81,8 +81,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module("rank_mains")
+    return importlib.import_module("tests.support.rank_mains")
 
 
 @pytest.mark.multiprocess

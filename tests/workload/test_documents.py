@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.corpus.lengths import read_source
 from distca.workload.documents import (
     LOGNORMAL_MEDIAN,
     LOGNORMAL_SIGMA,
@@ -26,7 +27,6 @@ from distca.workload.documents import (
     sample_lengths,
     standard_library_lengths,
 )
-from distca.workload.length_files import read_source
 
 
 @settings(max_examples=40, deadline=None)

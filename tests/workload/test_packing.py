@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.testing import random_lengths
 from distca.workload.documents import Workload
 from distca.workload.packing import pack, pack_ping_pong, pack_workload
+from tests.support import random_lengths
 
 seeds = st.integers(0, 2**32)
 

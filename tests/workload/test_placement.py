@@ -12,10 +12,10 @@ from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean, server_work
 from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
-from distca.testing import random_lengths, random_speeds
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
+from tests.support import random_lengths, random_speeds
 
 LLAMA = MODELS["llama3-8b"]
 TOKENS = 65_536

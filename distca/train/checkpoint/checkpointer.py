@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from distca.train.agreement import first_says, gather_json
 from distca.train.background import in_background
 from distca.train.checkpoint.files import (
     Held,
@@ -56,7 +57,6 @@ from distca.train.checkpoint.folder import (
     step_name,
     write_manifest,
 )
-from distca.train.collectives import first_says, gather_json
 from distca.train.folder_lock import FolderLock
 from distca.train.groups import group_of
 from distca.validation import UserError

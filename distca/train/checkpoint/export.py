@@ -3,6 +3,11 @@
 Whatever mesh saved them, tensors are put together one at a time and go to disk at once: no GPU, no process group, and
 never more in memory than one tensor. Everything is written into a folder beside the target, which is renamed at the
 end: an export that is killed leaves no target, and the next one clears away what it left.
+
+A run's tokenizer, kept with its checkpoints, so that an exported model brings it along wherever it goes.
+
+`data.tokenizer` names one file or its folder, with the files that transformers wants beside it; a loaded model has them
+in its folder.
 """
 
 from __future__ import annotations
@@ -19,11 +24,12 @@ from typing import Any
 
 import torch
 
-from distca.models import CONFIG
+from distca.corpus.tokenizers import END_OF_DOCUMENT, TextTokenizer, open_tokenizer
+from distca.models import CONFIG, read_config
 from distca.train.checkpoint.files import SAFETENSORS_DTYPES, Reader, tensor_bytes
 from distca.train.checkpoint.folder import DamagedError, Manifest, TornError, cause, read_manifest
-from distca.train.checkpoint.tokenizer_files import kept_tokenizer
-from distca.train.model.hf_weights import INDEX, SINGLE, hf_name
+from distca.train.model.huggingface import INDEX, SINGLE, hf_name
+from distca.train.settings import Settings
 from distca.validation import UserError
 
 SHARD_BYTES = 5 * 10**9
@@ -171,3 +177,67 @@ def _to_disk(path: Path) -> None:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+FOLDER = "tokenizer"             # in checkpoint.folder
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+         "merges.txt", "chat_template.jinja", "generation_config.json")
+
+
+def keep_tokenizer(settings: Settings, checkpoints: Path) -> None:
+    """Copy the run's tokenizer beside its checkpoints, in one rename, once."""
+    kept = checkpoints / FOLDER
+    files = _files(settings)
+    if kept.exists() or not files:
+        return
+    partial = checkpoints / f".{FOLDER}-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)                   # of a process that had this number
+    partial.mkdir(parents=True)
+    for name, source in files.items():
+        shutil.copyfile(source, partial / name)
+    if TOKENIZER in files and TOKENIZER_CONFIG not in files:
+        about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        end = _opened(settings, files[TOKENIZER]).end
+        about |= {} if end is None else {"eos_token": end[0]}
+        (partial / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    partial.rename(kept)
+
+
+def kept_tokenizer(checkpoints: Path) -> list[Path]:
+    """The files that `keep_tokenizer` left there, by name."""
+    return [file for name in FILES if (file := checkpoints / FOLDER / name).is_file()]
+
+
+def token_ids(settings: Settings) -> dict[str, Any]:
+    """What config.json says of special tokens: a loaded model's own, or the one that ends a document of the data."""
+    if settings.model.load:
+        config = read_config(settings.model.load)
+        return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    end: int | None = END_OF_DOCUMENT
+    if settings.data.tokenizer:
+        file = _files(settings).get(TOKENIZER)
+        found = None if file is None else _opened(settings, file).end
+        end = None if found is None else found[1]
+    elif settings.data.source == "megatron" or settings.data.content == "tokens":
+        end = None
+    return {"bos_token_id": None, "eos_token_id": end}
+
+
+def _files(settings: Settings) -> dict[str, Path]:
+    """Name in the export -> file; of a named tokenizer, else of a loaded model."""
+    named = Path(settings.data.tokenizer) if settings.data.tokenizer else None
+    folder = Path(settings.model.load) if settings.model.load else None
+    if named is not None:
+        folder = named if named.is_dir() else named.parent
+    if folder is None:
+        return {}
+    found = {name: folder / name for name in FILES if (folder / name).is_file()}
+    if named is not None and named.is_file():
+        return found | {TOKENIZER: named}
+    return found if TOKENIZER in found or "tokenizer.model" in found else {}
+
+
+def _opened(settings: Settings, file: Path) -> TextTokenizer:
+    option = "data.tokenizer" if settings.data.tokenizer else "model.load"
+    return open_tokenizer(str(file), option, special_tokens=False)

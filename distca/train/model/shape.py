@@ -120,7 +120,7 @@ def named_decoder(name: str) -> DecoderShape:
 
 def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
     """The decoder that settings ask for, for data of `vocab` different tokens."""
-    from distca.train.model.hf_config import shape_from_hf
+    from distca.train.model.huggingface import shape_from_hf
 
     source = model.load or model.config
     shape = shape_from_hf(source) if source else named_decoder(model.name)

@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.models import TRAINABLE
-from distca.train.settings.checks import check_together
-from distca.train.settings.declare import Known, Value, check_limits, from_text, setting, toml_value, typed
+from distca.train.settings.declare import (
+    Known,
+    Value,
+    check_limits,
+    check_together,
+    from_text,
+    setting,
+    toml_value,
+    typed,
+)
 from distca.validation import MAX_RANKS, UserError, read_toml, short
 
 KERNELS = ("auto", "hopper", "cudnn", "fa4", "varlen", "sdpa", "dense")

@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distca.corpus.tokenizers import open_tokenizer
 from distca.spec import ModelShape
 from distca.train.folder_lock import each_run_its_own
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.settings import Settings
-from distca.train.settings.checks import check_degrees
+from distca.train.settings.declare import check_degrees
 from distca.validation import UserError, read_text
-from distca.workload.token_counts import open_tokenizer
 
 MAX_LOG_BYTES = 2**30  # of a steps.jsonl that a run continues
 
@@ -143,7 +143,7 @@ def _check_files(settings: Settings) -> None:
             raise UserError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
                             f"data.tokenizer is empty, so that texts would become bytes; set it to {str(own)!r}")
     if data.content == "chat":
-        from distca.train.chat import load_chat_template
+        from distca.corpus.chat import load_chat_template
 
         load_chat_template(data.tokenizer)
     log = Path(settings.log.folder)
@@ -170,7 +170,7 @@ def _check_corpus(name: str, path: str, source: str, split: str) -> None:
     elif not Path(path).exists():
         raise UserError(f"{name} is {path!r}, which is no file or folder; check the path")
     elif source == "table":
-        from distca.formats import pyarrow, table_files
+        from distca.corpus.tables import pyarrow, table_files
 
         pyarrow()
         table_files(path, split=split, split_option="data.split" if name == "data.path" else "")
@@ -189,7 +189,7 @@ def _check_writable(name: str, folder: str, path: Path) -> None:
 
 def _model(settings: Settings) -> DecoderShape:
     """The model, once its shape is found to fit and its files to be weights."""
-    from distca.train.model.hf_weights import check_weight_files
+    from distca.train.model.huggingface import check_weight_files
 
     chosen = settings.model
     vocab = 1

@@ -1,0 +1,1 @@
+"""The claims of the DistCA paper, checked with our simulator and planner."""

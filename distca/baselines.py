@@ -1,0 +1,282 @@
+"""What others do, as ordinary plans, so that every comparison runs on the same runtime and is counted the same way.
+
+Attention at home: every query is computed on the rank that owns it, as training without a plan does.
+
+Equal tokens are unequal work, and this plan shows how unequal. Where the layout lets documents span ranks, the keys
+of a slice's prefix still travel to it; a layout without spanning moves nothing.
+
+Replicas of context-parallel groups: what the baselines have in common.
+
+A micro-batch is first rows, one to a replica, and then each row is cut over the cp ranks of its group, which gather
+each other's keys. Data ranks g * cp to (g + 1) * cp - 1 are group g. Stages run 1F1B.
+
+Fixed packing: rows of equal tokens in the loader's order, attention where its queries live.
+
+Over a context-parallel group the packed row is cut into 2 * cp chunks without regard to documents, chunk i and
+chunk 2 * cp - 1 - i on rank i: equal tokens on every rank, balanced work if the row were one document, and cheap
+in shards, as a short document stays in one piece. The work of the groups is what their documents make it.
+
+Per-document context parallelism: every document over all ranks of its group, in head and tail pairs.
+
+A causal document's early queries are cheap and its late ones dear. Cut into 2 * cp chunks, with chunk i and chunk
+2 * cp - 1 - i on rank i, every rank gets equal tokens and nearly equal work, and pays by gathering the keys of every
+document, however short.
+
+Lengths need not divide. A document gives each rank of its group len // cp tokens and the remaining len % cp tokens to
+as many ranks in turn, the next document continuing where it stopped, so the rows of a group differ by at most one
+token, and not at all where the group's tokens divide by cp. Within a rank a chunk pair differs by at most one token.
+A document shorter than 2 * cp tokens has fewer chunks, and one shorter than cp tokens leaves ranks out.
+
+Only the keys that a rank's queries see travel: the tail on the first rank sees the whole document, the middle chunks
+see half of it. An all-gather would bring every key everywhere; `plan.summary().bytes_all_gather` counts that.
+
+Variable-length chunks: documents dealt over replicas and micro-batches so that work is equal, tokens are not.
+
+The work of a document is quadratic in its length plus linear: its attention and its linear layers. Chunks with long
+documents get fewer tokens, chunks without get more, as many as memory allows. A document is never cut, so a chunk's
+work is at least that of its longest document, and the tokens of the others grow until they fill the memory. Inside a
+chunk's group every document is cut over all ranks.
+
+Documents go heaviest first to the chunk with the least work that has the tokens to spare; then single documents move
+off the heaviest chunk, or change places with a lighter one elsewhere, for as long as that lowers the heaviest.
+
+WLB-LLM without deferred execution: its rows, and for each group whichever of two shardings attends sooner.
+
+Per-document sharding balances the work of a group but cuts short documents into slivers, which kernels run slowly.
+Per-sequence sharding keeps them whole but leaves ranks with unequal work. The choice is made anew for each group and
+micro-batch, by the seconds that attention is known to take. Rows are fixed, or dealt by work with variable lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from distca.cost.attention_time import AttentionTime
+from distca.planning.micro_batch import MicroBatch
+from distca.planning.plan import Plan, max_over_mean, server_work
+from distca.planning.step import StepPlan, step_among_data_ranks
+from distca.planning.tasks import tasks_at_home
+from distca.spec import ModelShape
+from distca.validation import UserError, check_whole
+from distca.workload.layout import Layout, layout_from_slices
+from distca.workload.packing import NanoBatch, pack, pack_whole
+
+
+def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTime | None = None) -> Plan:
+    """The plan that moves no query, however unequal the work; its tolerance is 0 and its `limit` says why."""
+    plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
+    level = max_over_mean(plan.work(), plan.speed) <= 1.0
+    return plan if level else replace(plan, limit="attention stays where its queries live")
+
+
+def at_home_step(
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1
+) -> StepPlan:
+    """A step without us: documents where a loader puts them, in order over the data ranks, stages in 1F1B."""
+    packed = [MicroBatch(np.asarray(lengths, dtype=np.int64), pack_whole(lengths, ranks=num_data))
+              for lengths in micro_batches]
+    return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp)
+
+
+Cut = Callable[[Layout, int], Layout]  # rows of replicas, ranks of a group -> rows of ranks
+
+
+def fixed_rows(micro_batches: Sequence[np.ndarray], replicas: int) -> list[Layout]:
+    """Documents in the loader's order, as many tokens in every row, each document in one of them."""
+    return [pack(lengths, ranks=replicas, spanning=False) for lengths in micro_batches]
+
+
+def step_of_groups(
+    rows: Sequence[Layout], cut: Cut, model: ModelShape, *, cp: int, layers: Sequence[int], tp: int = 1
+) -> StepPlan:
+    """`rows[m]` has micro-batch m's documents, one rank to a replica; `cut` spreads each over its group."""
+    check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
+    packed = []
+    for row in rows:
+        layout = cut(row, cp) if cp > 1 else row
+        packed.append(MicroBatch(layout.lengths, (NanoBatch(layout, np.arange(layout.num_documents)),)))
+    return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp,
+                                 gather_ranks=cp)
+
+
+def fixed_packing_step(
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    cp: int = 1,
+) -> StepPlan:
+    """num_data / cp groups of cp data ranks with as many tokens each."""
+    return step_of_groups(fixed_rows(micro_batches, num_data // cp), per_sequence_layout, model, cp=cp, layers=layers,
+                          tp=tp)
+
+
+def per_sequence_layout(layout: Layout, cp: int) -> Layout:
+    """Every row of `layout` as head and tail chunks over cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
+    check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
+    row_tokens = layout.tokens_per_rank()
+    chunk = np.arange(2 * cp + 1)
+    row_begin = np.cumsum(row_tokens) - row_tokens
+    cuts = row_begin[:, None] + row_tokens[:, None] * chunk // (2 * cp)  # [rows, 2 * cp + 1]
+    length = layout.stop - layout.start
+    ends = np.cumsum(length)                                     # slices are in row order
+    edges = np.unique(np.concatenate([ends, cuts[:, 1:].ravel()]))
+    edges = edges[edges > 0]                                     # a row shorter than its chunks has empty ones
+    begins = edges - np.diff(edges, prepend=0)
+    owner = np.searchsorted(ends, begins, side="right")          # [pieces] slice that holds each piece
+    at = np.searchsorted(cuts[:, 1:].ravel(), begins, side="right")
+    row, nth = at // (2 * cp), at % (2 * cp)
+    offset = layout.start[owner] - (ends - length)[owner]
+    rank = row * cp + np.minimum(nth, 2 * cp - 1 - nth)
+    return layout_from_slices(layout.lengths, layout.document[owner], begins + offset, edges + offset, rank,
+                              layout.num_ranks * cp)
+
+
+def per_document_cp(
+    layout: Layout, model: ModelShape, *, cp: int, tp: int = 1, cost: AttentionTime | None = None
+) -> Plan:
+    """Spread each rank of `layout` over a group of cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
+    plan = at_home(head_tail_layout(layout, cp), model, tp=tp, cost=cost)
+    return plan if plan.limit is None else replace(plan, limit="head and tail chunks are dealt by tokens, not by work")
+
+
+def per_document_cp_step(
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    cp: int | None = None,
+) -> StepPlan:
+    """A step whose documents are cut over groups of cp data ranks, or over all of a stage; stages run 1F1B."""
+    cp = num_data if cp is None else cp
+    return step_of_groups(fixed_rows(micro_batches, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
+                          tp=tp)
+
+
+def head_tail_layout(layout: Layout, cp: int) -> Layout:
+    """Every slice cut into head and tail chunks over its group's ranks; a row keeps the order of the slices."""
+    check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
+    tokens = _tokens_of_ranks(layout, cp)                        # [slices, cp]
+    head = (tokens + 1) // 2
+    head[:, -1] = tokens[:, -1]                                  # the last rank's chunks are neighbours: one slice
+    chunk = np.concatenate([head, (tokens - head)[:, ::-1]], axis=1)  # [slices, 2 * cp] in document order
+    stop = layout.start[:, None] + np.cumsum(chunk, axis=1)
+    order = np.concatenate([np.arange(cp), np.arange(cp)[::-1]])
+    rank = layout.rank[:, None] * cp + order                     # [slices, 2 * cp]
+    used = chunk > 0
+    document = np.broadcast_to(layout.document[:, None], chunk.shape)
+    return layout_from_slices(
+        layout.lengths, document[used], (stop - chunk)[used], stop[used], rank[used], layout.num_ranks * cp)
+
+
+def _tokens_of_ranks(layout: Layout, cp: int) -> np.ndarray:
+    """[slices, cp] tokens of each slice on each rank of its group; remainders go round the group."""
+    length = layout.stop - layout.start
+    extra = length % cp
+    before = np.cumsum(extra) - extra                            # [slices] remainders of earlier slices
+    first = np.searchsorted(layout.rank, layout.rank)            # [slices] first slice of the same group
+    turn = (before - before[first]) % cp
+    takes = (np.arange(cp) - turn[:, None]) % cp < extra[:, None]
+    return (length // cp)[:, None] + takes
+
+
+_ROUNDS = 200
+_LEVEL = 1e-3  # a heaviest chunk so little above the mean is left alone
+
+
+def variable_length_step(
+    lengths: np.ndarray, chunk: np.ndarray, model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    cp: int = 1,
+) -> StepPlan:
+    """A step whose `chunk`s, as `variable_length` deals them, are rows of one micro-batch after the other."""
+    return step_of_groups(variable_rows(lengths, chunk, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
+                          tp=tp)
+
+
+def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list[Layout]:
+    """Chunk c is replica c % replicas' row in micro-batch c // replicas; a micro-batch without documents is none."""
+    rows = []
+    for micro_batch in np.unique(chunk // replicas).tolist():
+        mine = np.flatnonzero(chunk // replicas == micro_batch)
+        own = lengths[mine]
+        rows.append(layout_from_slices(own, np.arange(len(own)), np.zeros_like(own), own, chunk[mine] % replicas,
+                                       replicas))
+    return rows
+
+
+def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, max_tokens: int) -> np.ndarray | None:
+    """The chunk of every document, or None where documents do not fit `num_chunks` chunks of `max_tokens` tokens."""
+    if num_chunks < 1 or max_tokens < 1:
+        raise UserError(f"num_chunks is {num_chunks} and max_tokens {max_tokens}; give at least 1 of each")
+    if len(work) != len(lengths):
+        raise UserError(f"work has {len(work)} entries but there are {len(lengths)} documents; give one for each")
+    chunk = np.full(len(lengths), -1)
+    load, free = np.zeros(num_chunks), np.full(num_chunks, max_tokens, dtype=np.int64)
+    for document in np.argsort(-work, kind="stable").tolist():
+        fits = np.where(free >= lengths[document], load, np.inf)
+        target = int(fits.argmin())
+        if fits[target] == np.inf:
+            return None
+        chunk[document] = target
+        load[target] += work[document]
+        free[target] -= lengths[document]
+    _improve(chunk, lengths, work, load, free)
+    return chunk
+
+
+def _improve(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.ndarray, free: np.ndarray) -> None:
+    """Lower the heaviest chunk by one move or one swap at a time."""
+    for _ in range(_ROUNDS):
+        heavy = int(load.argmax())
+        if load[heavy] <= (1.0 + _LEVEL) * load.mean():
+            return
+        lightest = np.argsort(load, kind="stable")[:-1].tolist()
+        if not any(_shift(chunk, lengths, work, load, free, heavy, light) for light in lightest):
+            return
+
+
+def _shift(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.ndarray, free: np.ndarray, heavy: int,
+           light: int) -> bool:
+    """Move one document to the lighter chunk, for nothing or for one of its own, where both stay below the heavier."""
+    mine, other = np.flatnonzero(chunk == heavy), np.flatnonzero(chunk == light)
+    gap = load[heavy] - load[light]
+    moved = work[mine][:, None] - np.concatenate([[0.0], work[other]])  # [mine, nothing or one of other]
+    tokens = lengths[mine][:, None] - np.concatenate([[0], lengths[other]])
+    least = 1e-6 * load[heavy]
+    allowed = (moved > least) & (moved < gap - least) & (tokens <= free[light]) & (-tokens <= free[heavy])
+    if not allowed.any():
+        return False
+    best = np.where(allowed, np.abs(moved - gap / 2), np.inf)
+    i, j = np.unravel_index(int(best.argmin()), best.shape)
+    chunk[mine[i]] = light
+    if j > 0:
+        chunk[other[j - 1]] = heavy
+    load[heavy] -= moved[i, j]
+    load[light] += moved[i, j]
+    free[heavy] += tokens[i, j]
+    free[light] -= tokens[i, j]
+    return True
+
+
+def wlb_ideal_step(
+    rows: Sequence[Layout], cost: AttentionTime, model: ModelShape, *, layers: Sequence[int], tp: int = 1, cp: int = 1
+) -> StepPlan:
+    """A step with `rows[m]` over the replicas in micro-batch m, as `fixed_rows` or `variable_rows` make them."""
+    return step_of_groups(rows, partial(adaptive_layout, cost=cost), model, cp=cp, layers=layers, tp=tp)
+
+
+def adaptive_layout(layout: Layout, cp: int, *, cost: AttentionTime) -> Layout:
+    """Every row over cp ranks, cut by document or by sequence, whichever group of tasks ends sooner."""
+    cut = [cutter(layout, cp) for cutter in (head_tail_layout, per_sequence_layout)]
+    by_document, by_sequence = (_longest(one, cp, cost) for one in cut)
+    better = by_document <= by_sequence                          # [groups]
+    taken = [chosen[one.rank // cp] for one, chosen in zip(cut, (better, ~better), strict=True)]
+    document, start, stop, rank = (
+        np.concatenate([getattr(one, name)[mask] for one, mask in zip(cut, taken, strict=True)])
+        for name in ("document", "start", "stop", "rank"))
+    return layout_from_slices(layout.lengths, document, start, stop, rank, layout.num_ranks * cp)
+
+
+def _longest(layout: Layout, cp: int, cost: AttentionTime) -> np.ndarray:
+    """[groups] seconds of the slowest rank, forward and backward."""
+    tasks, speeds = tasks_at_home(layout), cost.speeds(layout.num_ranks)
+    return sum(((server_work(tasks, layout.num_ranks, cost, backward) / speeds).reshape(-1, cp).max(axis=1)
+                for backward in (False, True)), np.zeros(layout.num_ranks // cp))

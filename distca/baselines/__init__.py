@@ -1,1 +1,0 @@
-"""What others do, as ordinary plans, so that every comparison runs on the same runtime and is counted the same way."""

@@ -1,0 +1,1 @@
+"""Readers of users' files: document lengths for plans, tokens for training."""

@@ -1,0 +1,237 @@
+"""Conversations as tokens, with the loss on what the assistant says and on nothing else.
+
+The tokenizer's own chat template writes them, in the sandbox that transformers renders templates in, so that a model is
+trained on what it is asked with. Where a conversation reaches a {% generation %} block of the template, what is written
+there is in the loss. Otherwise a turn is found by asking the template twice: with everything before the turn and the
+prompt to generate, and with the turn; what the second adds is what the model is to say, the end of its turn included.
+
+Some templates write earlier turns differently once others follow (they drop what was thought). A conversation that is
+rewritten so becomes one document for each of the assistant's turns, as the model sees it when it takes that turn.
+Templates are not told the date: the same data are the same tokens tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distca.corpus.tokenizers import TextTokenizer, Tokens, in_groups, tokenizer_file
+from distca.validation import UserError, plain, read_json, read_text
+
+LOG = logging.getLogger("distca")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MARKS = "__generation_marks__"                      # what the rendering context calls them
+_MARK, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode has no such characters and never will
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Rendered(NamedTuple):
+    """A document, and the parts [start, stop) of its text that the assistant says."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    by_turns: bool = True  # found by asking the template twice, not by generation blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A compiled template, with the special tokens that it may name."""
+
+    template: Any
+    has_blocks: bool  # generation blocks that Jinja sees, whether a conversation reaches them or not
+    special_tokens: dict[str, str]
+
+    def documents(self, where: str, messages: Messages) -> list[Rendered]:
+        """The documents of a conversation: one, or one for each turn where later turns rewrite earlier ones."""
+        whole = self._render(where, messages)
+        marked = self._marked(where, messages, whole) if self.has_blocks else None
+        return [marked] if marked is not None else self._turns(where, messages, whole)
+
+    def _marked(self, where: str, messages: Messages, whole: str) -> Rendered | None:
+        """What stands in generation blocks; None where the conversation reached none.
+
+        Rendered again, with marks around the blocks that do not occur in the text: without the marks it is the same
+        text, however the template passes blocks on (in macros, captured by set), or the template is refused.
+        """
+        number = next(number for number in count() if f"{_MARK}{number}" not in whole)
+        marks = f"{_MARK}{number}{_OPEN}", f"{_MARK}{number}{_CLOSE}"
+        parts = re.split("({}|{})".format(*marks), self._render(where, messages, marks=marks))
+        if len(parts) == 1:
+            return None
+        found = _between(parts, *marks)
+        if found is None or found.text != whole:
+            raise UserError(f"{where}: the chat template changes what a generation block has written (it trims, cuts "
+                            "or measures it); write {% generation %} around what comes out in the end")
+        return found
+
+    def _turns(self, where: str, messages: Messages, whole: str) -> list[Rendered]:
+        turns, as_written = [], True
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render(where, messages[:number], prompt=True)
+                said = self._render(where, messages[:number + 1])
+                if not said.startswith(prompt):
+                    raise UserError(f"{where}: the chat template writes message {number} otherwise than its prompt to "
+                                    "generate begins it; mark what the assistant says by {% generation %} in a "
+                                    "chat_template.jinja beside data.tokenizer")
+                turns.append(Rendered(said, ((len(prompt), len(said)),)))
+                as_written &= whole.startswith(said)
+        if as_written:
+            return [Rendered(whole, tuple(span for turn in turns for span in turn.spans))]
+        return turns
+
+    def _render(self, where: str, messages: Messages, *, prompt: bool = False,
+                marks: tuple[str, str] = ("", "")) -> str:
+        try:
+            text: str = self.template.render(
+                messages=[dict(message) for message in messages], tools=None, documents=None,
+                add_generation_prompt=prompt, **self.special_tokens, **{_MARKS: marks})
+            text.encode("utf-8")
+        except Exception as error:  # whatever a template does
+            reason = plain(" ".join(str(error).split()))[:200] or type(error).__name__
+            if isinstance(error, UnicodeEncodeError):
+                reason = "half a surrogate pair"
+            raise UserError(f"{where}: the chat template fails ({reason}); repair or drop the conversation, or "
+                            "change the template") from None
+        return text
+
+
+def load_chat_template(tokenizer: str) -> ChatTemplate:
+    """The template beside a tokenizer.json: chat_template.jinja, or what tokenizer_config.json says."""
+    folder = tokenizer_file(tokenizer, "data.tokenizer").parent
+    config = _object(folder / "tokenizer_config.json")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = next((one.get("template") for one in source
+                       if isinstance(one, dict) and one.get("name") == "default"), None)
+    if (folder / "chat_template.jinja").is_file():
+        source = read_text(folder / "chat_template.jinja")
+    if not isinstance(source, str):
+        raise UserError(f"data.content is 'chat' but {folder} has no chat template; put the model's "
+                        "tokenizer_config.json or chat_template.jinja beside tokenizer.json")
+    if "added_tokens_decoder" not in config:
+        config |= _object(folder / "special_tokens_map.json")  # where older versions of transformers name them
+    named = {name: value.get("content") if isinstance(value, dict) else value
+             for name in SPECIAL_TOKENS if (value := config.get(name)) is not None}
+    return compile_template(source, {name: value for name, value in named.items() if isinstance(value, str)})
+
+
+def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplate:
+    """The template of a Jinja source, as transformers would compile it."""
+    try:
+        environment = _environment()
+    except ImportError:
+        raise UserError("data.content is 'chat' but the package jinja2, which chat templates are written for, is not "
+                        "installed; run: pip install jinja2") from None
+    from jinja2.nodes import ExtensionAttribute
+
+    try:
+        blocks = environment.parse(source).find_all(ExtensionAttribute)
+        return ChatTemplate(environment.from_string(source), any(True for _ in blocks), special_tokens)
+    except Exception as error:  # TemplateSyntaxError, or Python's own, of what Jinja makes of a template
+        reason = plain(" ".join(str(error).split()))[:200]
+        raise UserError(f"the chat template beside data.tokenizer is no Jinja template ({reason}); repair "
+                        "it") from None
+
+
+def _environment() -> Any:
+    """The sandbox with what templates may use."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import CallBlock
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """{% generation %} … {% endgeneration %}: what stands there comes out between marks."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own form)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        @jinja2.pass_context
+        def marked(self, context: Any, caller: Any) -> str:
+            opening, closing = context[_MARKS]
+            return f"{opening}{caller()}{closing}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    return environment
+
+
+def encoded_chats(
+    conversations: Iterable[tuple[str, Messages]], template: ChatTemplate, tokenizer: TextTokenizer
+) -> Iterator[Tokens]:
+    """The conversations as tokens, some at a time."""
+    num_by_turns = 0
+
+    def rendered() -> Iterator[Rendered]:
+        nonlocal num_by_turns
+        for where, messages in conversations:
+            documents = template.documents(where, messages)
+            num_by_turns += template.has_blocks and any(one.by_turns and one.spans for one in documents)
+            yield from documents
+
+    for group in in_groups(rendered(), lambda one: len(one.text)):
+        for one, (ids, offsets) in zip(group, tokenizer.with_offsets([one.text for one in group]), strict=True):
+            yield Tokens(np.array(ids, dtype=np.int64), tokens_in(one.spans, offsets))
+    if num_by_turns:
+        LOG.info("%d conversations reach no {%% generation %%} block of the chat template: all that the assistant says "
+                 "in them is in the loss", num_by_turns)
+
+
+def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[tokens] whether a token has a character in one of the spans, or stands in one without any."""
+    start, stop = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    stop = np.maximum(stop, start + 1)
+    found = np.zeros(len(start), dtype=bool)
+    for first, last in spans:
+        found |= (start < last) & (stop > first)
+    return found
+
+
+def _between(parts: Iterable[str], opening: str, closing: str) -> Rendered | None:
+    """The parts without the marks, and what stands between marks; None where one has no other."""
+    spans, texts, at, depth, start = [], [], 0, 0, 0
+    for part in parts:
+        if part == opening:
+            start = at if depth == 0 else start
+            depth += 1
+        elif part == closing:
+            depth -= 1
+            if depth == 0 and start < at:
+                spans.append((start, at))
+        else:
+            texts.append(part)
+            at += len(part)
+        if depth < 0:
+            return None
+    return Rendered("".join(texts), tuple(spans), by_turns=False) if depth == 0 else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    found = read_json(path) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """Without the escapes of HTML that Jinja's own filter has."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

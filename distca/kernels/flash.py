@@ -1,0 +1,323 @@
+"""What packed FlashAttention operators share: many rows in one call, queries aligned with the end of their keys.
+
+Forward reads key ranges where they lie, shared or not. Backward writes one gradient per row and key, so keys that are
+shared, or not packed in the rows' order, are copied for it and their gradients added up. The operators differ in
+version (`varlen`, `fa4`); each says how one call of it is made.
+
+Packed FlashAttention-2, as torch ships it.
+
+The operators below torch's varlen_attn are called directly, because they hand out the log-sum-exp and take the merged
+one back, and because their arguments are the same from torch 2.11 on.
+
+FlashAttention-4 from the flash-attn-4 package: for what the own kernel does not do, Blackwell and softcaps.
+
+Its calls are those of the packed FlashAttention before it. A call is compiled at its first use, in seconds, once for a
+head dim, a group size, a kind of mask and a softcap. Ampere has no backward there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca.kernels.interface import (
+    BackwardInputs,
+    TaskRows,
+    accumulation_dtype,
+    causal_and_full,
+    check_inputs,
+    check_one_dim,
+    disjoint,
+    joined,
+    launches,
+    one_dim_only,
+    softmax_scale,
+    unit_stride,
+    visible,
+)
+from distca.kernels.spans import Spans
+
+ROWS_AT_ONCE = 2**15  # a launch takes fewer than 2**16
+COPIED_KEYS_AT_ONCE = 2**18  # bounds backward's memory where rows share keys
+UNBOUNDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """One launch over packed queries, and keys that forward finds by their starts and backward gets packed."""
+
+    q: Spans
+    k: Spans
+    q_ends: torch.Tensor  # int32 [rows + 1] in the packed queries
+    k_ends: torch.Tensor  # int32 [rows + 1] in the packed keys
+    k_begin: torch.Tensor  # int32 [rows + 1] in the key buffer; the last entry is not read
+    k_len: torch.Tensor  # int32 [rows]
+    max_q_len: int
+    max_k_len: int
+    causal: bool
+    window_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTasks:
+    rows: TaskRows
+    forward: tuple[PackedCall, ...]
+    backward: tuple[PackedCall, ...]
+    queries_disjoint: bool
+
+
+class PackedFlash(ABC):
+    """A kernel that is one operator, called once for each group of rows that it takes together."""
+
+    name: str
+
+    @abstractmethod
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed q against k and v where they lie -> out like q, lse [packed q, heads]."""
+
+    @abstractmethod
+    def call_backward(
+        self, inputs: BackwardInputs, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv; everything packed in the order of the call's rows."""
+
+    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> PackedTasks:
+        inside = joined(visible(rows, window), window)
+        forward, backward = [], []
+        for group, causal, left in _groups(inside, window):
+            forward += [_call(chunk, causal, left, device) for chunk in launches(group, ROWS_AT_ONCE)]
+            chunks = launches(group, ROWS_AT_ONCE, COPIED_KEYS_AT_ONCE)
+            backward += [_call(chunk, causal, left, device) for chunk in chunks]
+        return PackedTasks(rows, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: PackedTasks, scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_inputs(q, k, v, prepared.rows)
+        check_one_dim(self.name, k, v)
+        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
+        q, k, v = (unit_stride(x) for x in (q, k, v))
+        whole = ((0, q.shape[0]),)
+        if len(prepared.forward) == 1 and prepared.forward[0].q.bounds == whole:
+            return self.call_forward(q, k, v, prepared.forward[0], scale)
+        out = q.new_zeros(q.shape, dtype=q.dtype if prepared.queries_disjoint else wide)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        for call in prepared.forward:
+            packed_out, packed_lse = self.call_forward(call.q.gather(q), k, v, call, scale)
+            if prepared.queries_disjoint:
+                call.q.put(out, packed_out)
+                call.q.put(lse, packed_lse)
+            else:
+                call.q.merge(out, lse, packed_out, packed_lse)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, inputs: BackwardInputs, prepared: PackedTasks, scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, lse = inputs
+        check_inputs(q, k, v, prepared.rows)
+        check_one_dim(self.name, k, v)
+        scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
+        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
+        if len(prepared.backward) == 1:
+            call = prepared.backward[0]
+            if call.q.bounds == ((0, q.shape[0]),) and call.k.bounds == ((0, k.shape[0]),):
+                return self.call_backward(BackwardInputs(dout, q, k, v, out, lse), call, scale)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for call in prepared.backward:
+            queries, keys = call.q.gather, call.k.gather
+            packed = BackwardInputs(queries(dout), queries(q), keys(k), keys(v), queries(out), queries(lse))
+            dq_packed, dk_packed, dv_packed = self.call_backward(packed, call, scale)
+            call.q.add(dq, dq_packed)
+            call.k.add(dk, dk_packed)
+            call.k.add(dv, dv_packed)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _groups(rows: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, bool, int]]:
+    """Rows that one launch can take together: with the causal mask or without, and one bound to the left.
+
+    The operator counts its window from the diagonal that ends in the corner of queries and keys. For a causal row
+    that is the row's own; a rectangle further from the diagonal needs a bound of its own.
+    """
+    causal, full = causal_and_full(rows)
+    if len(causal):
+        yield causal, True, UNBOUNDED if window is None else window - 1
+    if window is None:
+        left = np.full(len(full), UNBOUNDED)
+    else:
+        left = full.k_len - full.q_len - full.q_offset + window - 1
+        left[left >= full.k_len - 1] = UNBOUNDED  # the window reaches all keys of the row
+    for bound in np.unique(left).tolist():
+        yield full.take(left == bound), False, bound
+
+
+def _call(rows: TaskRows, causal: bool, left: int, device: torch.device) -> PackedCall:
+    def upload(column: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(column.astype(np.int32)).to(device)
+
+    max_q_len, max_k_len = int(rows.q_len.max()), int(rows.k_len.max())
+    return PackedCall(
+        q=Spans.of(rows.q_begin, rows.q_end),
+        k=Spans.of(rows.k_begin, rows.k_end),
+        q_ends=upload(np.concatenate([[0], np.cumsum(rows.q_len)])),
+        k_ends=upload(np.concatenate([[0], np.cumsum(rows.k_len)])),
+        k_begin=upload(np.append(rows.k_begin, 0)),
+        k_len=upload(rows.k_len),
+        max_q_len=max(2, max_q_len),  # at 1 the operator takes a decoding path of its own
+        max_k_len=max_k_len if left == UNBOUNDED else max(max_k_len, max_q_len),  # it caps both window bounds
+        causal=causal,
+        window_left=left,
+    )
+
+
+@dataclass(frozen=True)
+class VarlenKernel(PackedFlash):
+    """torch's packed FlashAttention-2."""
+
+    name: str = "varlen"
+
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"device is {device}; FlashAttention needs an NVIDIA GPU (device cuda)"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"{torch.cuda.get_device_name(device)} is too old; FlashAttention needs compute capability 8.0"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype is {dtype}; give bfloat16 or float16"
+        if (reason := one_dim_only(head_dim, value_dim)) is not None:
+            return reason
+        if head_dim % 8 or head_dim > 256:
+            return f"head_dim is {head_dim}; give a multiple of 8 up to 256"
+        return None
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            call.q_ends,
+            call.k_begin,
+            call.max_q_len,
+            call.max_k_len,
+            0.0,
+            call.causal,
+            False,
+            scale=scale,
+            window_size_left=call.window_left,
+            window_size_right=0 if call.causal else UNBOUNDED,
+            seqused_k=call.k_len,
+        )
+        return out, lse.T.contiguous()
+
+    def call_backward(
+        self, inputs: BackwardInputs, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        device = inputs.q.device
+        return torch.ops.aten._flash_attention_backward(
+            *inputs._replace(lse=inputs.lse.T.contiguous()),
+            call.q_ends,
+            call.k_ends,
+            call.max_q_len,
+            call.max_k_len,
+            0.0,
+            call.causal,
+            torch.zeros(2, dtype=torch.uint64, device=device),  # the random state of a dropout that is not used
+            torch.empty(0, device=device),
+            scale=scale,
+            window_size_left=call.window_left,
+            window_size_right=0 if call.causal else UNBOUNDED,
+        )
+
+
+PACKAGE = "flash_attn.cute"
+WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}                     # head dim by compute capability
+ALSO = {10: (256,), 11: (256,)}
+
+
+@dataclass(frozen=True)
+class Fa4Kernel(PackedFlash):
+    """The CuTe kernels of flash-attn-4."""
+
+    name: str = "fa4"
+    softcap: float | None = None
+
+    def supports(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+    ) -> str | None:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"device is {device}; FlashAttention-4 needs an NVIDIA GPU (device cuda)"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in WIDEST:
+            return (f"{torch.cuda.get_device_name(device)} is compute capability {major}.{minor}; FlashAttention-4's "
+                    f"backward needs {', '.join(map(str, WIDEST))}")
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype is {dtype}; give bfloat16 or float16"
+        if (reason := one_dim_only(head_dim, value_dim)) is not None:
+            return reason
+        if head_dim % 8 or (head_dim > WIDEST[major] and head_dim not in ALSO.get(major, ())):
+            also = "".join(f" or {dim}" for dim in ALSO.get(major, ()))
+            return f"head_dim is {head_dim}; give a multiple of 8 up to {WIDEST[major]}{also}"
+        if self.softcap is not None and (major == 12 or (major != 9 and head_dim == 256)):
+            return (f"softcap is {self.softcap}, for which FlashAttention-4 has no backward with head_dim {head_dim} "
+                    f"on compute capability {major}; use kernel='sdpa'")
+        if not is_installed():
+            return "flash-attn-4 is not installed; pip install --pre flash-attn-4"
+        if major == 12 and torch.are_deterministic_algorithms_enabled():
+            return "deterministic algorithms are on, which FlashAttention-4 does not have for compute capability 12"
+        return None
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse, *_ = _interface()._flash_attn_fwd(
+                q, k, v, cu_seqlens_q=call.q_ends, cu_seqlens_k=call.k_begin, seqused_k=call.k_len, return_lse=True,
+                softmax_scale=scale, softcap=self.softcap, **_mask_and_sizes(call)
+            )
+        return out, lse.T.contiguous()
+
+    def call_backward(
+        self, inputs: BackwardInputs, call: PackedCall, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, lse = inputs
+        dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+            q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, softcap=self.softcap or 0.0,
+            cu_seqlens_q=call.q_ends,
+            cu_seqlens_k=call.k_ends, deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_mask_and_sizes(call)
+        )
+        return dq, dk, dv
+
+
+def is_installed() -> bool:
+    try:
+        return importlib.util.find_spec(PACKAGE) is not None
+    except ModuleNotFoundError:                                  # a package above it is not there
+        return False
+
+
+def _interface() -> Any:
+    return importlib.import_module(f"{PACKAGE}.interface")
+
+
+def _mask_and_sizes(call: PackedCall) -> dict[str, Any]:
+    return {
+        "causal": call.causal,
+        "window_size_left": None if call.window_left == UNBOUNDED else call.window_left,
+        "window_size_right": 0 if call.causal else None,
+        "max_seqlen_q": call.max_q_len,
+        "max_seqlen_k": call.max_k_len,
+    }

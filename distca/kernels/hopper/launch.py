@@ -1,0 +1,258 @@
+"""Launches of the Hopper kernel: which kernels run, on which tensor maps, with which numbers.
+
+Everything that a call needs beside its results' addresses is made once and kept, because a launch should cost the
+host little more than the driver does: launches and their tensor maps by shapes and by places in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from distca.kernels.hopper.buffers import Kept, Tables
+from distca.kernels.hopper.driver import Launch, TensorMap, tensor_map
+from distca.kernels.hopper.tables import BLOCK_ROWS, tokens_per_block
+from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Variant, backward_kernels, forward_kernels, tiles_of
+from distca.kernels.interface import dims_text
+from distca.validation import UserError
+
+PANEL = 64  # columns that a tensor copy brings at once
+MERGE_BLOCKS = 16  # thread blocks to a multiprocessor
+SHAPES_KEPT, CALLS_KEPT = 16, 512  # calls of each shape
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What calls on tensors of the same shapes share, for one set of rows."""
+
+    tables: Tables
+    window: int | None
+    scale: float  # unless another one is asked for
+    new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
+    leaves_queries: bool  # some stand in no row
+    leaves_keys: bool
+    launches: Launches
+
+
+def run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kind: Kind,
+    num_parts: int,
+    scale: float,
+) -> None:
+    """Fill the rows' places in out and lse; there is room for that many parts of tiles, or no tile has parts."""
+    tables, launches = kind.tables, kind.launches
+    stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
+    k_place, k_stride = k.data_ptr(), k.stride()
+    call = launches.forward(get_ident(), stream, num_parts > 0 and tables.tall is None, q.data_ptr(), k_place,
+                            v.data_ptr(), q.stride(), k_stride, v.stride())
+    if call is None:
+        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, kind, num_parts, scale)
+        return
+    launch, merge = call
+    out_place, lse_place, kv_heads, part_sums, part_references = out.data_ptr(), lse.data_ptr(), launches.kv_heads, 0, 0
+    table, counter, tiles_at, segments_at, merges_at = tables.forward_numbers
+    if merge is not None:
+        num_rows = num_parts * kv_heads * 2 * BLOCK_ROWS
+        workspace = _floats(num_rows * (v.shape[2] + 2), launches.device)
+        part_sums = workspace.data_ptr()
+        part_references = part_sums + 4 * num_rows * v.shape[2]
+    launch(out_place, lse_place, table, counter, tiles_at, segments_at, kv_heads, scale, kind.window or 0, k_place,
+           k_stride[0], k_stride[1], part_sums, part_references)
+    if merge is not None:
+        merge(out_place, lse_place, part_sums, part_references, table, merges_at, kv_heads)
+
+
+def run_backward(
+    saved: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    kind: Kind,
+    num_blocks: int,
+    num_parts: int,
+    scale: float,
+    kept: Kept | None,
+    deterministic: bool,
+) -> None:
+    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
+
+    Where it must be deterministic, or dS is kept, or heads are wide, nothing is added up in memory: dQ comes from a
+    kernel of its own, for which there is room for that many parts of forward's tiles.
+    """
+    dout, q, k, v, out, lse = saved
+    dq, dk, dv = gradients
+    tables, launches, window = kind.tables, kind.launches, kind.window or 0
+    deterministic = deterministic or kept is not None or launches.tiles.dq_apart
+    stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
+    dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+    dout_place = dout.data_ptr()
+    call = launches.backward(
+        get_ident(), stream, deterministic, deterministic and num_parts > 0 and kept is None, kept is not None,
+        dout_place, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.stride(), q.stride(), k.stride(), v.stride())
+    if call is None:
+        saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
+        run_backward(saved, gradients, kind, num_blocks, num_parts, scale, kept, deterministic)
+        return
+    before, main, after, merge = call
+    kv_heads, num_numbers = launches.kv_heads, launches.num_numbers
+    num_sums = (2 * num_parts if deterministic else num_blocks) * BLOCK_ROWS * kv_heads * launches.q[2]
+    workspace = _floats(num_sums + 2 * num_numbers, launches.device)
+    dq_place, dq_sum = dq.data_ptr(), workspace.data_ptr()
+    lse_log2 = dq_sum + 4 * num_sums
+    delta = lse_log2 + 4 * num_numbers
+    table, counter, items_at, rows_at, blocks_at = tables.backward_numbers
+    before(out.data_ptr(), dout_place, lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
+           0 if deterministic else num_sums // 4)
+    if kept is not None:
+        places = torch.empty(kept.num_bytes, dtype=torch.uint8, device=launches.device)
+        for first in range(0, kv_heads, kept.heads):
+            some = first, min(kept.heads, kv_heads - first)
+            main(lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table, counter, items_at, rows_at,
+                 kv_heads, scale, window, kept.table.data_ptr() + 4 * kept.pairs_at, kept.num_places, *some)
+            after(places.data_ptr(), dq_place, kept.table.data_ptr(), counter + 4, kept.pairs_at, kv_heads, scale,
+                  *some)
+        return
+    main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, rows_at, kv_heads, scale,
+         window, 0, 0, 0, kv_heads)
+    if not deterministic:
+        after(dq_place, dq_sum, table, blocks_at, kv_heads, scale)
+        return
+    _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
+    after(lse_log2, delta, dq_place, tables.dq_table, forward_counter + 8, tiles_at, segments_at, kv_heads, scale,
+          window, dq_sum)
+    if merge is not None:
+        merge(dq_place, dq_sum, tables.dq_table, merges_at, kv_heads, scale)
+
+
+Stride = tuple[int, ...]
+
+
+class Launches:
+    """Launches on tensors of the same shapes, kept by their places in memory, to which layers and steps come back.
+
+    A thread has launches of its own. `forward` and `backward` give None where a tensor cannot be mapped as it lies.
+    """
+
+    def __init__(self, device: torch.device, q: torch.Size, k: torch.Size, v: torch.Size, windowed: bool, is_tall: bool,
+                 num_sms: int) -> None:
+        self.device, self.device_index = device, device.index
+        self.q, self.k, self.v, self.kv_heads, self.num_numbers = q, k, v, k[1], q[0] * q[1]
+        self.windowed, self.is_tall, self.num_sms, self.tiles = windowed, is_tall, num_sms, tiles_of(q[2])
+        self.forward = functools.lru_cache(CALLS_KEPT)(self._forward)
+        self.backward = functools.lru_cache(CALLS_KEPT)(self._backward)
+
+    def _forward(
+        self, thread: int, stream: int, split: bool, q: int, k: int, v: int, q_stride: Stride, k_stride: Stride,
+        v_stride: Stride,
+    ) -> tuple[Launch, Launch | None] | None:
+        """The main kernel's and, where keys of tiles are split, that of merging their parts."""
+        self._check_dims()
+        if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
+            return None
+        tile_keys = self.tiles.forward_keys
+        maps = (
+            _query_map(q, self.q, q_stride, self.kv_heads),
+            _key_map(k, self.k, k_stride, tile_keys),
+            _key_map(v, self.v, v_stride, tile_keys),
+            _key_map(v, self.v, v_stride, 1),
+        )
+        kernel, *merge = forward_kernels(self.device, self.q[2], self.q[1] // self.kv_heads, self.windowed, split,
+                                         self.is_tall)
+        return kernel.launch(self.num_sms, stream, *maps), self._merge(merge, stream)
+
+    def _backward(
+        self, thread: int, stream: int, deterministic: bool, split: bool, kept: bool, dout: int, q: int, k: int, v: int,
+        dout_stride: Stride, q_stride: Stride, k_stride: Stride, v_stride: Stride,
+    ) -> tuple[Launch, Launch, Launch, Launch | None] | None:
+        """What runs before, the main kernel's, what runs after it and, where dQ has parts, that of merging them."""
+        self._check_dims()
+        places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
+        if not all(_mappable(place, stride) for place, stride in places):
+            return None
+        kv_heads, tiles, group = self.kv_heads, self.tiles, self.q[1] // self.kv_heads
+        dout_shape = torch.Size((*self.q[:2], self.v[2]))
+        block_len = tokens_per_block(group)
+        maps = (
+            _query_map(q, self.q, q_stride, kv_heads, block_len),
+            _query_map(q, self.q, q_stride, kv_heads, 1),
+            _query_map(dout, dout_shape, dout_stride, kv_heads, block_len),
+            _query_map(dout, dout_shape, dout_stride, kv_heads, 1),
+            _key_map(k, self.k, k_stride, tiles.backward_keys),
+            _key_map(k, self.k, k_stride, 1),
+            _key_map(v, self.v, v_stride, tiles.backward_keys),
+            _key_map(v, self.v, v_stride, 1),
+        )
+        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.windowed, deterministic,
+                                                        split, kept)
+        alone = () if not deterministic else maps[4:6] if kept else (
+            _query_map(q, self.q, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
+            _key_map(k, self.k, k_stride, tiles.dq_keys), maps[5], _key_map(v, self.v, v_stride, tiles.dq_keys),
+            maps[7])
+        ends = 8 * main.num_sms
+        return (before.launch(ends, stream), main.launch(self.num_sms, stream, *maps),
+                after.launch(self.num_sms if deterministic else ends, stream, *alone), self._merge(merge, stream))
+
+    def _merge(self, kernels: Sequence[Variant], stream: int) -> Launch | None:
+        return kernels[0].launch(MERGE_BLOCKS * self.num_sms, stream) if kernels else None
+
+    def _check_dims(self) -> None:
+        dim, value_dim = self.q[2], self.v[2]
+        if dim not in TILES or TILES[dim].value_dim != value_dim:
+            raise UserError(f"{dims_text(dim, value_dim)}; give {DIMS_TEXT}")
+
+
+launches_of = functools.lru_cache(SHAPES_KEPT)(Launches)
+
+
+def _mappable(place: int, stride: Stride) -> bool:
+    """Tensor copies want whole heads, and everything at multiples of 16 bytes."""
+    return place % 16 == 0 and stride[2] == 1 and stride[1] % 8 == 0 and stride[0] % 8 == 0
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _query_map(
+    place: int, shape: torch.Size, stride: tuple[int, ...], kv_heads: int, num_tokens: int | None = None
+) -> TensorMap:
+    """Blocks of [tokens, heads, dim] that hold all query heads of a KV head; or of single tokens."""
+    tokens, heads, dim = shape
+    group, head_bytes = heads // kv_heads, 2 * stride[1]
+    sizes, strides = (dim, group, kv_heads, tokens), (head_bytes, group * head_bytes, 2 * stride[0])
+    return tensor_map(place, sizes, strides, (PANEL, group, 1, num_tokens or tokens_per_block(group)))
+
+
+def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int) -> TensorMap:
+    """Tiles of [tokens, kv_heads, dim] that hold one KV head."""
+    tokens, kv_heads, dim = shape
+    return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
+
+
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def new(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes contiguous tensors of this shape beside `like`; on a GPU as torch's compiled code makes its own.
+
+    That takes the host a quarter of torch.empty's time.
+    """
+    if _empty_strided is None or not like.is_cuda:
+        return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=like.device)
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return functools.partial(_empty_strided, tuple(shape), tuple(strides), dtype)
+
+
+def _floats(count: int, device: torch.device) -> torch.Tensor:
+    if _empty_strided is None:
+        return torch.empty(count, dtype=torch.float32, device=device)
+    return _empty_strided((count,), (1,), torch.float32)

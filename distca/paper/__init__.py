@@ -1,1 +1,0 @@
-"""The DistCA paper's claims, checked with our simulator and planner."""

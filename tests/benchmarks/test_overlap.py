@@ -1,0 +1,48 @@
+"""The overlap benchmark picks the slowest network that can hide, and says why where it cannot have one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+overlap = importlib.import_module("overlap")
+
+
+def test_the_rate_is_what_the_tightest_window_needs_and_what_may_stick_out() -> None:
+    trips = [overlap.Trip(1_000, 1, 2.0), overlap.Trip(1_000, 1, 0.0)]
+    assert overlap.slowest_rate(trips, 1.0) == pytest.approx(1_000)   # the first hides; the second is all exposed
+    assert overlap.slowest_rate(trips, 4.0) == pytest.approx(2_000 / 6)  # neither hides
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**8), st.floats(0, 5)), min_size=1), st.floats(1e-3, 10))
+def test_no_slower_rate_would_do(drawn: list[tuple[int, float]], allowed_seconds: float) -> None:
+    trips = [overlap.Trip(num_bytes, 1, window) for num_bytes, window in drawn]
+    rate = overlap.slowest_rate(trips, allowed_seconds)
+    assert overlap.sticking_out_seconds(trips, rate) <= allowed_seconds
+    assert overlap.sticking_out_seconds(trips, rate * 0.999) > allowed_seconds
+
+
+def test_nothing_to_exchange_is_refused() -> None:
+    with pytest.raises(ValueError, match="raise --tokens"):
+        overlap.slowest_rate([overlap.Trip(0, 0, 1.0)], 1.0)
+
+
+@pytest.mark.parametrize(("missing", "reason"), [("root", "need root"), ("tc", "install iproute2")])
+def test_skips_with_a_reason_where_the_network_is_not_allowed(missing: str, reason: str, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000 if missing == "root" else 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == missing else f"/sbin/{tool}")
+    monkeypatch.setattr(overlap.subprocess, "run", lambda *_, **__: pytest.fail("nothing may be made"))
+    monkeypatch.setattr(overlap.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["overlap.py", "--output", str(tmp_path / "overlap.json")])
+    assert overlap.main() == 0
+    assert reason in capsys.readouterr().out
+    assert reason in json.loads((tmp_path / "overlap.json").read_text())["skipped"]

@@ -1,0 +1,112 @@
+"""Run a function in real processes that form a gloo group, and say how each of them ended.
+
+Arguments and results travel pickled, between the processes of one call only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import runpy
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from inspect import getfile
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOutcome:
+    """How a process ended: with what its body returned, with an error, or without a word."""
+
+    value: Any                # None where the body raised or never came back
+    error: str | None         # "TypeOfError: message"
+    exit_code: int | None     # None: it was still running and was ended
+    seconds: float            # from the moment the group stood
+
+
+def run_processes(
+    size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 20.0, deadline_seconds: float = 60.0,
+    lost: int | None = None,
+) -> list[ProcessOutcome]:
+    """Run `body(transport, *args)` in real processes that form a gloo group; none of them outlives this call.
+
+    `body` is a function of a module that can be loaded from its file. `timeout_seconds` is the group's. The rank that
+    is `lost` is not waited for.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "distca.runtime.attention"])
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(size):
+            end, child_end = context.Pipe(duplex=False)
+            about = (rank, size, f"{folder}/store", timeout_seconds, getfile(body), body.__name__, pickle.dumps(args))
+            processes.append(context.Process(target=_one_process, args=(child_end, *about), daemon=True))
+            processes[-1].start()
+            child_end.close()
+            ends.append(end)
+        deadline = time.monotonic() + deadline_seconds
+        said: dict[int, bytes] = {}
+        try:
+            for rank, process in enumerate(processes):
+                if rank != lost:                                 # a rank that says much ends only once it is heard
+                    said[rank] = _hear(ends[rank], process, deadline)
+                    process.join(max(deadline - time.monotonic(), 0.0))
+            return [_outcome(process, said.get(rank) or _hear(ends[rank], process, 0.0))
+                    for rank, process in enumerate(processes)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def values(outcomes: Sequence[ProcessOutcome]) -> list[Any]:
+    """What every process returned, where all of them ended well."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None or outcome.exit_code != 0:
+            raise RuntimeError(f"rank {rank} failed: {outcome.error or f'exit code {outcome.exit_code}'}")
+    return [outcome.value for outcome in outcomes]
+
+
+def _hear(end: Connection, process: Any, deadline: float) -> bytes:
+    """What a process sends before the deadline; nothing where it ends without a word."""
+    wait([end, process.sentinel], timeout=max(deadline - time.monotonic(), 0.0))
+    try:
+        return end.recv_bytes() if end.poll() else b""
+    except EOFError:
+        return b""
+
+
+def _outcome(process: Any, said: bytes) -> ProcessOutcome:
+    value, error, seconds = pickle.loads(said) if said else (None, None, 0.0)
+    return ProcessOutcome(value, error, process.exitcode, seconds)
+
+
+def _one_process(
+    end: Connection, rank: int, size: int, store: str, timeout_seconds: float, file: str, name: str, args: bytes
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from distca.runtime.liveness import end_process, one_worker_per_group
+    from distca.runtime.transport import C10dTransport
+
+    torch.set_num_threads(1)
+    body = runpy.run_path(file)[name]
+    one_worker_per_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+                            timeout=timedelta(seconds=timeout_seconds))
+    dist.barrier()
+    begin, value, error = time.monotonic(), None, None
+    try:
+        value = body(C10dTransport(), *pickle.loads(args))
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    end.send_bytes(pickle.dumps((value, error, time.monotonic() - begin)))
+    if error is None:
+        dist.barrier()
+    dist.destroy_process_group()
+    end_process()

@@ -1,0 +1,259 @@
+"""What stand-in ranks run: small mains that the tests of the launcher hand to it, each in a module a rank can import.
+
+They leave what they saw in the log folder, a file for each rank.
+"""
+
+import ctypes
+import errno
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distca.train import launch
+from distca.train.settings import Settings
+
+
+def _say(settings: Settings, **facts: Any) -> None:
+    rank = launch.here().rank
+    path = Path(settings.log.folder) / f"rank{rank}.json"
+    path.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **facts}))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def _listening(pid: int) -> list[str]:
+    """Addresses, in the kernel's hex, on which a process listens."""
+    held = {os.readlink(entry).removeprefix("socket:[").removesuffix("]") for entry in Path(f"/proc/{pid}/fd").iterdir()
+            if entry.is_symlink() and os.readlink(entry).startswith("socket:")}
+    rows = [line.split() for kind in ("tcp", "tcp6") if Path(f"/proc/{pid}/net/{kind}").exists()
+            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in held]
+
+
+def meet(settings: Settings) -> int:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    place = launch.here()
+    total = torch.tensor([10.0**place.rank])
+    dist.all_reduce(total)
+    _say(settings, rank=place.rank, world=place.world, local_rank=place.local_rank, total=total.item(),
+         threads=torch.get_num_threads(), ranks=settings.run.ranks,
+         listening=[_listening(pid) for pid in (os.getpid(), os.getppid())])
+    dist.destroy_process_group()
+    return 0
+
+
+def second_fails(settings: Settings) -> int:
+    if launch.here().rank == 1:
+        raise RuntimeError("rank one gave up")
+    _say(settings)
+    time.sleep(1000)                                             # longer than a test may take
+    return 0
+
+
+def all_refuse(settings: Settings) -> int:
+    settings.with_values({"optimizer.lr": -1.0}).check()
+    return 0
+
+
+def foreign_value_error(settings: Settings) -> int:
+    return int("not a number that the package asked for")
+
+
+def second_returns_five(settings: Settings) -> int:
+    return 5 if launch.here().rank == 1 else 0
+
+
+def second_is_killed(settings: Settings) -> None:
+    """Rank 0 learns of it by an exchange that fails, and says so at once."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.barrier()
+    if launch.here().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+
+def group_timeouts(settings: Settings) -> int:
+    """Every process group of a training rank, with the seconds that it waits."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    from distca.train.trainer import Trainer, start_group
+
+    start_group(settings, torch.device("cpu"), launch.here().local_world)
+    trainer = Trainer(settings, torch.device("cpu"))
+    groups = list(distributed_c10d._world.pg_map)
+    seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    _say(settings, seconds=seconds)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.close()
+    return 0
+
+
+def train_with_a_full_disk(settings: Settings) -> int:
+    """The first save finds no space."""
+    from distca.train import trainer
+    from distca.train.checkpoint import checkpointer as checkpoint
+    from distca.train.checkpoint import files as checkpoint_files
+
+    failed = []
+
+    def full(path: Path, tensors: Any) -> Any:
+        if "step_00000001" in str(path):
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return checkpoint_files.write_file(path, tensors)
+
+    vars(checkpoint)["write_file"] = full
+    return trainer.run(settings)
+
+
+def train_and_stop_in_the_last_save(settings: Settings) -> int:
+    """As a debugger, a hung disk or a scheduler would leave a rank."""
+    from distca.train import trainer
+    from distca.train.checkpoint import checkpointer as checkpoint
+
+    def stopped(path: Path, tensors: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if launch.here().rank == 1:
+        vars(checkpoint)["write_file"] = stopped
+    return trainer.run(settings)
+
+
+def train_impatiently(settings: Settings) -> int:
+    """Five seconds without a sign of life are too many, though ranks may take longer than that to start."""
+    from distca.train import trainer
+
+    class Watched(trainer.Trainer):
+        def train(self) -> None:
+            _say(settings)
+            super().train()
+
+    liveness = vars(trainer)["Liveness"]
+    vars(trainer).update(Trainer=Watched, Liveness=lambda seconds, on_lost: liveness(5, on_lost))
+    return trainer.run(settings)
+
+
+def stop_when_asked(settings: Settings) -> int:
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    _say(settings, ready=True)
+    while not asked:
+        time.sleep(0.01)
+    _say(settings, saved=True)
+    return 0
+
+
+def never_stop(settings: Settings) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _say(settings, ready=True)
+    time.sleep(1000)                                             # longer than a test may take
+    return 0
+
+
+def wait_without_listening(settings: Settings) -> int:
+    _say(settings, ready=True)
+    time.sleep(1000)                                             # longer than a test may take
+    return 0
+
+
+def train_with_a_slow_rank(settings: Settings) -> int:
+    """The last server says that its attention took twice what its work would; others that it took just that."""
+    from distca.train import agreement as adapt
+    from distca.train import trainer
+
+    class Watched(adapt.ServerSpeeds):
+        def learn(self, work: Any, own_seconds: float) -> None:
+            seen.append(work.tolist())
+            super().learn(work, float(work[self.rank]) * (2 if self.rank == len(work) - 1 else 1))
+
+    seen: list[list[float]] = []
+    vars(trainer)["ServerSpeeds"] = Watched
+    code = trainer.run(settings)
+    _say(settings, work=seen)
+    return code
+
+
+def train_with_another_table(settings: Settings) -> int:
+    """Rank 1 plans by the table beside the one that the settings name."""
+    import logging
+
+    from distca.train import agreement, trainer
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    def adopted(content: bytes, own: Any) -> Any:
+        step = read(content, own)
+        places.append([one.placement for one in (own, step)])
+        return step
+
+    warnings: list[str] = []
+    places: list[list[str | None]] = []
+    read = vars(agreement)["step_from_bytes"]
+    vars(agreement)["step_from_bytes"] = adopted
+    logging.getLogger("distca").addHandler(Told(logging.WARNING))
+    if launch.here().rank == 1:
+        settings = settings.with_values({"attention.cost": settings.attention.cost.replace("own", "other")})
+    code = trainer.run(settings)
+    _say(settings, warnings=warnings, adopted=len(places))
+    return code
+
+
+def live_memory(settings: Settings) -> int:
+    """Live bytes of the heap and Python's blocks after 50 steps, all but 20, and all; those 20 keep their batches."""
+    import torch
+
+    from distca.train import trainer as training
+
+    kept: list[Any] = []
+    training.start_group(settings, torch.device("cpu"), launch.here().local_world)
+    trainer = training.Trainer(settings, torch.device("cpu"))
+    run_step = trainer.forward_backward
+
+    def live_after(step: int) -> list[int]:
+        """The least of five steps: what is on its way to the next step comes and goes."""
+        while trainer.step < step - 5:
+            trainer.one_step()
+        seen = []
+        for _ in range(5):
+            trainer.one_step()
+            gc.collect()
+            seen.append((live_heap_bytes(), sys.getallocatedblocks()))
+        return [min(column) for column in zip(*seen, strict=True)]
+
+    def keep_rows(batch: Any) -> torch.Tensor:
+        kept.append(batch.rows)
+        return run_step(batch)
+
+    trimmed: list[int] = []
+    vars(training)["return_freed_memory"] = lambda: trimmed.append(trainer.step)
+    before, after = live_after(50), live_after(settings.run.steps - 20)
+    vars(trainer)["forward_backward"] = keep_rows
+    _say(settings, before=before, after=after, leaking=live_after(settings.run.steps), trimmed=trimmed)
+    trainer.loader.close()
+    return 0
+
+
+def live_heap_bytes() -> int:
+    """What is allocated and not freed, by glibc's own count."""
+    class MallInfo(ctypes.Structure):
+        _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = MallInfo
+    counts = ask().counts
+    return int(counts[7] + counts[4])                            # uordblks in arenas, hblkhd in mappings of their own
