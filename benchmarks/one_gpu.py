@@ -17,10 +17,11 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.train.data import Batch, step_plan
-from distca.train.model.build import build_optimizer, connect, run_segments
+from distca.train.model.build import build_optimizer, connect
 from distca.train.model.decoder import Decoder, DecoderShape
 from distca.train.model.offload import Offload
 from distca.train.model.parallel import clip_grad_norm, parallelize
+from distca.train.model.segment_runs import run_segments
 from distca.train.settings import load_settings
 from distca.train.stages import StageWork
 

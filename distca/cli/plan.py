@@ -53,8 +53,7 @@ from distca.planning.plan import Plan
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.tasks import tasks_at_home
 from distca.report.figures import PlannedBatch
-from distca.report.planned_batches import PlannedBatches
-from distca.report.render import print_batches
+from distca.report.planned_batches import PlannedBatches, print_batches
 from distca.simulate.costs import TABLE_CLUSTER
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape

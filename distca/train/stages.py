@@ -25,19 +25,10 @@ from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Shapes
 from distca.train.data import Batch
-from distca.train.model.decoder import (
-    Decoder,
-    First,
-    Last,
-    Middle,
-    Post,
-    Pre,
-    Rotary,
-    Segment,
-    chunked_cross_entropy,
-)
+from distca.train.model.decoder import Decoder, First, Last, Middle, Post, Pre, Segment, chunked_cross_entropy
 from distca.train.model.offload import Offload
 from distca.train.model.parallel import accumulating
+from distca.train.model.rotary import Rotary
 from distca.validation import UserError
 
 RowPlans = Sequence[Sequence[Plan]]  # [row][depth]

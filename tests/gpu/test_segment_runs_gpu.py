@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 
 from distca.kernels import dense_attention
 from distca.spec import ModelShape
-from distca.train.model.build import run_segments
 from distca.train.model.decoder import Decoder, DecoderShape
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.offload import Offload
+from distca.train.model.segment_runs import run_segments
 
 pytestmark = [
     pytest.mark.gpu,

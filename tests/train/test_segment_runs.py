@@ -22,10 +22,11 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.train.data import step_plan
-from distca.train.model.build import connect, run_segments
+from distca.train.model.build import connect
 from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.model.offload import HostPages, Offload
 from distca.train.model.parallel import parallelize
+from distca.train.model.segment_runs import run_segments
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
 from tests.support import batch_of, run_processes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from distca.kernels.hopper.split import FEW_TILES, kept_tables, most_places, place_bytes
+from distca.kernels.hopper.kept import FEW_TILES, kept_tables, most_places, place_bytes
 from distca.kernels.hopper.tables import (
     TILE_BLOCKS,
     BackwardTables,

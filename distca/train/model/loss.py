@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distca.train.model.build import any_rows
+from distca.train.model.recompute import any_rows
 from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
