@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Two files of tests at a time, a thread each: threads that spin for the same core take ten times as long.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check lint bench sweep torchtitan clean
+.PHONY: demo test check lint bench paper sweep torchtitan clean
 
 demo: $(INSTALLED)
 	$(BIN)/distca train examples/demo.toml
@@ -42,6 +42,10 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planner.py
+
+# Options after ARGS, as in `make paper ARGS='--quick'`.
+paper: $(INSTALLED)
+	$(BIN)/python benchmarks/check_paper.py $(ARGS)
 
 torchtitan:
 	test -x $(VENV)-torchtitan/bin/python || $(PYTHON) -m venv $(VENV)-torchtitan

@@ -1,4 +1,4 @@
-"""`distca paper`: the DistCA paper's figures, claim by claim, beside what our simulator and planner find."""
+"""`make paper`: the DistCA paper's figures, claim by claim, beside what our simulator and planner find."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distca.cli import run
 from distca.cli.batches import MAX_BATCHES
 from distca.cli.options import progress
 from distca.cli.simulate import MAX_WORKERS
@@ -26,7 +27,12 @@ from distca.validation import UserError, check_whole
 QUICK_BATCHES, FULL_BATCHES = 2, 10
 
 
-def paper_command(
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False,
+                  context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command()
+def check_paper(
     quick: Annotated[bool, typer.Option("--quick", help="Few batches of few settings: the shape, in seconds.")] = False,
     only: Annotated[str | None, typer.Option(help=f"Some of: {','.join(CLAIMS)}.")] = None,
     batches: Annotated[int | None, typer.Option(
@@ -59,7 +65,7 @@ def paper_command(
 
 
 def print_checklist(found: list[Verdict], console: Console) -> None:
-    """The table of claims, then the reasons of those that differ."""
+    """Print the table of claims, then why those that differ do."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title, width in (("", None), ("claim and setting", None), ("paper, or aim", 13), ("ours", 13), ("", None)):
         table.add_column(title, max_width=width)
@@ -76,7 +82,7 @@ def print_checklist(found: list[Verdict], console: Console) -> None:
 
 
 def _plotter(folder: Path) -> Callable[[dict[str, list[Row]]], list[Path]]:
-    """What draws into the folder; refuses before long work what would fail after it."""
+    """Return the function that draws into the folder; refuse before the long work what would fail after it."""
     try:
         from paper.plots import save_plots
     except ModuleNotFoundError as error:
@@ -88,3 +94,7 @@ def _plotter(folder: Path) -> Callable[[dict[str, list[Row]]], list[Path]]:
         raise UserError(f"out is {str(folder)!r} and cannot be made ({error.strerror}); give a folder that you may "
                         "write to, or --no-plots") from None
     return lambda rows: save_plots(rows, marks(), folder)
+
+
+if __name__ == "__main__":
+    run(app, "check_paper.py")

@@ -276,7 +276,7 @@ def simulated(results: Path) -> str:
             f"{100 * min(reached):.1f}–{100 * max(reached):.1f} %, above 90 % in {sum(one > 0.9 for one in reached)}"])
     return (f"## Simulated clusters\n\nDGX H200 nodes with TP 8, {content['batches']} batches a setting, over the "
             "better of variable-length packing and adaptive context parallelism on a swept grid, which hides its key "
-            f"gathers where that ends sooner (`wlb_ideal`; [all claims](paper.md), {_source('paper')}, `distca "
+            f"gathers where that ends sooner (`wlb_ideal`; [all claims](paper.md), {_source('paper')}, `make "
             "paper`). With 16K tokens a rank (llama-34b at 128K), launches and the tails of a TP 8 rank's few heads "
             "cost two small nano-batches more than balancing gains, and plain context parallelism is ahead of us.\n\n"
             + _table(("", "disaggregated", "distca", "distca of the bound"), table) + "\n\n" + shares(results))

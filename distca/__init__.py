@@ -15,7 +15,6 @@ from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
-from distca.runtime.liveness import end_process
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.trace import Span, StepTrace
 from distca.validation import UserError
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from distca.integrations.packed import PackedAttention, latest_plan
     from distca.runtime.attention import CoreAttention
     from distca.runtime.dedicated import serve_until_stopped, stop_servers
+    from distca.runtime.liveness import end_process
     from distca.runtime.transport import C10dTransport, LoopbackWorld, Transport, TransportError
     from distca.runtime.transport.symmetric import SymmetricTransport
 
@@ -50,6 +50,7 @@ _NEED_TORCH = {  # public name -> the module that is, or defines, it
     "Transport": "distca.runtime.transport",
     "TransportError": "distca.runtime.transport",
     "data": "distca.data",
+    "end_process": "distca.runtime.liveness",
     "kernels": "distca.kernels",
     "latest_plan": "distca.integrations.packed",
     "serve_until_stopped": "distca.runtime.dedicated",

@@ -116,7 +116,7 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
 def test_a_shell_completes_commands(installed: Path) -> None:
     done = subprocess.run([installed / "distca"], capture_output=True, text=True, check=True, env={
         "PATH": str(installed), "_DISTCA_COMPLETE": "complete_bash", "COMP_WORDS": "distca p", "COMP_CWORD": "1"})
-    assert {"plan", "paper", "profile"} <= set(done.stdout.split())
+    assert {"plan", "profile", "simulate"} <= set(done.stdout.split())
 
 
 def test_the_readme_installs_by_lines_that_work_today() -> None:

@@ -43,7 +43,7 @@ Row = dict[str, Any]
 def measure_all(
     figures: Sequence[str], *, quick: bool, num_batches: int, workers: int, step: Callable[[str], None]
 ) -> dict[str, list[Row]]:
-    """Rows by figure, in the order of the cases; `step` hears of each finished case."""
+    """Rows by figure, in the order of the cases; `step` is called after each case."""
     wanted = [case for figure in figures for case in cases(figure, quick)]
     rows: dict[int, list[Row]] = {}
     for at, found in _measured(wanted, num_batches, workers):

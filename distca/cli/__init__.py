@@ -1,7 +1,7 @@
 """The `distca` command: what would balanced attention save on your lengths, and training that gets it.
 
 Whatever a user can get wrong ends in one line on stderr and exit code 2. Modules refuse with a UserError that names
-the field, its value and the remedy; `main` is the one place that turns it into that line. Anything else is a mistake
+the field, its value and the remedy; `run` is the one place that turns it into that line. Anything else is a mistake
 of ours: it keeps its traceback and exit code 1, with a sentence on what to report.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,7 +21,6 @@ from distca.cli.profile import profile_command
 from distca.cli.report import report_command
 from distca.cli.simulate import simulate_command
 from distca.cli.train import TRAIN_USAGE, train_command
-from distca.runtime.liveness import end_process
 from distca.validation import UserError, plain
 
 MAX_LINE = 2000  # characters of an error
@@ -51,12 +50,17 @@ app.command("train", **TRAIN_USAGE)(train_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; errors of the user's become one line and exit code 2."""
+    """Run `distca`."""
+    run(app, "distca", arguments)
+
+
+def run(commands: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line and exit; users' errors become one line on stderr and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without block characters still gets the numbers
     try:
-        status = app(args=None if arguments is None else list(arguments), prog_name="distca", standalone_mode=False)
+        status = commands(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         _end(130)
     except MemoryError:
@@ -83,5 +87,5 @@ def _end(code: int) -> NoReturn:
     """Exit. A rank that failed ends ahead of its group's threads, which may wait for other ranks or for the GIL."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        end_process(code)
+        distca.end_process(code)
     sys.exit(code)

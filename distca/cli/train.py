@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+import distca
 from distca.cli.options import COUNT, count
-from distca.runtime.liveness import end_process
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
 from distca.validation import UNITS_HELP, UserError
 
@@ -49,7 +49,7 @@ def train_command(
 
     code = launch(settings, _train)
     if place_in(os.environ) is not None:                         # a rank of torchrun or srun
-        end_process(code)
+        distca.end_process(code)
     raise typer.Exit(code)
 
 

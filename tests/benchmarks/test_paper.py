@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import check_paper
 import pytest
 from paper import claims
 from paper.cases import FIGURES, Case, cases
@@ -15,7 +17,7 @@ from paper.check import measure
 from paper.claims import CLAIMS, PAPER_SPEED, figures_of, verdicts
 
 import distca
-from distca import cli
+from distca.cli import run
 from distca.cost.shipped_tables import shipped_table
 
 PACKAGE = Path(distca.__file__).parent
@@ -31,7 +33,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Quick:
         said: list[str] = []
         patch.setattr("builtins.print", lambda *parts, **_: said.append(" ".join(map(str, parts))))
         with pytest.raises(SystemExit) as stop:
-            cli.main(["paper", "--quick", "--batches", "1", "--out", "drawn/here", "--json"])
+            run(check_paper.app, "check_paper.py", ["--quick", "--batches", "1", "--out", "drawn/here", "--json"])
     assert stop.value.code == 0
     return json.loads(said[0]), folder
 
@@ -138,7 +140,7 @@ def test_unequal_activations_and_large_buffers_differ() -> None:
 def test_only_the_claims_know_the_papers_figures() -> None:
     figures = {number for pair in PAPER_SPEED.values() for number in pair if number > 1} | {
         *claims.PAPER_IDLE.values(), *claims.PAPER_SINGLE_STREAM[1:]}
-    for path in [*(PACKAGE / "simulate").glob("*.py"), *(PACKAGE / "paper").glob("*.py")]:
+    for path in [*(PACKAGE / "simulate").glob("*.py"), *Path(claims.__file__).parent.glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         if path.name not in ("claims.py", "plots.py"):
@@ -159,7 +161,7 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments: tuple[str, str], said:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(SystemExit) as stop:
-        cli.main(["paper", "--quick", *arguments])
+        run(check_paper.app, "check_paper.py", ["--quick", *arguments])
     captured = capsys.readouterr()
     assert (stop.value.code, captured.out) == (2, "")
     assert captured.err.count("\n") == 1 and said in captured.err
@@ -172,7 +174,7 @@ def test_the_checklist_is_readable(capsys: pytest.CaptureFixture[str], tmp_path:
     slow_on_short_shards = shipped_table("h200_cudnn")           # in backward
     monkeypatch.setattr("paper.check._table", lambda: slow_on_short_shards)
     with pytest.raises(SystemExit) as stop:
-        cli.main(["paper", "--only", "appA,fig5", "--no-plots", "--workers", "1"])
+        run(check_paper.app, "check_paper.py", ["--only", "appA,fig5", "--no-plots", "--workers", "1"])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and not list(tmp_path.iterdir())
     assert "appA" in said and "agrees" in said and "2 of 3 agree" in said
@@ -184,12 +186,12 @@ def test_every_command_of_the_guide_runs(quick: Quick, monkeypatch: pytest.Monke
     text = (PACKAGE.parent / "docs/paper.md").read_text(encoding="utf-8")
     assert all(f"`{claim}`" in text for claim in CLAIMS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("distca.cli.paper.measure_all",
+    monkeypatch.setattr("check_paper.measure_all",
                         lambda figures, **_: {figure: quick[0]["rows"][figure] for figure in figures})
-    commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("distca paper")]
-    for _, *arguments in commands:
+    given = re.findall(r"^make paper(?: ARGS='([^']*)')?", text, re.MULTILINE)
+    for arguments in map(shlex.split, given):
         with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
+            run(check_paper.app, "check_paper.py", arguments)
         assert stop.value.code == 0
-    assert len(commands) == 3 and len(list((tmp_path / "paper").iterdir())) == len(FIGURES)
+    assert len(given) == 3 and len(list((tmp_path / "paper").iterdir())) == len(FIGURES)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["plots"] == []

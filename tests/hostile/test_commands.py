@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Never
 
+import check_paper
 import pytest
 from typer.main import get_command
 
@@ -144,8 +145,12 @@ def refuse(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
     def call(*arguments: str) -> str:
         before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        command, *options = arguments
         with pytest.raises(SystemExit) as stop:
-            cli.main(list(arguments))
+            if command == "paper":
+                cli.run(PAPER, "check_paper.py", options)
+            else:
+                cli.main(list(arguments))
         seconds = time.process_time() - begin
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         out, err = capfd.readouterr()
@@ -158,7 +163,7 @@ def refuse(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     return call
 
 
-COMMAND = get_command(cli.app)  # made once: making it takes longer than most refusals
+COMMAND, PAPER = get_command(cli.app), get_command(check_paper.app)  # made once: it takes longer than most refusals
 OPTIONS, FILES = option_cases(), file_cases()
 
 
