@@ -2,8 +2,7 @@
 
 A GPU waits where the host queues more slowly than it computes, as short rows do. Medians of calls in a row, without
 waiting for the device: the kernel by itself; then chains of layers under autograd, forward and backward, where what is
-beside the kernel is what a chain takes beyond the same kernel in a bare autograd function; and a layer captured in a
-CUDA graph, both ways in one replay.
+beside the kernel is what a chain takes beyond the same kernel in a bare autograd function.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from distca.kernels import TaskRows
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs
 from distca.profiling import versions
-from distca.runtime.call import Shapes
-from distca.runtime.steady import SteadyAttention
 
 DEVICE = torch.device("cuda", 0)
 KERNEL = HopperKernel()
@@ -113,24 +110,8 @@ def measure(tokens: int, rounds: int) -> list[Result]:
             found[what].append(chained(layer, row, dout, rounds))
     bare, *others = ((what, [min(column) for column in zip(*times, strict=True)]) for what, times in found.items())
     results.append(Result(bare[0], bare[1][0], bare[1][1], None, None))
-    results += [Result(what, forward, backward, forward - bare[1][0], backward - bare[1][1])
-                for what, (forward, backward) in others]
-    return [*results, Result("a replayed graph, both ways", in_a_row(replay(plan, row, dout), rounds), 0.0, None, None)]
-
-
-def replay(plan: distca.Plan, row: list[torch.Tensor], dout: torch.Tensor) -> Callable[[], object]:
-    """One layer of SteadyAttention, captured forward and backward."""
-    from distca.runtime.transport.symmetric import SymmetricTransport
-
-    steady = SteadyAttention(SymmetricTransport(), plan, Shapes(HEADS, KV_HEADS, DIM, torch.bfloat16, DEVICE))
-    q, k, v = (x.detach().requires_grad_() for x in row)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(steady(q, k, v), (q, k, v), dout)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        torch.autograd.grad(steady(q, k, v), (q, k, v), dout)
-    return graph.replay
+    return results + [Result(what, forward, backward, forward - bare[1][0], backward - bare[1][1])
+                      for what, (forward, backward) in others]
 
 
 def main() -> None:

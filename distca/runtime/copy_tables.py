@@ -133,12 +133,12 @@ def _places(side: Side, of: Intervals, field: int, size: int, arriving: WireLayo
     return of.run >= len(side.local.row), begin[of.run] + of.offset * size
 
 
-def sums(exchange: Combine, device: torch.device, block: int, *, apart: bool = False) -> Sums:
-    """Of results that are not the row's already; with `apart`, where the row stands in tensors of its own, of all."""
+def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
+    """Of results that are not the row's already."""
     unit = gcd(ALIGNMENT, *exchange.token_bytes)
     blocks, parts = [_upload(np.empty((0, 6)), device)], [np.empty((0, 2), dtype=np.int64)]
     for field, (side, size) in enumerate(zip(exchange.sides, exchange.token_bytes, strict=True)):
-        if apart or not side.is_untouched:
+        if not side.is_untouched:
             of, per_token = intervals(side), size // unit
             first = of.first + sum(map(len, parts))
             interval, before, count = chunks(of.length * per_token, block // unit, of.begin * per_token, device)
@@ -149,12 +149,12 @@ def sums(exchange: Combine, device: torch.device, block: int, *, apart: bool = F
     return Sums(torch.cat(blocks), _upload(np.concatenate(parts), device), unit, block)
 
 
-def merges(exchange: Combine, device: torch.device, block: int, *, apart: bool = False) -> Merges:
-    """`block` is in bytes of out; `apart` as for sums."""
+def merges(exchange: Combine, device: torch.device, block: int) -> Merges:
+    """`block` is in bytes of out."""
     assert exchange.merged_heads is not None
     side, heads, (out_size, lse_size) = exchange.sides[0], exchange.merged_heads, exchange.token_bytes
     unit, rows = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())
-    if side.is_untouched and not apart:
+    if side.is_untouched:
         return Merges(_upload(np.empty((0, 5)), device), _upload(np.empty((0, 3)), device), unit, rows)
     of = intervals(side)
     interval, before, count = chunks(of.length * heads, rows, of.begin * heads, device)

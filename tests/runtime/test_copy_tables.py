@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
 from distca.planning.balance import balance
+from distca.planning.plan import Plan
 from distca.runtime import call
-from distca.runtime.copy_tables import chunks, intervals, packing, sums, unpacking
-from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
+from distca.runtime.copy_tables import chunks, intervals, merges, packing, sums, unpacking
+from distca.runtime.exchange_torch import Combine, Dispatch, Stamp, home_rows, server_buffers
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
+from tests.support import LAYOUT_KINDS, block_walk, misplaced_plan, random_layout, scattered_plan
 
 CPU = torch.device("cpu")
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
@@ -26,10 +28,15 @@ MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 @st.composite
 def tables(draw: st.DrawFn) -> RankTables:
     """One rank's tables of a senseless plan."""
+    plan = draw(plans())
+    return build(plan, draw(st.integers(0, plan.num_servers - 1)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
     seed, ranks = draw(st.integers(0, 100_000)), draw(st.integers(1, 4))
     layout = random_layout(seed, draw(st.sampled_from(LAYOUT_KINDS)), ranks, draw(st.integers(1, 30)))
-    plan = scattered_plan(seed, layout, ranks + draw(st.integers(0, 2)), MODEL)
-    return build(plan, draw(st.integers(0, plan.num_servers - 1)))
+    return scattered_plan(seed, layout, ranks + draw(st.integers(0, 2)), MODEL)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), max_size=8), st.integers(1, 16))
@@ -90,6 +97,42 @@ def test_what_stays_as_it_is_has_no_blocks(tables: RankTables) -> None:
         assert len(sums(coming, CPU, 64).table) == 0
     for one in (going, coming):
         assert (len(packing(one, CPU, 64).table) > 0) == (one.leaving.num_bytes > 0)
+
+
+@settings(deadline=None)
+@given(plans(), st.sampled_from([16, 64, 4096]), st.integers(0, 100))
+def test_blocks_do_what_torch_does(plan: Plan, block: int, seed: int) -> None:
+    """Played one after another: dispatch, gradients to the bit, and outputs to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim = 4, 2, 3
+    every = [build(plan, rank) for rank in range(plan.num_servers)]
+    q, k, lse = (("q", 8 * heads * dim), ("k", 8 * kv_heads * dim), ("q", 8 * heads))
+    shape = {q: (heads, dim), k: (kv_heads, dim), lse: (heads,)}
+
+    def tensors(fields: list[tuple[str, int]], tokens: dict[str, int]) -> list[torch.Tensor]:
+        return [torch.randn(tokens[one[0]], *shape[one], generator=generator, dtype=torch.float64) for one in fields]
+
+    def wires(exchanges: list[Any], brought: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        sent = []
+        for exchange, own in zip(exchanges, brought, strict=True):
+            wire = exchange.leaving.empty(CPU).zero_()
+            block_walk.copy(packing(exchange, CPU, block), tuple(own), (wire,))
+            sent.append(wire.split(exchange.leaving.splits))
+        return [torch.cat([one[rank] for one in sent]) for rank in range(len(sent))]
+
+    going = [Dispatch.of(one, [q, k, lse]) for one in every]
+    rows = [tensors([q, k, lse], {"q": one.row_tokens, "k": one.key_row_tokens}) for one in every]
+    for exchange, row, wire in zip(going, rows, wires(going, rows), strict=True):
+        buffers = server_buffers(tuple(row), exchange.sides)
+        block_walk.copy(unpacking(exchange, CPU, block), (wire, *row), buffers)
+        assert all(map(torch.equal, buffers, exchange.unpack(wire, tuple(row))))
+    for fields, merged, close in (([q, k], None, 0.0), ([q, lse], heads, 1e-12)):
+        coming = [Combine.of(one, fields, merged) for one in every]
+        results = [tensors(fields, {"q": one.queries.buffer_tokens, "k": one.keys.buffer_tokens}) for one in every]
+        for back, own, wire in zip(coming, results, wires(coming, results), strict=True):
+            filled = home_rows(tuple(own), back.sides)
+            block_walk.combine((merges if merged else sums)(back, CPU, block), wire, tuple(own), filled)
+            torch.testing.assert_close(filled, back.unpack(wire, tuple(own)), rtol=close, atol=close)
 
 
 def test_a_row_that_is_served_at_home_stays_as_it_is() -> None:

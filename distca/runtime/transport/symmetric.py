@@ -58,8 +58,9 @@ class SymmetricTransport:
         self._timeout_ms = max(1, int(timeout_seconds * 1000))
         self._stream = torch.cuda.Stream(self.device)
         self._capacity, self._turn = 0, 0
-        self._memory: PeerMemory | None = None
-        self._peers: list[torch.Tensor] = []  # uint8 [SLOTS, capacity] of every rank
+        self._slots: torch.Tensor | None = None  # this rank's, which its peers write to
+        self._shared: Any = None                 # torch's handle of everybody's slots
+        self._peers: list[torch.Tensor] = []     # uint8 [SLOTS, capacity] of every rank
         self._check_node()
 
     @property
@@ -74,8 +75,8 @@ class SymmetricTransport:
         if send.device != self.device:
             raise UserError(f"send is on {send.device} but this transport is for {self.device}; move it there")
         offsets, needed = self._meet(send_splits, recv_splits)
-        if self._memory is None or needed > self._capacity:
-            self._memory = self._grow(needed)
+        if self._slots is None or needed > self._capacity:
+            self._grow(needed)
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -86,7 +87,7 @@ class SymmetricTransport:
                 at, length = offsets[peer], send_splits[peer]
                 if length:
                     self._peers[peer][slot, at:at + length].copy_(parts[peer], non_blocking=True)
-            self._memory.barrier()
+            self._shared.barrier(channel=0, timeout_ms=self._timeout_ms)
             received = self._peers[self.rank][slot, :sum(recv_splits)].clone()
             done = torch.cuda.Event()
             done.record(self._stream)
@@ -117,19 +118,17 @@ class SymmetricTransport:
                     "the same plan")
         return [begin for begin, *_ in heard], max(total for *_, total in heard)
 
-    def memory(self, num_bytes: int) -> PeerMemory:
-        """So many bytes more on every rank, for all to write to; every rank of the group asks for them at once."""
-        return PeerMemory(self._group, self.device, num_bytes, self._timeout_ms)
-
-    def _grow(self, needed: int) -> PeerMemory:
+    def _grow(self, needed: int) -> None:
         """All ranks at once: when no rank's side stream uses the old slots any more, replace them by larger ones."""
         self._stream.synchronize()
         self.gather(0, self.device)
-        self._peers, self._memory = [], None
+        self._peers, self._shared, self._slots = [], None, None
         self._capacity, self._turn = max(MIN_CAPACITY, 1 << (needed - 1).bit_length()), 0
-        memory = self.memory(SLOTS * self._capacity)
-        self._peers = [peer.view(SLOTS, self._capacity) for peer in memory.peers]
-        return memory
+        with torch.cuda.device(self.device):
+            self._slots = symmetric_memory.empty(SLOTS * self._capacity, dtype=torch.uint8, device=self.device)
+            self._shared = symmetric_memory.rendezvous(self._slots, self._group)
+        self._peers = [self._shared.get_buffer(peer, (SLOTS, self._capacity), torch.uint8)
+                       for peer in range(self.size)]
 
     def _check_node(self) -> None:
         """Refuse what would fail later and less clearly: several nodes, or ranks that share a GPU by accident."""
@@ -140,22 +139,6 @@ class SymmetricTransport:
         sharing = [rank for rank, other in enumerate(gpu) if other == gpu[self.rank]]
         if len(sharing) > 1 and os.environ.get(SHARING) != "1":
             raise UserError(f"ranks {sharing} share one GPU; give each rank its own, or set {SHARING}=1 to allow it")
-
-
-class PeerMemory:
-    """Bytes on the GPU of every rank of a group, which each of them can write to."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int, timeout_ms: int) -> None:
-        self._timeout_ms = timeout_ms
-        with torch.cuda.device(device):
-            self._own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._handle: Any = symmetric_memory.rendezvous(self._own, group)
-        self.peers: list[torch.Tensor] = [self._handle.get_buffer(peer, (num_bytes,), torch.uint8)
-                                          for peer in range(dist.get_world_size(group))]
-
-    def barrier(self) -> None:
-        """On the current stream: what every rank put there before is written; a graph can capture it."""
-        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
 def places(transport: C10dTransport, device: torch.device, via: torch.device | None = None) -> tuple[list[int], ...]:
