@@ -1,4 +1,4 @@
-"""Write docs/measured.md from the JSON that the benchmarks wrote, so that no figure of it is typed by hand.
+"""Write docs/reference/measured.md from the JSON that the benchmarks wrote, so that no figure of it is typed by hand.
 
     python benchmarks/measured_page.py            # after a benchmark wrote new results
     python benchmarks/measured_page.py --check    # says whether the page is what the results say
@@ -15,7 +15,7 @@ from textwrap import fill
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "measured.md"
 RANKS = (64, 512, 4096)
 CASES = {
     "1 of 32768 | 32/8": "1 document of 32K", "4 of 8192": "4 documents of 8K", "32 of 1024": "32 documents of 1K",
@@ -108,7 +108,7 @@ def attention(results: Path) -> str:
     return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {device} in bf16, 32 query heads, 8 KV heads "
             "and dim 128 unless said, with our own kernel for attention tasks, in which keys that several tasks share "
             f"cost nothing extra. All in one run, in turns ({_source('kernel_rows_nvidia_h200')}, "
-            "`benchmarks/kernel_rows.py`;\n[kernels.md](kernels.md) has the "
+            "`benchmarks/kernel_rows.py`;\n[kernels.md](../design/kernels.md) has the "
             f"rest).\n\n{_table(('batch', *kernels.values()), table)}")
 
 
@@ -323,7 +323,7 @@ def _read(results: Path, name: str) -> Any:
 
 
 def _source(name: str) -> str:
-    return f"[JSON](../benchmarks/results/{name}.json)"
+    return f"[JSON](../../benchmarks/results/{name}.json)"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -345,7 +345,7 @@ def _loss(difference: float) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write docs/measured.md from the benchmarks' JSON.")
+    parser = argparse.ArgumentParser(description="Write docs/reference/measured.md from the benchmarks' JSON.")
     parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     if not parser.parse_args().check:
         PAGE.write_text(page(), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Write the tree in docs/architecture.md from the first line of every module, so that it is the tree there is.
+"""Write the table of rooms in docs/design/architecture.md from the packages' own first lines.
 
-    python docs/make_tree.py            # after a module was added, moved or renamed
-    python docs/make_tree.py --check    # says whether the page is up to date
+    python docs/make_tree.py            # after a room was added, moved or renamed
+    python docs/make_tree.py --files    # print every module with its first line instead
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- tree -->\n", "<!-- /tree -->"
+PACKAGE = ROOT / "distca"
+PAGE = ROOT / "docs" / "design" / "architecture.md"
+BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->"
 
 
-def tree(package: Path = ROOT / "distca") -> str:
-    """Every module with the first line of what it says about itself, package by package."""
-    loose = [path for path in sorted(package.glob("*.py")) if path.stem not in ("__init__", "__main__")]
-    rows = [f"| | `{path.name}` | {first_line(path)} |" for path in loose]
-    for folder in sorted(path.parent for path in package.rglob("__init__.py") if path.parent != package):
-        name = folder.relative_to(package).as_posix()
-        rows.append(f"| **{name}/** | | {first_line(folder / '__init__.py')} |")
-        rows += [f"| | `{path.name}` | {first_line(path)} |" for path in sorted(folder.glob("*.py"))
-                 if path.stem != "__init__"]
-    return "\n".join(["| | module | |", "|---|---|---|", *rows]) + "\n"
+def rooms() -> list[Path]:
+    """The folders of the package, and the files at its top that users do not import through `distca` itself."""
+    folders = sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
+    return [path for path in sorted(PACKAGE.glob("*.py")) if path.stem not in ("__init__", "__main__")] + folders
+
+
+def table() -> str:
+    rows = [f"| `{path.relative_to(PACKAGE).as_posix()}{'/' * path.is_dir()}` | {first_line(path)} |"
+            for path in rooms()]
+    return "\n".join(["| room | what it is for |", "|---|---|", *rows]) + "\n"
 
 
 def first_line(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    """The first paragraph of a module's or a package's docstring."""
+    source = path / "__init__.py" if path.is_dir() else path
+    text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
     return text.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
 def page() -> str:
-    """The page as it is, with the tree as it should be."""
+    """The page as it is, with the table as it should be."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}{tree()}{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    if "--check" not in sys.argv[1:]:
+    if "--files" in sys.argv[1:]:
+        for module in sorted(PACKAGE.rglob("*.py")):
+            print(f"{module.relative_to(ROOT).as_posix():44}{first_line(module)}")
+    else:
         PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is not the tree there is; run: python docs/make_tree.py")

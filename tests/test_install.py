@@ -16,7 +16,7 @@ import pytest
 import distca
 
 ROOT = Path(distca.__file__).parents[1]
-TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*"), *ROOT.glob("distca/**/*.py"),
+TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*"), *ROOT.glob("distca/**/*.py"),
                 *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -74,7 +74,7 @@ def test_the_metadata_is_complete_and_its_links_lead_somewhere_from_anywhere(bui
     assert text.startswith("# distca") and len(text) > 2000
     targets = re.findall(r"\]\(([^)\s]+)", text)
     assert targets and all(target.startswith("https://") for target in targets)
-    assert "![" not in text and "docs/training.md" in text       # the words of a link stay
+    assert "![" not in text and "docs/guide/train.md" in text       # the words of a link stay
     assert set(about.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
 
 
@@ -82,7 +82,7 @@ def test_the_sdist_has_docs_and_tests_and_nothing_that_was_built(built: Path) ->
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "docs/training.md", "setup.py",
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "docs/guide/train.md", "setup.py",
             "docs/images/plan.png", "tests/conftest.py", "tests/support/rank_mains.py", "examples/demo.toml",
             "benchmarks/planner.py", "distca/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".git", ".ci", ".venv", "runs"))]
@@ -116,7 +116,7 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
 def test_a_shell_completes_commands(installed: Path) -> None:
     done = subprocess.run([installed / "distca"], capture_output=True, text=True, check=True, env={
         "PATH": str(installed), "_DISTCA_COMPLETE": "complete_bash", "COMP_WORDS": "distca p", "COMP_CWORD": "1"})
-    assert {"plan", "profile", "simulate"} <= set(done.stdout.split())
+    assert {"plan", "profile"} <= set(done.stdout.split())
 
 
 def test_the_readme_installs_by_lines_that_work_today() -> None:

@@ -183,7 +183,7 @@ def test_the_checklist_is_readable(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_every_command_of_the_guide_runs(quick: Quick, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                          capsys: pytest.CaptureFixture[str]) -> None:
-    text = (PACKAGE.parent / "docs/paper.md").read_text(encoding="utf-8")
+    text = (PACKAGE.parent / "docs/reference/paper.md").read_text(encoding="utf-8")
     assert all(f"`{claim}`" in text for claim in CLAIMS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("check_paper.measure_all",

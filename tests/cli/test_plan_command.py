@@ -324,7 +324,7 @@ def _blocks(name: str, language: str) -> str:
     return "".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/planning.md", "docs/runtime.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/guide/plan.md", "docs/design/runtime.md"])
 def test_every_command_of_the_guides_runs(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch,
                                           name: str) -> None:
     """Python blocks first, as they write files that commands read; `make` lines need only be targets."""

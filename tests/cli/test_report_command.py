@@ -156,7 +156,7 @@ def test_bad_html_of_a_plan_is_refused_before_planning(run: Callable[..., tuple[
 
 
 def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]], log: Path, tmp_path: Path) -> None:
-    text = (ROOT / "docs/report.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guide/report.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"PYTHONPATH": str(ROOT)})
     (tmp_path / "runs").mkdir()

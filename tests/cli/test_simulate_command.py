@@ -100,7 +100,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Callable[..., tuple[int, str
 def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]],
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(distca.__file__).parents[1]
-    text = (root / "docs/simulate.md").read_text(encoding="utf-8")
+    text = (root / "docs/guide/simulate.md").read_text(encoding="utf-8")
     commands, code = ("".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
                       for language in ("bash", "python"))
     ran = 0

@@ -392,9 +392,9 @@ def test_the_plain_pytorch_example_ends_after_the_threads_that_hold_its_tensors(
 
 
 def test_the_guide_runs() -> None:
-    guide = (ROOT / "docs/integrations.md").read_text(encoding="utf-8").partition("## Transformers")[2]
+    guide = (ROOT / "docs/guide/integrate.md").read_text(encoding="utf-8").partition("## Transformers")[2]
     block = guide.partition("```python\n")[2].partition("```")[0]
     assert "enable(model)" in block
-    exec(compile(block, "docs/integrations.md", "exec"), {})
+    exec(compile(block, "docs/guide/integrate.md", "exec"), {})
     for command in ("examples/transformers_trainer.py --steps 20 --cpu", "examples/plain_pytorch.py"):
         assert f"torchrun --nproc-per-node 2 {command}\n" in guide     # as the slow tests run them

@@ -88,7 +88,7 @@ def test_resuming_looks_up_no_class_by_name(tmp_path: Path) -> None:
 
 def test_the_guides_commands_run(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     save(tmp_path / "saved")
-    guide = (Path(distca.__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
+    guide = (Path(distca.__file__).parents[1] / "docs/guide/train.md").read_text(encoding="utf-8")
     commands = re.findall(r"^distca (checkpoint .*?|export .*?) *#", guide, re.MULTILINE)
     assert {" ".join(command.split()[:2]) for command in commands} == {
         "checkpoint verify", "export saved"}

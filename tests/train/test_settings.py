@@ -266,7 +266,7 @@ def test_settings_are_shown_and_refused_without_torch() -> None:
 
 
 def test_the_guide_lists_every_setting() -> None:
-    guide = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs/guide/train.md").read_text(encoding="utf-8")
     _, _, rest = guide.partition("<!-- settings -->\n")
     table, _, _ = rest.partition("<!-- /settings -->")
     assert table == settings_table(), "write distca.train.settings.settings_table() between the guide's two marks"
@@ -279,7 +279,7 @@ def _commands(text: str) -> list[list[str]]:
 
 def test_commands_of_the_guide_and_the_examples_are_ones_that_start(run: Train,
                                                                     tmp_path: Path) -> None:
-    guide = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs/guide/train.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
     script = (ROOT / "examples/train.slurm").read_text(encoding="utf-8")
     commands = [words for block in (*blocks, script) for words in _commands(block) if "distca" in words]
