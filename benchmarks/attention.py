@@ -212,7 +212,7 @@ def fitting(names: Iterable[str], model: ModelShape, device: torch.device, conso
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     fit = []
     for name in names:
-        reason = None if name in ("auto", "dense") else kernel_named(name).supports(device, dtype, model.head_dim, None)
+        reason = None if name in ("auto", "dense") else kernel_named(name).supports(device, dtype, model.head_dim)
         if reason is None:
             fit.append(name)
         else:

@@ -22,7 +22,7 @@ import torch
 
 from distca.kernels import Kernel, TaskRows, kernel_named
 from distca.kernels.dense import DenseKernel
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from tests.support import determinism
 
 NUM_Q, NUM_K = 470, 4_000
@@ -46,7 +46,7 @@ def attend(
     kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None, device: torch.device
 ) -> list[torch.Tensor]:
     q, k, v, dout = tensors
-    prepared = kernel.prepare(rows, device, window)
+    prepared = kernel.prepare(rows, device, Scores(window=window))
     out, lse = kernel.forward(q, k, v, prepared)
     return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
 
@@ -68,7 +68,7 @@ def check(name: str, device: torch.device, head_dims: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dim, (rows, window) in itertools.product(head_dims, [*((ROWS, window) for window in WINDOWS), (LONG, None)]):
         value_dim = VALUE_DIMS.get(dim, dim)
-        reason = kernel.supports(device, torch.bfloat16, dim, window, value_dim)
+        reason = kernel.supports(device, torch.bfloat16, dim, Scores(window=window), value_dim)
         if reason is not None:
             raise ValueError(f"kernel is {name!r}, which cannot run here: {reason}")
         shapes = (NUM_Q, HEADS, dim), (NUM_K, KV_HEADS, dim), (NUM_K, KV_HEADS, value_dim), (NUM_Q, HEADS, value_dim)

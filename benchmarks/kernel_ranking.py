@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.kernels import TaskRows, kernel_named
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.ranking import MEASURED, Speed
 from distca.profiling import versions
 from distca.profiling.machine import samples
@@ -70,11 +70,11 @@ def batch_seconds(
               (batch.num_q, HEADS, value_dim))
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     fitting = [kernel for kernel in map(kernel_named, names)
-               if kernel.supports(device, q.dtype, head_dim, window, value_dim) is None]
+               if kernel.supports(device, q.dtype, head_dim, Scores(window=window), value_dim) is None]
     times: dict[str, tuple[list[float], list[float]]] = {kernel.name: ([], []) for kernel in fitting}
     for _ in range(ROUNDS):
         for kernel in fitting:
-            prepared = kernel.prepare(batch.rows, device, window)
+            prepared = kernel.prepare(batch.rows, device, Scores(window=window))
             out, lse = kernel.forward(q, k, v, prepared)
             forward, backward = times[kernel.name]
             forward += samples(partial(kernel.forward, q, k, v, prepared), device, budget_seconds=budget, least=3)

@@ -109,7 +109,7 @@ def one_rank(plan: Plan, placement: str, rank: int, which: str, repeats: int, ke
     transport: Any = InstantTransport(rank, plan.num_servers)
     plans = PlanRegistry(transport, kernel_name)
     begin = perf_counter()
-    prepared = plans.prepared(plan, shapes, None)
+    prepared = plans.prepared(plan, shapes)
     exchanges = prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients
     prepare_seconds = perf_counter() - begin
     transport.fill(exchanges, device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -16,18 +15,16 @@ from distca.kernels.cudnn import CudnnKernel
 from distca.kernels.dense import DenseKernel, dense_attention
 from distca.kernels.flash import Fa4Kernel, VarlenKernel
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import Kernel, TaskRows, merge
+from distca.kernels.interface import Kernel, Scores, TaskRows, merge
 from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
-from distca.kernels.softcap_sinks import check_softcap
 from distca.validation import UserError
 
-__all__ = ["Kernel", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]
+__all__ = ["Kernel", "Scores", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]
 
 _KERNELS: tuple[Kernel, ...] = (
     HopperKernel(), CudnnKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel(),
 )
-_CAPPING = (Fa4Kernel, SdpaKernel, DenseKernel)
 _announced: set[str] = set()
 
 
@@ -44,36 +41,22 @@ def choose(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto",
     value_dim: int | None = None, softcap: float | None = None,
 ) -> Kernel:
-    """The kernel of this name, or with "auto" the fastest, that fits these tensors; it caps scores by `softcap`."""
-    device = torch.device(device)
-    check_softcap(softcap)
-    fits = partial(_fitted, device=device, dtype=dtype, head_dim=head_dim, window=window, value_dim=value_dim,
-                   softcap=softcap)
+    """The kernel of this name, or with "auto" the fastest, that fits these tensors."""
+    device, scores = torch.device(device), Scores(window=window, softcap=softcap)
     if name != "auto":
-        fitted = fits(kernel_named(name))
-        if isinstance(fitted, str):
-            raise UserError(f"kernel={name!r} cannot run here: {fitted}; or give kernel='auto'")
-        return fitted
+        kernel = kernel_named(name)
+        reason = kernel.supports(device, dtype, head_dim, scores, value_dim)
+        if reason is not None:
+            raise UserError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
+        return kernel
     refused: list[str] = []
-    for kernel in fastest_first(_KERNELS, device, dtype, head_dim, window):
-        fitted = fits(kernel)
-        if not isinstance(fitted, str):
-            _announce(fitted, device, dtype, head_dim, window, softcap, refused)
-            return fitted
-        refused.append(f"{kernel.name}: {fitted}")
+    for kernel in fastest_first(_KERNELS, device, dtype, head_dim, scores.window):
+        reason = kernel.supports(device, dtype, head_dim, scores, value_dim)
+        if reason is None:
+            _announce(kernel, device, dtype, head_dim, scores, refused)
+            return kernel
+        refused.append(f"{kernel.name}: {reason}")
     raise UserError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
-
-
-def _fitted(
-    kernel: Kernel, *, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None,
-    value_dim: int | None, softcap: float | None,
-) -> Kernel | str:
-    """The same kernel, capping where that is asked, or why it does not fit."""
-    if softcap is not None:
-        if not isinstance(kernel, _CAPPING):
-            return f"softcap is {softcap}, it takes None; use kernel='fa4' on a GPU, or 'sdpa' anywhere"
-        kernel = replace(kernel, softcap=softcap)
-    return kernel.supports(device, dtype, head_dim, window, value_dim) or kernel
 
 
 def sparing(kernel: Kernel, multiprocessors: int) -> Kernel:
@@ -87,11 +70,11 @@ def sparing(kernel: Kernel, multiprocessors: int) -> Kernel:
 
 
 def _announce(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, softcap: float | None,
-    refused: list[str],
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores, refused: list[str]
 ) -> None:
-    cap = "" if softcap is None else f", softcap {softcap}"
-    what = f"attention kernel {kernel.name} for {dtype}, head_dim {head_dim}, window {window}{cap} on {device.type}"
+    cap = "" if scores.softcap is None else f", softcap {scores.softcap}"
+    what = (f"attention kernel {kernel.name} for {dtype}, head_dim {head_dim}, window {scores.window}{cap} on "
+            f"{device.type}")
     if what not in _announced:
         _announced.add(what)
         instead = f" (not {'; not '.join(refused)})" if refused else ""

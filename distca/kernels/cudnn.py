@@ -18,7 +18,9 @@ import torch
 
 from distca.kernels.cudnn_graphs import GraphShape, Mask, Uid, cudnn, execute
 from distca.kernels.interface import (
+    PLAIN,
     BackwardInputs,
+    Scores,
     TaskRows,
     accumulation_dtype,
     causal_and_full,
@@ -28,6 +30,7 @@ from distca.kernels.interface import (
     disjoint,
     joined,
     launches,
+    no_softcap,
     one_dim_only,
     query_disjoint,
     rectangles_and_squares,
@@ -98,8 +101,11 @@ class CudnnKernel:
     name: str = "cudnn"
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
+        if (reason := no_softcap(scores)) is not None:
+            return reason
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; cuDNN needs an NVIDIA GPU (device cuda)"
         major = torch.cuda.get_device_capability(device)[0]
@@ -112,8 +118,8 @@ class CudnnKernel:
         limit = 256 if major == 9 else 128
         if head_dim % 16 or head_dim > limit:
             return f"head_dim is {head_dim}; give a multiple of 16 up to {limit}"
-        if window is not None:
-            return f"window is {window}; use kernel='varlen' for windows"
+        if scores.window is not None:
+            return f"window is {scores.window}; use kernel='varlen' for windows"
         if importlib.util.find_spec("cudnn") is None:
             return "nvidia-cudnn-frontend is not installed; pip install nvidia-cudnn-frontend"
         version = cudnn().backend_version()
@@ -121,9 +127,9 @@ class CudnnKernel:
             return f"cuDNN is version {version}; install {OLDEST_BACKEND} or newer"
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _CudnnTasks:
-        if window is not None:
-            raise UserError(f"kernel='cudnn' got window={window}, it takes None; use kernel='varlen'")
+    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _CudnnTasks:
+        if scores.window is not None:
+            raise UserError(f"kernel='cudnn' got window={scores.window}, it takes None; use kernel='varlen'")
         inside = joined(visible(rows))
         causal, full = causal_and_full(inside)
         rectangles, squares = rectangles_and_squares(causal)

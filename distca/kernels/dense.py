@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from distca.kernels.interface import (
+    PLAIN,
     BackwardInputs,
+    Scores,
     TaskRows,
     accumulation_dtype,
     check_inputs,
-    check_window,
     softmax_scale,
 )
-from distca.kernels.softcap_sinks import cap_slope, capped, check_sinks, check_softcap
+from distca.kernels.softcap_sinks import cap_slope, capped, check_sinks
 from distca.validation import UserError
 
 
@@ -43,8 +44,7 @@ def dense_attention(
             f"lengths add up to {sum(lengths)}, q has {q.shape[0]} tokens, k {k.shape[0]}; make them equal"
         )
     check_inputs(q, k, v, TaskRows.documents(lengths))
-    check_window(window)
-    check_softcap(softcap)
+    Scores(scale, window, softcap)
     check_sinks(sinks, q)
     group = q.shape[1] // k.shape[1]
     outs, begin = [q.new_empty(0, q.shape[1], v.shape[2])], 0
@@ -67,7 +67,7 @@ def dense_attention(
 @dataclass(frozen=True, slots=True)
 class _DenseTasks:
     rows: TaskRows
-    window: int | None
+    scores: Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +75,22 @@ class DenseKernel:
     """Task rows by the formula: the number of rows that show a key to a query weighs their score."""
 
     name: str = "dense"
-    softcap: float | None = None
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype is {dtype}; give a floating-point dtype"
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _DenseTasks:
-        check_window(window)
-        return _DenseTasks(rows, window)
+    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _DenseTasks:
+        return _DenseTasks(rows, scores)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _DenseTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_inputs(q, k, v, prepared.rows)
-        scores = self._scores(q, k, softmax_scale(q, scale)) + _log_shown(q, k, prepared)  # [heads, q, k]
+        softcap = prepared.scores.softcap
+        scores = _scores(q, k, softmax_scale(q, scale), softcap) + _log_shown(q, k, prepared)  # [heads, q, k]
         lse = scores.logsumexp(dim=-1)  # [heads, q]
         probabilities = _probabilities(scores, lse)
         out = torch.einsum("hqk,khd->qhd", probabilities, _per_head(v, q))
@@ -101,13 +101,13 @@ class DenseKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.rows)
-        scale = softmax_scale(q, scale)
-        scores = self._scores(q, k, scale)
+        scale, softcap = softmax_scale(q, scale), prepared.scores.softcap
+        scores = _scores(q, k, scale, softcap)
         probabilities = _probabilities(scores + _log_shown(q, k, prepared), lse.T)
         dout_wide = dout.to(probabilities.dtype)
         delta = (dout_wide * out).sum(dim=-1).T  # [heads, q]
         dprobabilities = torch.einsum("qhd,khd->hqk", dout_wide, _per_head(v, q))
-        dscores = probabilities * (dprobabilities - delta[..., None]) * (scale * cap_slope(scores, self.softcap))
+        dscores = probabilities * (dprobabilities - delta[..., None]) * (scale * cap_slope(scores, softcap))
         dq = torch.einsum("hqk,khd->qhd", dscores, _per_head(k, q))
         dk = torch.einsum("hqk,qhd->khd", dscores, q.to(dscores.dtype))
         dv = torch.einsum("hqk,qhd->khd", probabilities, dout_wide)
@@ -115,10 +115,11 @@ class DenseKernel:
         dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(dim=2) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-        """[heads, num_q, num_k], of every key."""
-        wide = q.to(accumulation_dtype(q.dtype))
-        return capped(torch.einsum("qhd,khd->hqk", wide, _per_head(k, q)) * scale, self.softcap)
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """[heads, num_q, num_k], of every key."""
+    wide = q.to(accumulation_dtype(q.dtype))
+    return capped(torch.einsum("qhd,khd->hqk", wide, _per_head(k, q)) * scale, softcap)
 
 
 def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -127,7 +128,7 @@ def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def _log_shown(q: torch.Tensor, k: torch.Tensor, prepared: _DenseTasks) -> torch.Tensor:
     """[num_q, num_k], -inf where no row shows the key to the query."""
-    return times_shown(q, k, prepared.rows, prepared.window).log()
+    return times_shown(q, k, prepared.rows, prepared.scores.window).log()
 
 
 def times_shown(q: torch.Tensor, k: torch.Tensor, rows: TaskRows, window: int | None) -> torch.Tensor:

@@ -28,7 +28,9 @@ import numpy as np
 import torch
 
 from distca.kernels.interface import (
+    PLAIN,
     BackwardInputs,
+    Scores,
     TaskRows,
     accumulation_dtype,
     causal_and_full,
@@ -37,6 +39,7 @@ from distca.kernels.interface import (
     disjoint,
     joined,
     launches,
+    no_softcap,
     one_dim_only,
     softmax_scale,
     unit_stride,
@@ -63,6 +66,7 @@ class PackedCall:
     max_k_len: int
     causal: bool
     window_left: int
+    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +94,14 @@ class PackedFlash(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv; everything packed in the order of the call's rows."""
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> PackedTasks:
+    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> PackedTasks:
+        window, softcap = scores.window, scores.softcap
         inside = joined(visible(rows, window), window)
         forward, backward = [], []
         for group, causal, left in _groups(inside, window):
-            forward += [_call(chunk, causal, left, device) for chunk in launches(group, ROWS_AT_ONCE)]
+            forward += [_call(chunk, causal, left, softcap, device) for chunk in launches(group, ROWS_AT_ONCE)]
             chunks = launches(group, ROWS_AT_ONCE, COPIED_KEYS_AT_ONCE)
-            backward += [_call(chunk, causal, left, device) for chunk in chunks]
+            backward += [_call(chunk, causal, left, softcap, device) for chunk in chunks]
         return PackedTasks(rows, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
 
     def forward(
@@ -161,7 +166,7 @@ def _groups(rows: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, bool
         yield full.take(left == bound), False, bound
 
 
-def _call(rows: TaskRows, causal: bool, left: int, device: torch.device) -> PackedCall:
+def _call(rows: TaskRows, causal: bool, left: int, softcap: float | None, device: torch.device) -> PackedCall:
     def upload(column: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(column.astype(np.int32)).to(device)
 
@@ -177,6 +182,7 @@ def _call(rows: TaskRows, causal: bool, left: int, device: torch.device) -> Pack
         max_k_len=max_k_len if left == UNBOUNDED else max(max_k_len, max_q_len),  # it caps both window bounds
         causal=causal,
         window_left=left,
+        softcap=softcap,
     )
 
 
@@ -187,8 +193,11 @@ class VarlenKernel(PackedFlash):
     name: str = "varlen"
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
+        if (reason := no_softcap(scores)) is not None:
+            return reason
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; FlashAttention needs an NVIDIA GPU (device cuda)"
         if torch.cuda.get_device_capability(device) < (8, 0):
@@ -252,10 +261,10 @@ class Fa4Kernel(PackedFlash):
     """The CuTe kernels of flash-attn-4."""
 
     name: str = "fa4"
-    softcap: float | None = None
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; FlashAttention-4 needs an NVIDIA GPU (device cuda)"
@@ -270,8 +279,8 @@ class Fa4Kernel(PackedFlash):
         if head_dim % 8 or (head_dim > WIDEST[major] and head_dim not in ALSO.get(major, ())):
             also = "".join(f" or {dim}" for dim in ALSO.get(major, ()))
             return f"head_dim is {head_dim}; give a multiple of 8 up to {WIDEST[major]}{also}"
-        if self.softcap is not None and (major == 12 or (major != 9 and head_dim == 256)):
-            return (f"softcap is {self.softcap}, for which FlashAttention-4 has no backward with head_dim {head_dim} "
+        if scores.softcap is not None and (major == 12 or (major != 9 and head_dim == 256)):
+            return (f"softcap is {scores.softcap}, for which FlashAttention-4 has no backward with head_dim {head_dim} "
                     f"on compute capability {major}; use kernel='sdpa'")
         if not is_installed():
             return "flash-attn-4 is not installed; pip install --pre flash-attn-4"
@@ -285,7 +294,7 @@ class Fa4Kernel(PackedFlash):
         with torch.no_grad():
             out, lse, *_ = _interface()._flash_attn_fwd(
                 q, k, v, cu_seqlens_q=call.q_ends, cu_seqlens_k=call.k_begin, seqused_k=call.k_len, return_lse=True,
-                softmax_scale=scale, softcap=self.softcap, **_mask_and_sizes(call)
+                softmax_scale=scale, softcap=call.softcap, **_mask_and_sizes(call)
             )
         return out, lse.T.contiguous()
 
@@ -294,7 +303,7 @@ class Fa4Kernel(PackedFlash):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
         dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, softcap=self.softcap or 0.0,
+            q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, softcap=call.softcap or 0.0,
             cu_seqlens_q=call.q_ends,
             cu_seqlens_k=call.k_ends, deterministic=torch.are_deterministic_algorithms_enabled(),
             **_mask_and_sizes(call)

@@ -31,6 +31,29 @@ from distca.validation import UserError
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores are made from q·k: scaled, hidden outside of a sliding window, and capped.
+
+    `scale` is head_dim ** -0.5 where it is None; `window` counts the keys a query sees, its own included; `softcap` c
+    turns a score into c * tanh(score / c).
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(
+                f"window={self.window}; give a positive number of tokens, or None for full causal attention")
+        if self.softcap is not None and not self.softcap > 0:
+            raise UserError(f"softcap={self.softcap}; give a positive number, or None for scores as they are")
+
+
+PLAIN = Scores()
+
+
+@dataclass(frozen=True, slots=True)
 class TaskRows:
     """One row per CA-task: queries [q_begin, q_end) see keys [k_begin, k_end), the first query at q_offset."""
 
@@ -106,13 +129,17 @@ class Kernel(Protocol):
     def name(self) -> str: ...
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
-        """None when this kernel fits, else why it does not and what to do; values have head_dim unless told."""
+        """None when this kernel fits, else why it does not and what to do; value_dim is head_dim where it is None."""
         ...
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> Any:
-        """An opaque object with everything that depends on the rows alone, on the device where it is needed."""
+    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> Any:
+        """An opaque object with all that depends on the tasks, the window and the softcap, on the device.
+
+        It does not depend on the scale, which may differ between layers of one plan: calls take it.
+        """
         ...
 
     def forward(
@@ -200,14 +227,15 @@ def check_one_dim(name: str, k: torch.Tensor, v: torch.Tensor) -> None:
         raise UserError(f"kernel={name!r}: {reason}")
 
 
-def check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise UserError(f"window={window}; give a positive number of tokens, or None for full causal attention")
+def no_softcap(scores: Scores) -> str | None:
+    """Why a kernel without softcap does not fit."""
+    if scores.softcap is None:
+        return None
+    return f"softcap is {scores.softcap}, it takes None; use kernel='fa4' on a GPU, or 'sdpa' anywhere"
 
 
 def visible(rows: TaskRows, window: int | None = None) -> TaskRows:
     """The same pairs without the queries that see no key and the keys that no query sees; empty rows are gone."""
-    check_window(window)
     skipped = np.maximum(0, -rows.q_offset)
     q_offset, q_begin, q_end = rows.q_offset + skipped, rows.q_begin + skipped, rows.q_end
     first_key = np.zeros_like(q_offset)

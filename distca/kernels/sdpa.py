@@ -18,7 +18,9 @@ import torch
 
 from distca.columns import spread
 from distca.kernels.interface import (
+    PLAIN,
     BackwardInputs,
+    Scores,
     TaskRows,
     accumulation_dtype,
     causal_and_full,
@@ -50,6 +52,7 @@ class _Part:
 @dataclass(frozen=True, slots=True)
 class _SdpaTasks:
     rows: TaskRows
+    softcap: float | None
     parts: tuple[_Part, ...]
     masks: tuple[torch.Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
     tiled: tuple[int | None, int | None]  # queries and keys that parts hold once each, in order from 0; None: not so
@@ -68,16 +71,17 @@ class SdpaKernel:
     """Scaled dot-product attention with its log-sum-exp, row part by row part."""
 
     name: str = "sdpa"
-    softcap: float | None = None
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"dtype is {dtype}; give float64, float32, bfloat16 or float16"
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, window: int | None = None) -> _SdpaTasks:
+    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _SdpaTasks:
+        window = scores.window
         inside = joined(visible(rows, window), window)
         reach = np.inf if window is None else window
         banded = inside.q_offset + inside.q_len > reach
@@ -97,7 +101,7 @@ class SdpaKernel:
                 fresh = not covered[q0:q1].any()
                 parts.append(_Part(slice(q0, q1), slice(k0, k1), kind == "causal", mask, fresh))
                 covered[q0:q1] = True
-        return _SdpaTasks(rows, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks),
+        return _SdpaTasks(rows, scores.softcap, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks),
                           (_tiled([part.q for part in parts]), _tiled([part.k for part in parts])))
 
     def forward(
@@ -106,7 +110,8 @@ class SdpaKernel:
         prepared.check(q, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
-        attend = _fused_forward if self._is_fused(q, v) else partial(_plain_forward, softcap=self.softcap)
+        softcap = prepared.softcap
+        attend = _fused_forward if _is_fused(q, v, softcap) else partial(_plain_forward, softcap=softcap)
         masks = [_bias(mask, q.dtype) for mask in prepared.masks]
         results = (attend(q[part.q], k[part.k], v[part.k], part.causal, None if part.mask is None else masks[part.mask],
                           scale) for part in prepared.parts)
@@ -129,7 +134,8 @@ class SdpaKernel:
         dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its own dtype
         dout, q, k, v, out = (unit_stride(x if x.dtype is wide else x.to(wide)) for x in inputs[:5])
         scale, lse = softmax_scale(q, scale), inputs.lse
-        attend = _fused_backward if self._is_fused(q, v) else partial(_plain_backward, softcap=self.softcap)
+        softcap = prepared.softcap
+        attend = _fused_backward if _is_fused(q, v, softcap) else partial(_plain_backward, softcap=softcap)
         masks = [_bias(mask, wide) for mask in prepared.masks]
         results = (attend(BackwardInputs(dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q], lse[part.q]),
                           part.causal, None if part.mask is None else masks[part.mask], scale)
@@ -144,9 +150,10 @@ class SdpaKernel:
                 dv[part.k].add_(dv_part)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
-    def _is_fused(self, q: torch.Tensor, v: torch.Tensor) -> bool:
-        """The operator is the CPU's, takes values of the queries' head dim and caps nothing."""
-        return q.device.type == "cpu" and q.shape[2] == v.shape[2] and self.softcap is None
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
+    """The operator is the CPU's, takes values of the queries' head dim and caps nothing."""
+    return q.device.type == "cpu" and q.shape[2] == v.shape[2] and softcap is None
 
 
 def _tiled(ranges: Sequence[slice]) -> int | None:

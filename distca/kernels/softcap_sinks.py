@@ -24,11 +24,6 @@ def cap_slope(capped_scores: torch.Tensor, softcap: float | None) -> torch.Tenso
     return 1.0 if softcap is None else 1 - (capped_scores / softcap).square()
 
 
-def check_softcap(softcap: float | None) -> None:
-    if softcap is not None and not softcap > 0:
-        raise UserError(f"softcap={softcap}; give a positive number, or None for scores as they are")
-
-
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out [tokens, heads, dim] and lse [tokens, heads] over all keys, and over sinks [heads] too."""
     return merge(out, lse, out.new_zeros(()), sinks.to(lse.dtype))

@@ -14,7 +14,7 @@ autograd's saved tensors, so replay by activation checkpointing is an ordinary f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.kernels.interface import check_tensors
-from distca.kernels.softcap_sinks import check_sinks, check_softcap, gradient_of_sinks, with_sinks
+from distca.kernels.interface import PLAIN, Scores, check_tensors
+from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
 from distca.runtime.dedicated import Announcer
@@ -109,7 +109,7 @@ class CoreAttention:
         the same plan, or by `backward`. `softcap` c makes c * tanh(score / c) of every score. `sinks` [heads] are one
         more score of each query, of a key whose value is 0; they get gradients too.
         """
-        pending = self._pending((q, k, v, sinks), plan, backward, scale, window, softcap)
+        pending = self._pending((q, k, v, sinks), plan, backward, Scores(scale, window, softcap))
         return _Whole.apply(pending, *pending.inputs)
 
     @not_compiled
@@ -127,7 +127,7 @@ class CoreAttention:
         sinks: torch.Tensor | None = None,
     ) -> Pending:
         """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""
-        pending = self._pending((q, k, v, sinks), plan, backward, scale, window, softcap)
+        pending = self._pending((q, k, v, sinks), plan, backward, Scores(scale, window, softcap))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
@@ -141,27 +141,25 @@ class CoreAttention:
         """Wait for this rank's own results."""
         return _Finish.apply(pending, pending.token, *pending.inputs)
 
-    def call(
-        self, plan: Plan, shapes: Shapes, scale: float | None = None, window: int | None = None, backward: bool = False,
-        softcap: float | None = None,
-    ) -> Call:
+    def call(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN, backward: bool = False) -> Call:
         """One direction of a call that has not begun; all ranks begin the same calls in the same order.
 
         A plan made for a window is run with it.
         """
-        if window is not None and plan.window not in (None, window):
-            raise UserError(f"window is {window} but the plan is for a window of {plan.window}; give one of them")
-        window = plan.window if window is None else window
+        if scores.window is None and plan.window is not None:
+            scores = replace(scores, window=plan.window)
+        if plan.window not in (None, scores.window):
+            raise UserError(f"window is {scores.window} but the plan is for a window of {plan.window}; give one of "
+                            "them")
         announce = None
         if plan.num_servers > plan.layout.num_ranks:
             if self.state == "keep":
                 raise UserError("state is 'keep' but the plan has dedicated servers, which keep nothing; use 'resend'")
             if self.transport.rank == 0:
-                announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scale, window,
-                                                 softcap)
+                announce = self._announcer.about(plan, self.plans.facts(plan).digest, backward, shapes, scores)
         return (BackwardCall if backward else ForwardCall)(
-            self.plans, plan, shapes, scale=scale, window=window, softcap=softcap, keep=self.state == "keep",
-            recorder=self.recorder, announce=announce)
+            self.plans, plan, shapes, scores=scores, keep=self.state == "keep", recorder=self.recorder,
+            announce=announce)
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
         """Compare many plans at once, those of an optimizer step for example, so that their calls need not stop for it.
@@ -170,14 +168,10 @@ class CoreAttention:
         """
         self.plans.expect(plans, device)
 
-    def _pending(
-        self, inputs: Inputs, plan: Plan, backward: Plan | None, scale: float | None, window: int | None,
-        softcap: float | None,
-    ) -> Pending:
+    def _pending(self, inputs: Inputs, plan: Plan, backward: Plan | None, scores: Scores) -> Pending:
         """A call that has not begun."""
         q, k, v, sinks = inputs
         check_sinks(sinks, q)
-        check_softcap(softcap)
         shapes = self._shapes(q, k, v, plan)
         way_back = plan if backward is None else backward
         if way_back is not plan:
@@ -185,8 +179,7 @@ class CoreAttention:
         if self.state == "keep" and self.plans.facts(way_back).digest != self.plans.facts(plan).digest:
             raise UserError("state is 'keep' but backward follows another plan, whose servers kept nothing; use "
                             "'resend'")
-        return Pending(self.call(plan, shapes, scale, window, False, softcap),
-                       self.call(way_back, shapes, scale, window, True, softcap), inputs)
+        return Pending(self.call(plan, shapes, scores), self.call(way_back, shapes, scores, backward=True), inputs)
 
     def _shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Shapes:
         """Of tensors that fit the plan: they are checked once for each kind of them."""

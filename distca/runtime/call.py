@@ -26,7 +26,7 @@ import torch
 from distca.dispatch.build import build, travels
 from distca.dispatch.hops import build_hops
 from distca.kernels import Kernel, TaskRows
-from distca.kernels.interface import BackwardInputs, accumulation_dtype
+from distca.kernels.interface import PLAIN, BackwardInputs, Scores, accumulation_dtype
 from distca.planning.plan import Plan
 from distca.planning.traffic import two_hops_pay
 from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors, WireLayout
@@ -107,7 +107,7 @@ class Prepared:
     """
 
     def __init__(
-        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, window: int | None,
+        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, scores: Scores,
         node: np.ndarray | None = None,
     ) -> None:
         """`node` [servers] where the transport has two levels."""
@@ -123,7 +123,7 @@ class Prepared:
             self._tables, self.travels, self.passes = [hops.outer, hops.inner], hops.crosses, hops.passes
         self.tables = self._tables[-1]                           # of the hop that ends at servers
         rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
-        self.rows = kernel.prepare(rows, shapes.device, window)  # the kernel's own form of the tasks
+        self.rows = kernel.prepare(rows, shapes.device, scores)  # the kernel's own form of the tasks
 
     @cached_property
     def inputs(self) -> Hops[Dispatch]:
@@ -197,16 +197,13 @@ class Call(ABC):
         plan: Plan,
         shapes: Shapes,
         *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
+        scores: Scores = PLAIN,
         keep: bool = False,
         recorder: Recorder | None = None,
         announce: Callable[[Phase], None] | None = None,
     ) -> None:
         self.plans, self.plan, self.shapes = plans, plan, shapes
-        self.scale, self.window, self.softcap = scale, window, softcap
-        self.keep, self.recorder, self.announce = keep, recorder, announce
+        self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce
         self._prepared: Prepared | None = None
         self._staying: Tensors = ()  # what was sent; this rank's own share of it does not travel
         self._handle: Handle | None = None
@@ -241,7 +238,7 @@ class Call(ABC):
         if self.announce is not None:
             self.announce(phase)
         if phase is Phase.DISPATCH:
-            self._prepared = self.plans.begin(self.plan, self.shapes, self.window, self.softcap)
+            self._prepared = self.plans.begin(self.plan, self.shapes, self.scores)
         assert self._prepared is not None, "dispatch comes first"
         return self._prepared
 
@@ -310,7 +307,7 @@ class ForwardCall(Call):
         prepared = self._enter(Phase.SERVE)
         q, k, v = self._receive(prepared.inputs, self._stamp)
         with self._noted("attention forward", "attention"):
-            results = prepared.kernel.forward(q, k, v, prepared.rows, self.scale)
+            results = prepared.kernel.forward(q, k, v, prepared.rows, self.scores.scale)
         self._send(results, prepared.outputs)
         return q, k, v
 
@@ -335,7 +332,8 @@ class BackwardCall(Call):
         prepared = self._enter(Phase.SERVE)
         q, k, v, out, dout, lse = *kept, *self._receive(self._inputs(prepared))
         with self._noted("attention backward", "attention"):
-            results = prepared.kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared.rows, self.scale)
+            results = prepared.kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared.rows,
+                                               self.scores.scale)
         self._send(results, prepared.gradients)
         return ()
 

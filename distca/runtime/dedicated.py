@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from distca.kernels.interface import Scores
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.runtime.call import Call, Phase, Shapes
@@ -39,16 +41,14 @@ class Announcement(NamedTuple):
     digest: int
     plan: Plan | None    # comes along where servers do not know it
     shapes: Shapes       # their device is the server's own
-    scale: float | None
-    window: int | None
-    softcap: float | None
+    scores: Scores
 
     def to_bytes(self) -> bytes:
         """A line of JSON, and the plan behind it: data, which a server checks and never runs."""
         heads, kv_heads, head_dim, dtype, _, value_dim = self.shapes
         about = {"phase": self.phase.value, "backward": self.backward, "call": self.call, "digest": self.digest,
                  "sizes": (heads, kv_heads, head_dim, value_dim), "dtype": str(dtype).removeprefix("torch."),
-                 "scale": self.scale, "window": self.window, "softcap": self.softcap}
+                 "scores": astuple(self.scores)}
         return json.dumps(about).encode() + b"\n" + (b"" if self.plan is None else plan_to_bytes(self.plan))
 
     @classmethod
@@ -59,8 +59,7 @@ class Announcement(NamedTuple):
             heads, kv_heads, head_dim, value_dim = map(int, about["sizes"])
             shapes = Shapes(heads, kv_heads, head_dim, DTYPES[about["dtype"]], device, value_dim)
             return cls(Phase(about["phase"]), bool(about["backward"]), int(about["call"]), int(about["digest"]),
-                       plan_from_bytes(plan) if plan else None, shapes, about["scale"], about["window"],
-                       about["softcap"])
+                       plan_from_bytes(plan) if plan else None, shapes, Scores(*about["scores"]))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"an announcement of {len(content)} bytes cannot be read ({error}); run the same distca "
                             "on every rank") from None
@@ -75,13 +74,11 @@ class Announcer:
         self._calls = 0
 
     def about(
-        self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scale: float | None, window: int | None,
-        softcap: float | None,
+        self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scores: Scores
     ) -> Callable[[Phase], None]:
         """What tells the servers of each phase of one more call."""
         self._calls += 1
-        about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scale, window,
-                             softcap)
+        about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scores)
         return partial(self._tell, plan, about)
 
     def _tell(self, plan: Plan, about: Announcement, phase: Phase) -> None:
@@ -103,8 +100,7 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
         assert plan is not None, "the announcer knows which plans are kept here"
         plans.put(heard.digest, plan)
         if heard.phase is Phase.DISPATCH:
-            calls[heard.call] = attention.call(
-                plan, heard.shapes, heard.scale, heard.window, heard.backward, heard.softcap)
+            calls[heard.call] = attention.call(plan, heard.shapes, heard.scores, heard.backward)
             served += not heard.backward
         calls[heard.call].run_without_tokens(heard.phase)
         if heard.phase is Phase.COMBINE:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from distca.kernels import choose, sparing
+from distca.kernels.interface import PLAIN, Scores
 from distca.planning.plan import Plan
 from distca.runtime.call import Prepared, Shapes, different_plans
 from distca.runtime.transport import HierarchicalTransport, Transport
@@ -70,23 +71,24 @@ class PlanRegistry:
         for one in expected:
             self._agreed.put(one, True)
 
-    def begin(self, plan: Plan, shapes: Shapes, window: int | None, softcap: float | None = None) -> Prepared:
+    def begin(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
         """What a call that begins needs of its plan; ranks that hold different plans must not compute."""
         found = self.facts(plan).digest
         if not self._agreed.get(found):
             self._compare(found, shapes.device)
             self._agreed.put(found, True)
-        return self.prepared(plan, shapes, window, softcap)
+        return self.prepared(plan, shapes, scores)
 
-    def prepared(self, plan: Plan, shapes: Shapes, window: int | None, softcap: float | None = None) -> Prepared:
-        key = self.facts(plan).digest, shapes, window, softcap
+    def prepared(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
+        """The plan prepared for these tensors; calls of different scales share it."""
+        key = self.facts(plan).digest, shapes, scores.window, scores.softcap
         prepared = self._prepared.get(key)
         if prepared is None:
-            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, window, self.kernel, shapes.value_dim or None,
-                            softcap)
+            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, scores.window, self.kernel,
+                            shapes.value_dim or None, scores.softcap)
             kernel = sparing(kernel, self.spare_multiprocessors)
             node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
-            prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, window, node)
+            prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, scores, node)
             self._prepared.put(key, prepared)
         return prepared
 

@@ -9,7 +9,7 @@ import torch
 
 import distca.kernels
 from distca.kernels import TaskRows, choose, cudnn_graphs, dense_attention, kernel_named
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.ranking import measured
 from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
 from tests.support import determinism
@@ -50,7 +50,7 @@ def assert_exact(
         kernel = choose(q.device, q.dtype, q.shape[-1], window, name, softcap=softcap)
     except ValueError as reason:
         pytest.skip(str(reason))
-    prepared = kernel.prepare(rows, q.device, window)
+    prepared = kernel.prepare(rows, q.device, Scores(None, window, softcap))
     for _ in range(2):  # the second time everything is cached
         out, lse = kernel.forward(q, k, v, prepared)
         actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
@@ -130,7 +130,7 @@ def test_backward_where_autograd_runs_it(name: str) -> None:
     kernel = kernel_named(name)
     rows = table("shards, unsorted, with gaps")
     q, k, v, dout = random_inputs(8, 2, 128, torch.bfloat16)
-    if (reason := kernel.supports(q.device, q.dtype, 128, None)) is not None:
+    if (reason := kernel.supports(q.device, q.dtype, 128)) is not None:
         pytest.skip(reason)
     prepared = kernel.prepare(rows, q.device)
     expected_out, lse = kernel.forward(q, k, v, prepared)
@@ -162,7 +162,7 @@ def test_backward_where_autograd_runs_it(name: str) -> None:
 def test_changing_batches_share_graphs() -> None:
     kernel = kernel_named("cudnn")
     q, k, v, dout = random_inputs(8, 2, 128, torch.bfloat16)
-    if (reason := kernel.supports(q.device, q.dtype, 128, None)) is not None:
+    if (reason := kernel.supports(q.device, q.dtype, 128)) is not None:
         pytest.skip(reason)
     graphs = cudnn_graphs._graphs
     graphs.clear()
@@ -186,7 +186,7 @@ def test_auto_takes_the_fastest_that_fits(
         chosen = choose("cuda", dtype, head_dim, window)
     assert f"kernel {chosen.name}" in caplog.text
     fit = [kernel.name for kernel in distca.kernels._KERNELS
-           if kernel.supports(torch.device("cuda"), dtype, head_dim, window) is None]
+           if kernel.supports(torch.device("cuda"), dtype, head_dim, Scores(window=window)) is None]
     seconds = {speed.kernel: speed.seconds for speed in measured().get(torch.cuda.get_device_name(), ())
                if dtype == torch.bfloat16 and (speed.head_dim, speed.windowed) == (head_dim, window is not None)}
     timed = [name for name in fit if name in seconds]

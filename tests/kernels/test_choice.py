@@ -13,7 +13,7 @@ from distca.kernels import TaskRows, choose, cudnn, kernel_named, sparing
 from distca.kernels import flash as fa4
 from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.sdpa import SdpaKernel
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
@@ -86,9 +86,9 @@ def test_auto_says_once_why_it_is_not_hopper(
 def test_a_softcap_is_for_kernels_that_have_it(
     gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose("cpu", torch.float32, 64, softcap=50.0) == SdpaKernel(softcap=50.0)
+    assert choose("cpu", torch.float32, 64, softcap=50.0) == SdpaKernel()
     with caplog.at_level(logging.INFO, logger="distca"):         # this GPU has no flash-attn-4
-        assert choose("cuda", torch.bfloat16, 128, softcap=50.0) == SdpaKernel(softcap=50.0)
+        assert choose("cuda", torch.bfloat16, 128, softcap=50.0) == SdpaKernel()
     assert "softcap 50.0" in caplog.text and "fa4: flash-attn-4 is not installed; pip install" in caplog.text
     for name in ("hopper", "cudnn", "varlen"):
         with pytest.raises(ValueError, match=f"'{name}' cannot run here: softcap is 50.0, it takes None; use "):
@@ -97,7 +97,7 @@ def test_a_softcap_is_for_kernels_that_have_it(
         choose("cpu", torch.float32, 64, softcap=0.0)
     monkeypatch.setattr(fa4, "is_installed", lambda: True)
     for head_dim in (128, 256):
-        assert choose("cuda", torch.bfloat16, head_dim, 64, softcap=30.0) == fa4.Fa4Kernel(softcap=30.0)
+        assert choose("cuda", torch.bfloat16, head_dim, 64, softcap=30.0) == fa4.Fa4Kernel()
     gpu.capability = (10, 0)
     assert choose("cuda", torch.bfloat16, 128, softcap=30.0).name == "fa4"
     with pytest.raises(ValueError, match=r"softcap is 30\.0, for which FlashAttention-4 has no backward with"):
@@ -117,8 +117,8 @@ def test_flash_attention_4_is_told_of_the_softcap(softcap: float | None, monkeyp
         return q, k, v
 
     monkeypatch.setattr(fa4, "_interface", lambda: SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
-    kernel = fa4.Fa4Kernel(softcap=softcap)
-    prepared = kernel.prepare(TaskRows.documents([4]), torch.device("cpu"))
+    kernel = fa4.Fa4Kernel()
+    prepared = kernel.prepare(TaskRows.documents([4]), torch.device("cpu"), Scores(softcap=softcap))
     q, k = torch.zeros(4, 4, 8), torch.zeros(4, 2, 8)
     out, lse = kernel.forward(q, k, k, prepared)
     kernel.backward(BackwardInputs(q, q, k, k, out, lse), prepared)

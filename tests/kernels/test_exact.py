@@ -23,7 +23,7 @@ from distca.kernels.cudnn_graphs import Mask
 from distca.kernels.dense import DenseKernel
 from distca.kernels.flash import PackedCall
 from distca.kernels.hopper import kernel as hopper_module
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.sdpa import SdpaKernel
 from tests.support import determinism, hopper_walk, qkv_of, task_rows
 from tests.support.accuracy import check_attention, expected_attention
@@ -71,15 +71,16 @@ def by_the_rule(
 
 
 def assert_exact(
-    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, scale: float | None = None
+    kernel: Kernel, tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None,
 ) -> None:
     *inputs, dout = tensors
     q, k, v = inputs
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     expected_out, expected_lse = by_the_rule(*qkv_of(leaves), rows, window, scale or inputs[0].shape[-1] ** -0.5,
-                                             getattr(kernel, "softcap", None))
+                                             softcap)
     expected = torch.autograd.grad(expected_out, leaves, dout, allow_unused=True, materialize_grads=True)
-    prepared = kernel.prepare(rows, CPU, window)
+    prepared = kernel.prepare(rows, CPU, Scores(None, window, softcap))
     out, lse = kernel.forward(q, k, v, prepared, scale)
     torch.testing.assert_close(out, expected_out, **EXACT)
     torch.testing.assert_close(lse, expected_lse, **EXACT)
@@ -303,7 +304,7 @@ def test_random_rows(
 
 @given(
     rows=any_rows(),
-    kernel=st.sampled_from([DenseKernel(softcap=0.4), SdpaKernel(softcap=0.4), SdpaKernel(softcap=30.0)]),
+    how=st.sampled_from([(DenseKernel(), 0.4), (SdpaKernel(), 0.4), (SdpaKernel(), 30.0)]),
     window=st.none() | st.integers(1, 20),
     kv_heads=st.sampled_from([1, 2, 8]),
     at_once=st.sampled_from([1, 3, 100]),
@@ -311,19 +312,19 @@ def test_random_rows(
 )
 @settings(max_examples=60, deadline=None)
 def test_random_rows_with_a_softcap(
-    kernel: Kernel, rows: TaskRows, window: int | None, kv_heads: int, at_once: int, seed: int
+    how: tuple[Kernel, float], rows: TaskRows, window: int | None, kv_heads: int, at_once: int, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa_module, "_queries_at_once", lambda q, k: at_once)
-        assert_exact(kernel, qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed), rows, window)
+        assert_exact(how[0], qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed), rows, window, softcap=how[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_softcap_in_low_precision_is_off_by_rounding_alone(dtype: torch.dtype) -> None:
-    rows, kernel = TaskRows.documents([70, 26]), SdpaKernel(softcap=2.0)
+    rows, kernel = TaskRows.documents([70, 26]), SdpaKernel()
     q, k, v, dout = (x.to(dtype) for x in qkv(96, 96))
     q = 3 * q
-    prepared = kernel.prepare(rows, CPU)
+    prepared = kernel.prepare(rows, CPU, Scores(softcap=2.0))
     out, lse = kernel.forward(q, k, v, prepared)
     actual = [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
     check_attention(actual, q, k, v, dout, rows, softcap=2.0)
@@ -352,7 +353,7 @@ def test_documents_match_dense_attention(kernel: Kernel, lengths: list[int], win
             table.append((begin, begin + 1, begin, begin + 1, 0))
         begin += length
     shuffled = np.random.default_rng(0).permutation(np.unique(np.array(table), axis=0))
-    prepared = kernel.prepare(TaskRows(*shuffled.T), CPU, window)
+    prepared = kernel.prepare(TaskRows(*shuffled.T), CPU, Scores(window=window))
     out, lse = kernel.forward(q, k, v, prepared)
     torch.testing.assert_close(out, expected_out, **EXACT)
     for a, e in zip(kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared), expected, strict=True):

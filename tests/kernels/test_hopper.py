@@ -26,7 +26,7 @@ from distca.kernels.hopper import variants as hopper_variants
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.hopper.tables import TILE_BLOCKS
 from distca.kernels.hopper.variants import TILES
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import BackwardInputs, Scores
 from tests.support import determinism, hopper_walk, task_rows
 from tests.support.accuracy import check_attention
 
@@ -82,7 +82,7 @@ def assert_refilled(prepared: HopperTasks, rows: TaskRows, kv_heads: int = 2, wi
     A refilled table keeps the tile height, and the choice against parts and kept dS, of the rows it was prepared with.
     Fresh ones choose anew, and products of other shapes round differently.
     """
-    fresh = HOPPER.prepare(rows, CPU, window)
+    fresh = HOPPER.prepare(rows, CPU, Scores(window=window))
     q, k, v, dout = tensors = inputs(kv_heads)
     actual, expected = attend(tensors, prepared), attend(tensors, fresh)
     check_attention(actual, q, k, v, dout, rows, window=window)
@@ -105,7 +105,7 @@ def test_refilled_rows_give_what_prepared_rows_give(launched: list[bool], reques
         request.getfixturevalue("determinism")
     many = TaskRows(*np.concatenate([[getattr(rows, column) for column in TaskRows.__slots__]
                                      for rows in (DOCUMENTS, TWICE)], axis=1))
-    prepared = HOPPER.prepare(many, CPU, window, most=(500, 500, len(many)))
+    prepared = HOPPER.prepare(many, CPU, Scores(window=window), most=(500, 500, len(many)))
     for kv_heads in (1, 2):
         attend(inputs(kv_heads), prepared)
     first = buffers(prepared)

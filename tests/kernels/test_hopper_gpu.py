@@ -33,7 +33,7 @@ random_inputs = partial(accuracy.random_inputs, device=GPU)
 DIMS = (64, 128, 192, 256)
 SHAPES = [(group, dim, window) for group in (1, 4, 7, 8) for dim in DIMS for window in (None, 300)]  # 7 heads pad
 
-MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_available()
+MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 
 

@@ -9,13 +9,13 @@ import torch
 
 from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import TaskRows
+from distca.kernels.interface import Scores, TaskRows
 from tests.support import determinism
 from tests.support import hopper_accuracy as accuracy
 
 GPU = torch.device("cuda")
 HOPPER = HopperKernel(spare_multiprocessors=100)  # or tiles of few queries would be split, and scores computed again
-MISSING = (HOPPER.supports(GPU, torch.bfloat16, 256, None) if torch.cuda.is_available()
+MISSING = (HOPPER.supports(GPU, torch.bfloat16, 256) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"needs a Hopper GPU; {MISSING}")]
 random_inputs = partial(accuracy.random_inputs, device=GPU)
@@ -30,7 +30,7 @@ def test_gradients_for_any_number_of_heads_at_a_time(
     """Of three KV heads; queries and keys are shared by rows."""
     rows = accuracy.random_rows(dim, 12, 1500, 2100, apart=False)
     with determinism(wanted=True):  # dim 128 keeps dS of so many keys only where sums need an order
-        kept = HOPPER.prepare(rows, GPU, window)._of_heads((12, 3, dim), capturing=False).kept
+        kept = HOPPER.prepare(rows, GPU, Scores(window=window))._of_heads((12, 3, dim), capturing=False).kept
         assert kept is not None
         assert kept.heads == 3
         monkeypatch.setattr(hopper_buffers, "most_places", lambda device, tile_keys: heads * kept.num_places)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import TaskRows
+from distca.kernels.interface import Scores, TaskRows
 from tests.support import hopper_accuracy as accuracy
 from tests.support.accuracy import check_attention
 
@@ -23,7 +23,7 @@ GPU = torch.device("cuda")
 HOPPER = HopperKernel()
 random_inputs = partial(accuracy.random_inputs, device=GPU)
 DIMS = (64, 128, 192, 256)
-MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_available()
+MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 
 
@@ -42,7 +42,7 @@ def growing(tensors: list[torch.Tensor], factor: float, half: int = 450) -> list
 
 def assert_forward_exact(tensors: list[torch.Tensor], rows: TaskRows, window: int | None = None) -> None:
     q, k, v, dout = tensors
-    out, lse = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, window))
+    out, lse = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, Scores(window=window)))
     check_attention([out, lse, None, None, None], q, k, v, dout, rows, window=window)
 
 

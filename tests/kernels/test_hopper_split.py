@@ -18,7 +18,7 @@ from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper import split as hopper_split
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.hopper.tables import Capacity, ForwardTables, backward_tables, forward_tables
-from distca.kernels.interface import BackwardInputs, joined, visible
+from distca.kernels.interface import BackwardInputs, Scores, joined, visible
 from tests.support import hopper_accuracy as accuracy
 from tests.support import hopper_walk
 
@@ -134,7 +134,7 @@ def test_split_calls_are_exact(many: None, dim: int, window: int | None) -> None
     for seed in range(2):
         rows = accuracy.random_rows(seed, 5, 60, 900, apart=bool(seed))
         tensors = [x.double() for x in accuracy.random_inputs(60, 900, 2, 1, dim, CPU, seed)]
-        prepared = HOPPER.prepare(rows, CPU, window)
+        prepared = HOPPER.prepare(rows, CPU, Scores(window=window))
         accuracy.assert_exact(attend(tensors, prepared), tensors, rows, window)
         assert tables_of(tensors, prepared).num_parts > 0
 

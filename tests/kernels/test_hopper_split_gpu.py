@@ -15,7 +15,7 @@ import torch
 
 from distca.kernels.hopper import split as hopper_split
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import BackwardInputs, TaskRows
+from distca.kernels.interface import BackwardInputs, Scores, TaskRows
 from tests.support import determinism, task_rows
 from tests.support import hopper_accuracy as accuracy
 from tests.support.accuracy import check_attention
@@ -25,7 +25,7 @@ NAMES, attend, assert_exact, shards = accuracy.NAMES, accuracy.attend, accuracy.
 GPU = torch.device("cuda")
 HOPPER = HopperKernel()
 random_inputs = partial(accuracy.random_inputs, device=GPU)
-MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128, None) if torch.cuda.is_available()
+MISSING = (HOPPER.supports(GPU, torch.bfloat16, 128) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(MISSING is not None, reason=f"needs an NVIDIA Hopper GPU; {MISSING}")]
@@ -34,7 +34,7 @@ DIMS = (64, 128, 192, 256)
 
 def num_parts(rows: TaskRows, heads: tuple[int, int, int], window: int | None = None) -> int:
     """Of tables as a call prepares them."""
-    prepared = HOPPER.prepare(rows, GPU, window)
+    prepared = HOPPER.prepare(rows, GPU, Scores(window=window))
     q, k, v, _ = random_inputs(int(rows.q_end.max()), int(rows.k_end.max()), *heads)
     return prepared.kind(q, k, v, capturing=False).tables.num_parts
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.kernels.interface import (
+    Scores,
     TaskRows,
     causal_and_full,
     check_inputs,
@@ -134,7 +135,7 @@ def test_bad_rows_are_named(columns: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize("window", [0, -3])
 def test_bad_window_is_named(window: int) -> None:
     with pytest.raises(ValueError, match=f"window={window}"):
-        visible(TaskRows.documents([4]), window)
+        Scores(window=window)
 
 
 def test_bad_tensors_are_named() -> None:

@@ -15,7 +15,7 @@ import torch
 from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
-from distca.kernels.interface import BackwardInputs, TaskRows, joined, visible
+from distca.kernels.interface import BackwardInputs, Scores, TaskRows, joined, visible
 from tests.support import determinism, hopper_walk, task_rows
 from tests.support import hopper_accuracy as accuracy
 from tests.support.accuracy import check_attention
@@ -23,7 +23,7 @@ from tests.support.accuracy import check_attention
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = HopperKernel()
 gpu_inputs = partial(accuracy.random_inputs, device=GPU)
-MISSING = (HOPPER.supports(GPU, torch.bfloat16, 64, None) if torch.cuda.is_available()
+MISSING = (HOPPER.supports(GPU, torch.bfloat16, 64) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 MIXED = task_rows([0, 193, 193, 500, 501, 900], [193, 500, 500, 501, 900, 964], [0, 100, 700, 0, 1, 40],
                   [193, 700, 900, 1, 400, 904], [0, 293, 200, 0, 0, 800])  # shared keys, shared queries, one token
@@ -67,7 +67,7 @@ def test_tall_calls_are_exact(
     monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
     monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
     q, k, v, dout = tensors = [x.double() for x in accuracy.random_inputs(964, 904, 2 * group, 2, 64, CPU)]
-    prepared = HOPPER.prepare(MIXED, CPU, window)
+    prepared = HOPPER.prepare(MIXED, CPU, Scores(window=window))
     few = TaskRows.documents([300, 77])
     for rows in (MIXED, few, MIXED):
         HOPPER.refill(prepared, rows)
@@ -85,13 +85,13 @@ def test_tall_tiles_are_exact(always: None, group: int, window: int | None) -> N
     """Lengths off the tile, and the same bits as tiles of two blocks give: a row's sums are taken in the same order."""
     for rows in (MIXED, TaskRows.documents([2_000, 1, 385, 192, 64, 17])):
         q, k, v, dout = tensors = gpu_inputs(int(rows.q_end.max()), int(rows.k_end.max()), 2 * group, 2, 64)
-        prepared = HOPPER.prepare(rows, GPU, window)
+        prepared = HOPPER.prepare(rows, GPU, Scores(window=window))
         results = HOPPER.forward(q, k, v, prepared)
         assert tables_of(tensors, prepared).tall is not None
         check_attention([*results, None, None, None], q, k, v, dout, rows, window=window)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hopper_buffers, "TALL_GAIN", 0.0)
-            usual = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, window))
+            usual = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, Scores(window=window)))
         assert all(torch.equal(a, e) for a, e in zip(results, usual, strict=True))
 
 
@@ -103,7 +103,7 @@ def test_tall_tiles_repeat_scores_that_leave_their_range(always: None, window: i
     q, k, v, dout = gpu_inputs(900, 900, 8, 2, 64)
     k = k.clone()
     k[:450] *= 60.0
-    results = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, window))
+    results = HOPPER.forward(q, k, v, HOPPER.prepare(rows, GPU, Scores(window=window)))
     check_attention([*results, None, None, None], q, k, v, dout, rows, window=window)
 
 

@@ -48,7 +48,7 @@ def test_head_dims_without_tiles_are_refused_by_name(
     monkeypatch.setattr(torch.version, "hip", None)
     values = "" if value_dim == dim else f" and that of values {value_dim}"
     refusal = f"head_dim is {dim}{values}; give 64, 128 or 256, or 192 with values of 128"
-    assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, None, value_dim) == refusal
+    assert HopperKernel().supports(torch.device("cuda"), torch.bfloat16, dim, value_dim=value_dim) == refusal
     q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
     launches = hopper_launch.Launches(torch.device("cuda", 0), q, q, v, False, False, 132)
     with pytest.raises(ValueError, match=refusal):
@@ -61,6 +61,6 @@ def test_head_dims_without_tiles_are_refused_by_name(
 def test_kernels_of_one_head_dim_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    reason = kernel_named(name).supports(torch.device("cuda"), torch.bfloat16, 192, None, 128)
+    reason = kernel_named(name).supports(torch.device("cuda"), torch.bfloat16, 192, value_dim=128)
     assert reason == ("head_dim is 192 and that of values 128, it takes one for both; use kernel='hopper', 'sdpa' or "
                       "'dense'")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from distca.dispatch.hops import build_hops
 from distca.kernels.dense import DenseKernel
+from distca.kernels.interface import PLAIN
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.traffic import traffic_between_nodes, two_hops_pay
@@ -108,10 +109,10 @@ def test_a_plan_whose_ranks_need_nothing_alike_goes_in_one_hop() -> None:
     shapes = Shapes(4, 2, 8, torch.float64, torch.device("cpu"))
     for plan, hops in ((apart, 1), (alike, 2), (inside, 2)):
         assert two_hops_pay(plan.layout, plan.tasks, node, MODEL) == (hops == 2)
-        prepared = Prepared(plan, 0, 0, DenseKernel(), shapes, None, node)
+        prepared = Prepared(plan, 0, 0, DenseKernel(), shapes, PLAIN, node)
         assert (prepared.inputs.inner is None) == (hops == 1)
         check(plan, node.tolist(), 5, kernel="dense")
-    assert not Prepared(inside, 0, 0, DenseKernel(), shapes, None, node).travels
+    assert not Prepared(inside, 0, 0, DenseKernel(), shapes, PLAIN, node).travels
 
 
 def waits_for_the_last_hop_only(transport: C10dTransport, plan: Plan, node: list[int]) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distca.dispatch.build import build
 from distca.kernels import kernel_named
-from distca.kernels.interface import BackwardInputs
+from distca.kernels.interface import PLAIN, BackwardInputs
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
@@ -197,7 +197,7 @@ def test_a_long_document_served_in_shards_stands_once() -> None:
     layout = pack([16384, 16384], ranks=2)
     plan = misplaced_plan(layout, 2, MODEL)
     shapes = Shapes(4, 2, 8, torch.float32, torch.device("cpu"))
-    prepared = Prepared(plan, 0, 1, kernel_named("sdpa"), shapes, None)
+    prepared = Prepared(plan, 0, 1, kernel_named("sdpa"), shapes, PLAIN)
     assert prepared.tables.keys.buffer_tokens == 16384
     expected = 16384 * (shapes.q_bytes + 2 * shapes.k_bytes)
     assert expected <= prepared.inputs.arriving.num_bytes <= expected + 3 * ALIGNMENT + STAMP_BYTES

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from distca.kernels.interface import Scores
 from distca.planning.plan import Plan
 from distca.runtime import registry
 from distca.runtime.attention import CoreAttention
@@ -55,12 +56,12 @@ def test_a_digest_is_computed_once_for_all_calls_both_ways(monkeypatch: pytest.M
 
 def test_tables_of_the_latest_plans_stay_and_others_are_made_again() -> None:
     known, plans = PlanRegistry(alone()), plans_of(PLANS_KEPT + 1)
-    made = [known.begin(plan, SHAPES, None) for plan in plans]
-    assert known.begin(plans[1], SHAPES, None) is made[1]
-    assert known.begin(plans[0], SHAPES, None) is not made[0]
+    made = [known.begin(plan, SHAPES) for plan in plans]
+    assert known.begin(plans[1], SHAPES) is made[1]
+    assert known.begin(plans[0], SHAPES) is not made[0]
     same = misplaced_plan(plans[-1].layout, 1, MODEL)            # another object that says the same
-    assert known.begin(same, SHAPES, None) is made[-1]
-    assert known.begin(same, SHAPES, 3) is not made[-1]
+    assert known.begin(same, SHAPES) is made[-1]
+    assert known.begin(same, SHAPES, Scores(window=3)) is not made[-1]
 
 
 def test_facts_of_a_plan_end_with_it() -> None:

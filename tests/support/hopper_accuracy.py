@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distca.kernels.interface import BackwardInputs, Kernel, TaskRows
+from distca.kernels.interface import BackwardInputs, Kernel, Scores, TaskRows
 from tests.support.accuracy import check_attention
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -26,7 +26,7 @@ def attend(
 ) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv."""
     q, k, v, dout = tensors
-    prepared = kernel.prepare(rows, q.device, window)
+    prepared = kernel.prepare(rows, q.device, Scores(window=window))
     out, lse = kernel.forward(q, k, v, prepared, scale)
     return [out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared, scale)]
 

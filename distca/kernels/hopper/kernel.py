@@ -22,12 +22,15 @@ from distca.kernels.hopper.launch import Kind, launches_of, new, run_backward, r
 from distca.kernels.hopper.tables import BLOCK_ROWS
 from distca.kernels.hopper.variants import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.interface import (
+    PLAIN,
     BackwardInputs,
+    Scores,
     TaskRows,
     accumulation_dtype,
     check_inputs,
     dims_text,
     joined,
+    no_softcap,
     softmax_scale,
     visible,
 )
@@ -99,8 +102,11 @@ class HopperKernel:
     spare_multiprocessors: int = 0
 
     def supports(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, value_dim: int | None = None
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
+        value_dim: int | None = None,
     ) -> str | None:
+        if (reason := no_softcap(scores)) is not None:
+            return reason
         if device.type != "cuda" or torch.version.hip is not None:
             return f"device is {device}; it is written for NVIDIA's Hopper GPUs (device cuda)"
         major, minor = torch.cuda.get_device_capability(device)
@@ -121,14 +127,14 @@ class HopperKernel:
         return 2 * BLOCK_ROWS, tiles_of(head_dim).backward_keys
 
     def prepare(
-        self, rows: TaskRows, device: torch.device, window: int | None = None, most: Most | None = None
+        self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN, most: Most | None = None
     ) -> HopperTasks:
         """`most` makes room for any rows of so many queries, keys and rows whose queries are disjoint.
 
         Keys of long tiles are split where these rows need it. Rows that are put there later have theirs split as far
         as there is room for it, and not at all where these had none.
         """
-        return HopperTasks(rows, device, window, self.spare_multiprocessors, most)
+        return HopperTasks(rows, device, scores.window, self.spare_multiprocessors, most)
 
     def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""
