@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.kernels.interface import Kernel
-from distca.runtime import registry
+from distca.runtime import prepared
 from distca.train.launch import here, launch
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer, start_group
@@ -65,8 +65,8 @@ def one_rank(settings: Settings) -> int:
     rank, ranks = here().rank, here().world
     start_group(settings, torch.device("cpu"), ranks)
     if rank == ranks - 1:
-        choose = vars(registry)["choose"]
-        vars(registry)["choose"] = lambda *arguments: Twice(choose(*arguments))
+        choose = vars(prepared)["choose"]
+        vars(prepared)["choose"] = lambda *arguments: Twice(choose(*arguments))
     trainers = {name: Trainer(settings, torch.device("cpu")) for name in VARIANTS}
     records: dict[str, list[Any]] = {name: [] for name in VARIANTS}
     for _ in range(settings.run.steps):

@@ -16,9 +16,9 @@ import torch
 
 from distca.kernels import Kernel
 from distca.planning.plan import Plan
-from distca.runtime.call import BackwardCall, ForwardCall, Shapes
+from distca.runtime.call import BackwardCall, ForwardCall
 from distca.runtime.exchange_torch import STAMP_BYTES, Combine, Dispatch, Tensors
-from distca.runtime.registry import PlanRegistry
+from distca.runtime.prepared import PlanCache, Shapes
 
 LAYERS = 4  # calls issued back to back
 
@@ -107,7 +107,7 @@ def one_rank(plan: Plan, placement: str, rank: int, which: str, repeats: int, ke
     device, model = torch.device("cuda"), plan.model
     shapes = Shapes(model.num_heads, model.num_kv_heads, model.head_dim, torch.bfloat16, device)
     transport: Any = InstantTransport(rank, plan.num_servers)
-    plans = PlanRegistry(transport, kernel_name)
+    plans = PlanCache(transport, kernel_name)
     begin = perf_counter()
     prepared = plans.prepared(plan, shapes)
     exchanges = prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients

@@ -31,7 +31,7 @@ from distca.integrations.huggingface_models import check_config, refused, shape_
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
 from distca.kernels import kernel_named
 from distca.planning.plan import Plan
-from distca.runtime.call import Shapes
+from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Transport
 from distca.validation import UserError
 

@@ -30,9 +30,8 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import tasks_at_home
 from distca.runtime.attention import CoreAttention, not_compiled
-from distca.runtime.call import Shapes
+from distca.runtime.prepared import PLANS_KEPT, Shapes
 from distca.runtime.recorder import Recorder
-from distca.runtime.registry import PLANS_KEPT
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from distca.spec import ModelShape
 from distca.validation import UserError

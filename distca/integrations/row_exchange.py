@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distca.columns import from_text, to_text
 from distca.integrations.document_lengths import RowSlices
-from distca.runtime.call import Shapes
+from distca.runtime.prepared import Shapes
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.c10d import first_line
 from distca.validation import UserError

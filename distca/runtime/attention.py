@@ -25,10 +25,10 @@ import torch.distributed as dist
 from distca.kernels.interface import PLAIN, Scores, check_tensors
 from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
-from distca.runtime.call import BackwardCall, Call, ForwardCall, Shapes
+from distca.runtime.call import BackwardCall, Call, ForwardCall
 from distca.runtime.dedicated import Announcer
+from distca.runtime.prepared import PlanCache, Shapes
 from distca.runtime.recorder import Recorder
-from distca.runtime.registry import PlanRegistry
 from distca.runtime.transport import HierarchicalTransport, Transport, transport_for
 from distca.validation import UserError
 from distca.workload.topology import Topology
@@ -78,7 +78,7 @@ class CoreAttention:
         if state not in STATES:
             raise UserError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
         self.transport = transport_for(transport, group)
-        self.plans = PlanRegistry(self.transport, kernel, spare_multiprocessors)
+        self.plans = PlanCache(self.transport, kernel, spare_multiprocessors)
         self.state, self.recorder = state, recorder
         self._announcer = Announcer(self.transport)
 

@@ -11,32 +11,21 @@ nothing of the forward stays with its servers unless they `keep` their inputs.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
 
-import numpy as np
 import torch
 
-from distca.dispatch.build import build, travels
-from distca.dispatch.hops import build_hops
-from distca.kernels import Kernel, TaskRows
-from distca.kernels.interface import PLAIN, BackwardInputs, Scores, accumulation_dtype
+from distca.kernels.interface import PLAIN, BackwardInputs, Scores
 from distca.planning.plan import Plan
-from distca.planning.traffic import two_hops_pay
-from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp, Tensors, WireLayout
+from distca.runtime.exchange_torch import Combine, Dispatch, Stamp, Tensors, WireLayout
 from distca.runtime.hops import Hops, Leg, UnderWay, relayed
+from distca.runtime.prepared import PlanCache, Prepared, Shapes, different_plans
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import Handle, HierarchicalTransport
-from distca.validation import UserError
-
-if TYPE_CHECKING:
-    from distca.runtime.registry import PlanRegistry
 
 
 class Phase(Enum):
@@ -47,153 +36,12 @@ class Phase(Enum):
     COMBINE = "combine"
 
 
-class Shapes(NamedTuple):
-    """The tensors a plan is run with."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int         # of queries and keys
-    dtype: torch.dtype
-    device: torch.device
-    value_dim: int = 0    # of a head's values; 0: head_dim
-
-    @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
-        value_dim = 0 if v.shape[2] == q.shape[2] else v.shape[2]
-        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, value_dim)
-
-    @property
-    def q_bytes(self) -> int:
-        return self.num_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def k_bytes(self) -> int:
-        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def v_bytes(self) -> int:
-        return self.num_kv_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
-
-    @property
-    def out_bytes(self) -> int:
-        return self.num_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.dtype)
-
-    @property
-    def lse_bytes(self) -> int:
-        return self.num_heads * self.lse_dtype.itemsize
-
-    @property
-    def fields(self) -> tuple[tuple[str, int], ...]:
-        """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
-        return (("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes),
-                ("q", self.lse_bytes))
-
-    def empty_row(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v, out and lse of no tokens."""
-        q, k = (torch.empty(0, heads, self.head_dim, dtype=self.dtype, device=self.device)
-                for heads in (self.num_heads, self.num_kv_heads))
-        v, out = (x.new_empty(0, x.shape[1], self.value_dim or self.head_dim) for x in (k, q))
-        return q, k, v, out, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
-
-
-class Prepared:
-    """A plan made ready for one rank, one set of shapes and one kernel, so that layers only copy, send and compute.
-
-    Where everything lies on the wire is worked out by the first call that sends it.
-    """
-
-    def __init__(
-        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, scores: Scores,
-        node: np.ndarray | None = None,
-    ) -> None:
-        """`node` [servers] where the transport has two levels."""
-        self.digest, self.kernel, self.shapes = digest, kernel, shapes
-        self.travels = travels(plan)                             # False: no rank of this plan sends anything
-        self.queries_travel = bool((plan.tasks.home != plan.tasks.server).any())  # False: only keys, if anything
-        self.passes = False                                      # some rank sends to another of its node, in a hop
-        in_hops = node is not None and self.travels and two_hops_pay(plan.layout, plan.tasks, node, plan.model, plan.tp)
-        self._tables = [] if in_hops else [build(plan, rank)]
-        if in_hops:
-            assert node is not None
-            hops = build_hops(plan, rank, node)
-            self._tables, self.travels, self.passes = [hops.outer, hops.inner], hops.crosses, hops.passes
-        self.tables = self._tables[-1]                           # of the hop that ends at servers
-        rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
-        self.rows = kernel.prepare(rows, shapes.device, scores)  # the kernel's own form of the tasks
-
-    @cached_property
-    def inputs(self) -> Hops[Dispatch]:
-        """q, k and v, stamped."""
-        q, k, v, *_ = self.shapes.fields
-        return self._dispatch([q, k, v], Stamp.of(self.digest, self.shapes.device))
-
-    @cached_property
-    def outputs(self) -> Hops[Combine]:
-        """out and lse."""
-        *_, out, lse = self.shapes.fields
-        return self._combine([out, lse], merged_heads=self.shapes.num_heads)
-
-    @cached_property
-    def backward_inputs(self) -> Hops[Dispatch]:
-        """q, k, v, out, dout and lse."""
-        q, k, v, out, lse = self.shapes.fields
-        return self._dispatch([q, k, v, out, out, lse])
-
-    @cached_property
-    def kept_backward_inputs(self) -> Hops[Dispatch]:
-        """out, dout and lse, where servers keep q, k and v."""
-        *_, out, lse = self.shapes.fields
-        return self._dispatch([out, out, lse])
-
-    @cached_property
-    def gradients(self) -> Hops[Combine]:
-        """dq, dk and dv."""
-        q, k, v, *_ = self.shapes.fields
-        return self._combine([q, k, v])
-
-    def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
-        return Hops(*(self._on_device(Dispatch.of(tables, fields, stamp)) for tables in self._tables))
-
-    def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
-        return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
-
-    def _on_device(self, exchange: Exchange) -> Exchange:
-        return packed_on(self.shapes.device, exchange)
-
-
-def packed_on(device: torch.device, exchange: Exchange) -> Exchange:
-    """The exchange packed in one launch on a GPU where triton is installed; elsewhere as it is, by torch's copies."""
-    if device.type != "cuda" or not _has_triton():
-        return exchange
-    from distca.runtime.exchange_triton import with_triton
-
-    return with_triton(exchange, device)
-
-
-@cache
-def _has_triton() -> bool:
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
-        logging.getLogger("distca").warning("triton is not installed, so torch copies around attention, in many "
-                                            "launches; pip install triton")
-    return found
-
-
-def different_plans(rank: int, others: list[int]) -> ValueError:
-    return UserError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance, "
-                     "cost and versions on every rank, and make the same calls in the same order")
-
-
 class Call(ABC):
     """One direction of a call. `announce` tells dedicated servers of each phase before this rank runs it."""
 
     def __init__(
         self,
-        plans: PlanRegistry,
+        plans: PlanCache,
         plan: Plan,
         shapes: Shapes,
         *,

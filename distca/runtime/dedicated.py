@@ -11,25 +11,30 @@ import json
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from distca.kernels.interface import Scores
+from distca.kernels.interface import PLAIN, Scores
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
-from distca.runtime.call import Call, Phase, Shapes
+from distca.runtime.call import Call, Phase
 from distca.runtime.liveness import TRIM_CALLS, return_freed_memory
-from distca.runtime.registry import PLANS_KEPT, LatestUsed
+from distca.runtime.prepared import LRU, PLANS_KEPT, Shapes
 from distca.runtime.transport import Transport
 from distca.validation import UserError
 
-if TYPE_CHECKING:
-    from distca.runtime.attention import CoreAttention
-
-
 DTYPES = {str(dtype).removeprefix("torch."): dtype
           for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+
+
+class Serving(Protocol):
+    """What CoreAttention is to a server."""
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def call(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN, backward: bool = False) -> Call: ...
 
 
 class Announcement(NamedTuple):
@@ -70,7 +75,7 @@ class Announcer:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._known: LatestUsed[int, bool] = LatestUsed(PLANS_KEPT)
+        self._known: LRU[int, bool] = LRU(PLANS_KEPT)
         self._calls = 0
 
     def about(
@@ -89,10 +94,10 @@ class Announcer:
             self.transport.tell(message.to_bytes(), server)
 
 
-def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "cpu") -> int:
+def serve_until_stopped(attention: Serving, device: torch.device | str = "cpu") -> int:
     """A dedicated rank's loop: run every announced phase until `stop_servers`; gives the number of calls served."""
     calls: dict[int, Call] = {}
-    plans: LatestUsed[int, Plan] = LatestUsed(PLANS_KEPT)
+    plans: LRU[int, Plan] = LRU(PLANS_KEPT)
     served = 0
     while content := attention.transport.hear():
         heard = Announcement.from_bytes(content, torch.device(device))
@@ -110,12 +115,12 @@ def serve_until_stopped(attention: CoreAttention, device: torch.device | str = "
     return served
 
 
-def stop_servers(attention: CoreAttention, plan: Plan) -> None:
+def stop_servers(attention: Serving, plan: Plan) -> None:
     """Ends the loop of every dedicated server of the plan's pool; any trainer may call it, the first one speaks."""
     stop_servers_from(attention, plan.layout.num_ranks)
 
 
-def stop_servers_from(attention: CoreAttention, first: int) -> None:
+def stop_servers_from(attention: Serving, first: int) -> None:
     """The same where no plan is at hand: `first` is the number of ranks that own tokens."""
     if attention.transport.rank == 0:
         for server in range(first, attention.transport.size):

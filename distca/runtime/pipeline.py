@@ -20,7 +20,8 @@ import torch
 from distca.planning.plan import Plan
 from distca.planning.schedule import IDLE, Ticks
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Phase, Shapes
+from distca.runtime.call import Phase
+from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Handle, PointToPoint
 from distca.validation import UserError
 

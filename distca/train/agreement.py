@@ -37,8 +37,7 @@ from distca.cost.mixed_pool import MixedTime
 from distca.planning import speeds
 from distca.planning.plan_bytes import step_from_bytes, step_to_bytes
 from distca.planning.step import StepPlan
-from distca.runtime.call import different_plans
-from distca.runtime.registry import digest
+from distca.runtime.prepared import different_plans, digest
 from distca.train.settings import Settings
 from distca.validation import UserError
 

@@ -23,7 +23,7 @@ from torch import nn
 from distca.planning.plan import Plan
 from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Shapes
+from distca.runtime.prepared import Shapes
 from distca.train.data import Batch
 from distca.train.model.decoder import Decoder, First, Last, Middle, Post, Pre, Segment, chunked_cross_entropy
 from distca.train.model.offload import Offload

@@ -14,7 +14,7 @@ from distca.dispatch.build import build
 from distca.dispatch.tables import RankTables
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
-from distca.runtime import call
+from distca.runtime import prepared
 from distca.runtime.copy_tables import chunks, intervals, merges, packing, sums, unpacking
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp, home_rows, server_buffers
 from distca.spec import ModelShape
@@ -146,11 +146,11 @@ def test_a_row_that_is_served_at_home_stays_as_it_is() -> None:
 def test_without_triton_torch_copies_and_says_so_once(monkeypatch: pytest.MonkeyPatch,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    call._has_triton.cache_clear()
+    prepared._has_triton.cache_clear()
     exchange = Dispatch.of(build(misplaced_plan(layout_from_rows([[4], [4]]), 2, MODEL), 0), [("q", 16), ("k", 16)])
     with caplog.at_level(logging.WARNING, logger="distca"):
-        assert call.packed_on(CPU, exchange) is exchange and not caplog.records
+        assert prepared.packed_on(CPU, exchange) is exchange and not caplog.records
         for _ in range(2):
-            assert call.packed_on(torch.device("cuda"), exchange) is exchange
+            assert prepared.packed_on(torch.device("cuda"), exchange) is exchange
     assert [record.message.split(";")[-1] for record in caplog.records] == [" pip install triton"]
-    call._has_triton.cache_clear()
+    prepared._has_triton.cache_clear()

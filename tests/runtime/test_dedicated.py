@@ -16,7 +16,7 @@ from distca.runtime import dedicated
 from distca.runtime.attention import CoreAttention
 from distca.runtime.call import Call, Phase
 from distca.runtime.dedicated import Announcement, serve_until_stopped, stop_servers
-from distca.runtime.registry import PLANS_KEPT
+from distca.runtime.prepared import PLANS_KEPT
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape

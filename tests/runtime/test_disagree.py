@@ -11,9 +11,8 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Prepared
 from distca.runtime.dedicated import serve_until_stopped
-from distca.runtime.registry import digest
+from distca.runtime.prepared import Prepared, digest
 from distca.runtime.transport import LoopbackWorld, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.loopback import LoopbackTransport

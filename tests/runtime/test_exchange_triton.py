@@ -16,10 +16,10 @@ import torch
 from distca.dispatch.build import build
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
-from distca.runtime import call as call_module
-from distca.runtime.call import BackwardCall, ForwardCall, Shapes
+from distca.runtime import prepared as prepared_module
+from distca.runtime.call import BackwardCall, ForwardCall
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
-from distca.runtime.registry import PlanRegistry
+from distca.runtime.prepared import PlanCache, Shapes
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from tests.support import (
@@ -234,13 +234,13 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
 ], ids=["shared", "misplaced", "balanced", "at_home"])
 def test_attention_is_exact(make: Callable[[], Plan], form: Callable[[torch.Tensor], torch.Tensor], keep: bool,
                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_module, "packed_on", lambda device, exchange: with_triton(exchange, device))
+    monkeypatch.setattr(prepared_module, "packed_on", lambda device, exchange: with_triton(exchange, device))
     plan = make()
     q, k, v, dout = (x.to(DEVICE) for x in random_qkv(0, plan.layout.num_tokens))
     posted: Posted = {}
     shapes = Shapes(4, 2, 8, torch.float64, DEVICE)
     ranks = range(plan.num_servers)
-    plans = [PlanRegistry(cast(Any, Stepping(rank, posted)), "dense") for rank in ranks]
+    plans = [PlanCache(cast(Any, Stepping(rank, posted)), "dense") for rank in ranks]
     calls = [ForwardCall(one, plan, shapes, keep=keep) for one in plans]
     index = [row_index(plan.layout, rank).to(DEVICE) for rank in ranks]
     rows = [[form(x[here]) for x in (q, k, v)] for here in index]

@@ -25,7 +25,7 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.traffic import traffic_between_nodes, two_hops_pay
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Prepared, Shapes
+from distca.runtime.prepared import Prepared, Shapes
 from distca.runtime.transport import C10dTransport, HierarchicalTransport, LoopbackTransport, LoopbackWorld, over_nodes
 from distca.spec import ModelShape
 from distca.workload.packing import pack

@@ -17,8 +17,8 @@ from distca.kernels.interface import PLAIN, BackwardInputs
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Prepared, Shapes
 from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
+from distca.runtime.prepared import Prepared, Shapes
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape

@@ -7,8 +7,8 @@ import torch
 from distca.kernels import kernel_named
 from distca.kernels.interface import PLAIN
 from distca.planning.plan import Plan
-from distca.runtime.call import Prepared, Shapes
 from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
+from distca.runtime.prepared import Prepared, Shapes
 from distca.spec import ModelShape
 from tests.support import attend_on_fake_ranks, dense_on_one, random_qkv, scattered_layout, scattered_plan
 

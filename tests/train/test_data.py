@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from distca.corpus.corpora import Corpus, MemoryCorpus, corpus_from
 from distca.models import model_named
-from distca.runtime.registry import digest
+from distca.runtime.prepared import digest
 from distca.train.data import Batch, Loader, Stream, TextPiece
 from distca.train.settings import MODES, Settings
 from tests.support import random_lengths, refusal

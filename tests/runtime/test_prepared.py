@@ -7,10 +7,9 @@ import torch
 
 from distca.kernels.interface import Scores
 from distca.planning.plan import Plan
-from distca.runtime import registry
+from distca.runtime import prepared
 from distca.runtime.attention import CoreAttention
-from distca.runtime.call import Shapes
-from distca.runtime.registry import PLANS_KEPT, LatestUsed, PlanRegistry
+from distca.runtime.prepared import LRU, PLANS_KEPT, PlanCache, Shapes
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
@@ -29,7 +28,7 @@ def plans_of(count: int) -> list[Plan]:
 
 
 def test_a_cache_evicts_what_was_not_asked_for_the_longest() -> None:
-    cache: LatestUsed[str, str] = LatestUsed(2)
+    cache: LRU[str, str] = LRU(2)
     for key in "abc":
         cache.put(key, key.upper())
         cache.get("a")
@@ -39,13 +38,13 @@ def test_a_cache_evicts_what_was_not_asked_for_the_longest() -> None:
 
 
 def test_a_digest_is_computed_once_for_all_calls_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, digest = [], registry.digest
+    computed, digest = [], prepared.digest
 
     def counted(plan: Plan) -> int:
         computed.append(plan)
         return digest(plan)
 
-    monkeypatch.setattr(registry, "digest", counted)
+    monkeypatch.setattr(prepared, "digest", counted)
     attend, (plan,) = CoreAttention(transport=alone()), plans_of(1)
     attend.expect([plan], SHAPES.device)
     for _ in range(3):
@@ -55,7 +54,7 @@ def test_a_digest_is_computed_once_for_all_calls_both_ways(monkeypatch: pytest.M
 
 
 def test_tables_of_the_latest_plans_stay_and_others_are_made_again() -> None:
-    known, plans = PlanRegistry(alone()), plans_of(PLANS_KEPT + 1)
+    known, plans = PlanCache(alone()), plans_of(PLANS_KEPT + 1)
     made = [known.begin(plan, SHAPES) for plan in plans]
     assert known.begin(plans[1], SHAPES) is made[1]
     assert known.begin(plans[0], SHAPES) is not made[0]
@@ -65,7 +64,7 @@ def test_tables_of_the_latest_plans_stay_and_others_are_made_again() -> None:
 
 
 def test_facts_of_a_plan_end_with_it() -> None:
-    known, plans = PlanRegistry(alone()), plans_of(3)
+    known, plans = PlanCache(alone()), plans_of(3)
     assert [known.facts(plan)[1:3] for plan in plans] == [(4, 4), (5, 5), (6, 6)]
     del plans[:2]
     gc.collect()
@@ -73,6 +72,6 @@ def test_facts_of_a_plan_end_with_it() -> None:
 
 
 def test_nano_batches_that_alternate_come_up_anew_once() -> None:
-    known, (ping, pong, later) = PlanRegistry(alone()), plans_of(3)
+    known, (ping, pong, later) = PlanCache(alone()), plans_of(3)
     turns = [known.comes_up_anew(plan) for plan in (ping, pong, ping, pong, later, later, later, later, ping)]
     assert turns == [True, True, False, False, True, False, False, False, True]

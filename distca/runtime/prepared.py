@@ -1,0 +1,286 @@
+"""Plans made ready for one rank, and the cache of them: digests, what was compared, and prepared tables.
+
+Nobody broadcasts a plan, so ranks compare digests before they follow a new one. Ranks make the same calls in the same
+order: all find a plan new at the same call, and all evict identically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from typing import Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from distca.dispatch.build import build, travels
+from distca.dispatch.hops import build_hops
+from distca.kernels import Kernel, TaskRows, choose, sparing
+from distca.kernels.interface import PLAIN, Scores, accumulation_dtype
+from distca.planning.plan import Plan
+from distca.planning.traffic import two_hops_pay
+from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp
+from distca.runtime.hops import Hops
+from distca.runtime.transport import HierarchicalTransport, Transport
+from distca.validation import UserError
+
+PLANS_KEPT = 16         # whose tables stay prepared
+AGREEMENTS_KEPT = 4096  # digests, a number each
+PLANS_IN_TURN = 4       # that calls of one optimizer step may alternate between
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Shapes(NamedTuple):
+    """The tensors a plan is run with."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int         # of queries and keys
+    dtype: torch.dtype
+    device: torch.device
+    value_dim: int = 0    # of a head's values; 0: head_dim
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+        value_dim = 0 if v.shape[2] == q.shape[2] else v.shape[2]
+        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, value_dim)
+
+    @property
+    def q_bytes(self) -> int:
+        return self.num_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def k_bytes(self) -> int:
+        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def v_bytes(self) -> int:
+        return self.num_kv_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
+
+    @property
+    def out_bytes(self) -> int:
+        return self.num_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.dtype)
+
+    @property
+    def lse_bytes(self) -> int:
+        return self.num_heads * self.lse_dtype.itemsize
+
+    @property
+    def fields(self) -> tuple[tuple[str, int], ...]:
+        """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
+        return (("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes),
+                ("q", self.lse_bytes))
+
+    def empty_row(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, out and lse of no tokens."""
+        q, k = (torch.empty(0, heads, self.head_dim, dtype=self.dtype, device=self.device)
+                for heads in (self.num_heads, self.num_kv_heads))
+        v, out = (x.new_empty(0, x.shape[1], self.value_dim or self.head_dim) for x in (k, q))
+        return q, k, v, out, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
+
+
+class Prepared:
+    """A plan made ready for one rank, one set of shapes and one kernel, so that layers only copy, send and compute.
+
+    Where everything lies on the wire is worked out by the first call that sends it.
+    """
+
+    def __init__(
+        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, scores: Scores,
+        node: np.ndarray | None = None,
+    ) -> None:
+        """`node` [servers] where the transport has two levels."""
+        self.digest, self.kernel, self.shapes = digest, kernel, shapes
+        self.travels = travels(plan)                             # False: no rank of this plan sends anything
+        self.queries_travel = bool((plan.tasks.home != plan.tasks.server).any())  # False: only keys, if anything
+        self.passes = False                                      # some rank sends to another of its node, in a hop
+        in_hops = node is not None and self.travels and two_hops_pay(plan.layout, plan.tasks, node, plan.model, plan.tp)
+        self._tables = [] if in_hops else [build(plan, rank)]
+        if in_hops:
+            assert node is not None
+            hops = build_hops(plan, rank, node)
+            self._tables, self.travels, self.passes = [hops.outer, hops.inner], hops.crosses, hops.passes
+        self.tables = self._tables[-1]                           # of the hop that ends at servers
+        rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
+        self.rows = kernel.prepare(rows, shapes.device, scores)  # the kernel's own form of the tasks
+
+    @cached_property
+    def inputs(self) -> Hops[Dispatch]:
+        """q, k and v, stamped."""
+        q, k, v, *_ = self.shapes.fields
+        return self._dispatch([q, k, v], Stamp.of(self.digest, self.shapes.device))
+
+    @cached_property
+    def outputs(self) -> Hops[Combine]:
+        """out and lse."""
+        *_, out, lse = self.shapes.fields
+        return self._combine([out, lse], merged_heads=self.shapes.num_heads)
+
+    @cached_property
+    def backward_inputs(self) -> Hops[Dispatch]:
+        """q, k, v, out, dout and lse."""
+        q, k, v, out, lse = self.shapes.fields
+        return self._dispatch([q, k, v, out, out, lse])
+
+    @cached_property
+    def kept_backward_inputs(self) -> Hops[Dispatch]:
+        """out, dout and lse, where servers keep q, k and v."""
+        *_, out, lse = self.shapes.fields
+        return self._dispatch([out, out, lse])
+
+    @cached_property
+    def gradients(self) -> Hops[Combine]:
+        """dq, dk and dv."""
+        q, k, v, *_ = self.shapes.fields
+        return self._combine([q, k, v])
+
+    def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
+        return Hops(*(self._on_device(Dispatch.of(tables, fields, stamp)) for tables in self._tables))
+
+    def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
+        return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
+
+    def _on_device(self, exchange: Exchange) -> Exchange:
+        return packed_on(self.shapes.device, exchange)
+
+
+def packed_on(device: torch.device, exchange: Exchange) -> Exchange:
+    """The exchange packed in one launch on a GPU where triton is installed; elsewhere as it is, by torch's copies."""
+    if device.type != "cuda" or not _has_triton():
+        return exchange
+    from distca.runtime.exchange_triton import with_triton
+
+    return with_triton(exchange, device)
+
+
+@cache
+def _has_triton() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logging.getLogger("distca").warning("triton is not installed, so torch copies around attention, in many "
+                                            "launches; pip install triton")
+    return found
+
+
+class PlanFacts(NamedTuple):
+    """What this rank asks of a plan in every call."""
+
+    digest: int
+    row_tokens: int      # at home on this rank
+    key_row_tokens: int  # these, and behind them tokens that are keys only
+    checked: dict[tuple[object, ...], Shapes]  # tensors that were found to fit, by what was looked at
+
+
+class PlanCache:
+    """The plans of one rank of a transport's group, run with the kernel of that name or the fastest that fits."""
+
+    def __init__(self, transport: Transport, kernel: str = "auto", spare_multiprocessors: int = 0) -> None:
+        self.transport, self.kernel, self.spare_multiprocessors = transport, kernel, spare_multiprocessors
+        self._facts: WeakKeyDictionary[Plan, PlanFacts] = WeakKeyDictionary()
+        self._agreed: LRU[int, bool] = LRU(AGREEMENTS_KEPT)
+        self._prepared: LRU[tuple[int, Shapes, int | None, float | None], Prepared] = LRU(PLANS_KEPT)
+        self._turns: deque[int] = deque(maxlen=PLANS_IN_TURN)
+
+    def facts(self, plan: Plan) -> PlanFacts:
+        found = self._facts.get(plan)
+        if found is None:
+            rank, layout = self.transport.rank, plan.layout
+            row, keys = (0, 0) if rank >= layout.num_ranks else (
+                int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank]))
+            found = self._facts[plan] = PlanFacts(digest(plan), row, keys, {})
+        return found
+
+    def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
+        """Compare many plans at once, those of an optimizer step for example, so that their calls need not stop."""
+        expected = []
+        for plan in plans:
+            if plan.num_servers > plan.layout.num_ranks:
+                raise UserError(f"a plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers, which hear "
+                                "of it only when it is called; call it without expecting it")
+            expected.append(self.facts(plan).digest)
+        together = hashlib.blake2b(repr(expected).encode(), digest_size=8).digest()
+        self._compare(int.from_bytes(together, "little", signed=True), device)
+        for one in expected:
+            self._agreed.put(one, True)
+
+    def begin(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
+        """What a call that begins needs of its plan; ranks that hold different plans must not compute."""
+        found = self.facts(plan).digest
+        if not self._agreed.get(found):
+            self._compare(found, shapes.device)
+            self._agreed.put(found, True)
+        return self.prepared(plan, shapes, scores)
+
+    def prepared(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
+        """The plan prepared for these tensors; calls of different scales share it."""
+        key = self.facts(plan).digest, shapes, scores.window, scores.softcap
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, scores.window, self.kernel,
+                            shapes.value_dim or None, scores.softcap)
+            kernel = sparing(kernel, self.spare_multiprocessors)
+            node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
+            prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, scores, node)
+            self._prepared.put(key, prepared)
+        return prepared
+
+    def comes_up_anew(self, plan: Plan) -> bool:
+        """Whether none of the latest calls followed this plan."""
+        found = self.facts(plan).digest
+        is_new = found not in self._turns
+        self._turns.append(found)
+        return is_new
+
+    def _compare(self, mine: int, device: torch.device) -> None:
+        others = [rank for rank, other in enumerate(self.transport.gather(mine, device)) if other != mine]
+        if others:
+            raise different_plans(self.transport.rank, others)
+
+
+def digest(plan: Plan) -> int:
+    """A number that differs between plans that differ, for ranks to compare."""
+    state = hashlib.blake2b(digest_size=8)
+    layout = plan.layout
+    columns = [getattr(table, name) for table, names in (
+        (layout, ("lengths", "document", "start", "stop", "rank")), (layout.key_only, layout.key_only.__slots__),
+        (plan.tasks, plan.tasks.__slots__)) for name in names]
+    for column in (*columns, np.array([layout.num_ranks, plan.num_servers, plan.window or 0,
+                                        *map(len, columns)])):
+        state.update(column.tobytes())
+    return int.from_bytes(state.digest(), "little", signed=True)
+
+
+class LRU(Generic[Key, Value]):
+    """A cache that evicts what was not asked for the longest."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        value = self._entries.get(key)
+        if value is not None:
+            self._entries.move_to_end(key)
+        return value
+
+    def put(self, key: Key, value: Value) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self.capacity:
+            self._entries.popitem(last=False)
+
+
+def different_plans(rank: int, others: list[int]) -> ValueError:
+    return UserError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance, "
+                     "cost and versions on every rank, and make the same calls in the same order")
