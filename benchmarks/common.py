@@ -1,14 +1,22 @@
-"""What benchmarks of training share: random text for step plans, a skewed batch, a loader that gives what one sets."""
+"""Helpers that benchmarks share: gloo ranks on this machine, random text for step plans, a loader of given batches."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from distca.planning.micro_batch import MicroBatch
 from distca.planning.step import StepPlan
+from distca.runtime.liveness import one_worker_per_group
 from distca.spec import ModelShape
 from distca.train.data import Batch, Row, step_plan
 from distca.train.settings import Settings
@@ -18,6 +26,25 @@ from distca.workload.documents import IGNORED
 def num_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def on_ranks(size: int, main: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `main(*args)` in `size` new processes, the ranks of a gloo group, and return what each rank returned."""
+    with (tempfile.TemporaryDirectory() as folder,
+          ProcessPoolExecutor(size, mp_context=get_context("spawn")) as processes):
+        calls = [processes.submit(_one_rank, rank, size, folder, main, args) for rank in range(size)]
+        return [call.result() for call in calls]
+
+
+def _one_rank(rank: int, size: int, folder: str, main: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    one_worker_per_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+                            timeout=timedelta(minutes=10))
+    try:
+        return main(*args)
+    finally:
+        dist.destroy_process_group()                             # peers of a rank that failed then fail too
 
 
 def random_batch(plan: StepPlan, rank: int) -> Batch:

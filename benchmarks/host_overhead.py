@@ -13,15 +13,13 @@ import argparse
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from common import on_ranks
 from integrations import Loop
 from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
-
-from tests.support import run_processes, values
 
 WARM_UP_STEPS = 3
 TOKENS = 16                                                      # of a rank
@@ -36,7 +34,7 @@ class Result:
     cpu_seconds: float
 
 
-def rank_main(transport: Any, layers: int, steps: int) -> dict[str, list[float]]:
+def rank_main(layers: int, steps: int) -> dict[str, list[float]]:
     """Every rank: the least seconds and CPU seconds of a step, by the clock and of this thread."""
     loops = {"sdpa": Loop("sdpa", layers, [TOKENS // 2] * 2), "at home": Loop("distca", layers, [TOKENS // 2] * 2),
              "over ranks": Loop("distca", layers, [TOKENS], begin=TOKENS * dist.get_rank())}
@@ -58,8 +56,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "host_overhead.json")
     arguments = parser.parse_args()
     host = host_facts()                                          # other work is in the clock's seconds
-    found = values(run_processes(arguments.ranks, rank_main, arguments.layers, arguments.steps, timeout_seconds=600,
-                                 deadline_seconds=1800))
+    found = on_ranks(arguments.ranks, rank_main, arguments.layers, arguments.steps)
     results = [Result(name, *(max((one[name][at] - one["sdpa"][at]) / arguments.layers for one in found)
                               for at in range(2))) for name in ("at home", "over ranks")]
     table = Table("documents", "ms a layer", "CPU ms a layer", title_justify="left",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import on_ranks
 from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from tests.support import run_processes, values
 
 MODES = ("sdpa", "per document", "distca")
 
@@ -89,10 +89,10 @@ class Loop:
         return seconds, total.item()
 
 
-def rank_main(transport: Any, options: dict[str, Any]) -> tuple[dict[str, list[tuple[float, float]]], Any]:
+def rank_main(options: dict[str, Any]) -> tuple[dict[str, list[tuple[float, float]]], Any]:
     """Every rank: all modes in turn; the first rank's records, and the plan's max/mean before and after."""
-    rows = rows_of(transport.size, options["tokens"], options["short"])
-    loops = {mode: Loop(mode, options["layers"], rows[transport.rank]) for mode in MODES}
+    rows = rows_of(dist.get_world_size(), options["tokens"], options["short"])
+    loops = {mode: Loop(mode, options["layers"], rows[dist.get_rank()]) for mode in MODES}
     records: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
     for number in range(options["steps"] + 1):
         for mode, loop in loops.items():
@@ -105,8 +105,7 @@ def rank_main(transport: Any, options: dict[str, Any]) -> tuple[dict[str, list[t
 
 def measure(arguments: argparse.Namespace) -> list[Result]:
     options = {name: getattr(arguments, name) for name in ("tokens", "short", "steps", "layers")}
-    records, (before, after) = values(run_processes(arguments.ranks, rank_main, options, timeout_seconds=600,
-                                                    deadline_seconds=1800))[0]
+    records, (before, after) = on_ranks(arguments.ranks, rank_main, options)[0]
     tokens = arguments.ranks * arguments.tokens
     results = []
     for mode in MODES:

@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import on_ranks
 from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
 from rich.table import Table
 from stage_replay import balanced_inside, replay, stretched
 from stage_serving import DIM, HEADS, KV_HEADS, STAGES, Clock, Stage, StageAttention
-
-from tests.support import random_lengths, run_processes, values
 
 LONGER = (4, 8)                                                  # stages that are replayed besides
 VOCAB, HIDDEN = 256, HEADS * DIM
@@ -103,6 +102,14 @@ def gpt(stage: Stage, layers: int) -> Any:
                     share_embeddings_and_output_weights=False, parallel_output=False)
 
 
+def random_lengths(seed: int, num_tokens: int) -> np.ndarray:
+    """Document lengths, log-uniform from 1 to `num_tokens`, that add up to it."""
+    draw, lengths = np.random.default_rng(seed), [0]
+    while sum(lengths) < num_tokens:
+        lengths.append(min(int(num_tokens ** draw.random()), num_tokens - sum(lengths)))
+    return np.array(lengths[1:])
+
+
 def micro_batches(replica: int, options: dict[str, int]) -> Iterator[tuple[torch.Tensor, Any]]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -124,12 +131,11 @@ def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return model(tokens[:, :-1], None, None, packed_seq_params=packed), loss
 
 
-def rank_main(transport: Any, folder: str, options: dict[str, int]) -> list[dict[str, Any]]:
+def rank_main(folder: str, options: dict[str, int]) -> list[dict[str, Any]]:
     """Every rank: a record per replica, mode and step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    torch.set_num_threads(1)
-    stage = Stage(transport.rank, folder)
+    stage = Stage(dist.get_rank(), folder)
     on_cpu(stage)
     model, records = gpt(stage, options["layers"]), []
     for step in range(-1, options["steps"]):                     # the first one warms up
@@ -214,7 +220,7 @@ def main() -> None:
     host = host_facts()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "flags").write_bytes(bytes(STAGES))
-        records = values(run_processes(STAGES, rank_main, folder, options, timeout_seconds=300, deadline_seconds=1800))
+        records = on_ranks(STAGES, rank_main, folder, options)
     results, found = results_of(records, arguments.replicas), about(records, arguments.replicas)
     content = {"host": host, "options": options, "rows": results, **found}
     show(results, content)

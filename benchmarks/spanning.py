@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import on_ranks
 from integrations import small_llama
 from outputs import RESULTS, host_facts, write_json
 from rich.console import Console
@@ -39,7 +40,6 @@ from torch.nn.parallel import DistributedDataParallel
 from distca.data import rows
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
-from tests.support import run_processes, values
 
 MODES = ALONE, IN_ORDER, HEAD_AND_TAIL, DISTCA, PLACED = (
     "one rank alone", "slices in order", "head and tail", "distca", "distca, balanced placement")
@@ -102,7 +102,7 @@ class Loop:
 
 
 def rank_main(
-    transport: Any, options: dict[str, int]
+    options: dict[str, int]
 ) -> tuple[list[tuple[str, float, list[tuple[float, float, float]]]], dict[str, str]]:
     """Every rank: modes, their work max/mean and their records; and what torch's context parallelism says."""
     for mode in MODES:
@@ -168,8 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("ranks", "tokens", "layers", "steps")}
     host = host_facts()                                          # other work is in the clock's seconds
-    records, said = values(run_processes(arguments.ranks, rank_main, options, timeout_seconds=600,
-                                         deadline_seconds=1800))[0]
+    records, said = on_ranks(arguments.ranks, rank_main, options)[0]
     results = {}
     for mode, work, steps in records:
         seconds, busy = (min(step[at] for step in steps) for at in range(2))

@@ -13,7 +13,7 @@ from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
-from tests.support import LAYOUT_KINDS, LayoutKind, random_layout, tokens_moved
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout, tokens_moved
 
 MODEL = MODELS["llama3-8b"]
 SEEDS = st.integers(0, 10_000)

@@ -5,35 +5,28 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
+from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 
+import attention
+import attention_batches as batches
+import house
+import kernel_ranking
+import kernel_rows
 import numpy as np
 import pytest
+import runtime
 import torch
+from rich.console import Console
 
 import distca
 from distca.kernels import TaskRows
 from distca.kernels.dense import times_shown
+from distca.kernels.ranking import Speed
 from distca.models import model_named
-from tests.support import task_rows
+from tests.support.attention import task_rows
 
 ROOT = Path(distca.__file__).parents[1]
-
-@pytest.fixture(scope="module")
-def attention() -> ModuleType:
-    return import_module("attention")
-
-
-@pytest.fixture(scope="module")
-def batches() -> ModuleType:
-    return import_module("attention_batches")
-
-
-@pytest.fixture(scope="module")
-def runtime() -> ModuleType:
-    return import_module("runtime")
 
 
 def pairs_one_by_one(rows: TaskRows) -> int:
@@ -43,7 +36,7 @@ def pairs_one_by_one(rows: TaskRows) -> int:
                for i in range(q_end - q_begin))
 
 
-def test_batches_count_the_pairs_of_their_rows(batches: ModuleType) -> None:
+def test_batches_count_the_pairs_of_their_rows() -> None:
     tables = list(batches.batches(64))
     assert len({batch.name for batch in tables}) == len(tables) == 11
     for batch in (*tables, *batches.shard_lengths(64)):
@@ -56,24 +49,24 @@ def test_batches_count_the_pairs_of_their_rows(batches: ModuleType) -> None:
     assert shared.pairs == own.pairs and (shared.num_k, own.num_k) == (64, 256)
 
 
-def test_the_plans_servers_are_the_median_and_the_most_fragmented(batches: ModuleType) -> None:
+def test_the_plans_servers_are_the_median_and_the_most_fragmented() -> None:
     plan = batches.sampled_plan(1024)
     num_rows = sorted(len(plan.tasks.take(plan.tasks.server == server)) for server in range(plan.num_servers))
     median, most = batches.servers(plan)
     assert len(most.rows) == num_rows[-1] > len(median.rows) == num_rows[len(num_rows) // 2]
 
 
-def test_kernels_are_measured_against_each_other(attention: ModuleType, batches: ModuleType) -> None:
+def test_kernels_are_measured_against_each_other() -> None:
     results, failures = attention.measure(batches.documents(1, 96), ["sdpa", "auto", "dense"], model_named("tiny"),
                                           torch.device("cpu"), 1e-3)
     assert [row.kernel for row in results] == ["sdpa", "auto", "dense"] and not failures
     for row in results:
-        assert row.pairs == 96 * 97 // 2 and row.difference < 1e-5
+        assert row.pairs == 96 * 97 // 2 and row.difference is not None and row.difference < 1e-5
         assert row.forward_tflops == pytest.approx(4 * row.pairs * 8 * 32 / row.forward_seconds / 1e12)
         assert row.backward_tflops == pytest.approx(10 * row.pairs * 8 * 32 / row.backward_seconds / 1e12)
 
 
-def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention: ModuleType, batches: ModuleType) -> None:
+def test_a_kernel_that_fails_is_reported_and_the_others_measured() -> None:
     results, failures = attention.measure(batches.shards(2, 8, 32, True), ["varlen", "sdpa", "dense"],
                                           model_named("tiny"), torch.device("cpu"), 1e-3)
     assert [row.kernel for row in results] == ["sdpa"]           # dense takes no rows that share keys
@@ -81,8 +74,7 @@ def test_a_kernel_that_fails_is_reported_and_the_others_measured(attention: Modu
     assert results[0].forward_over_varlen is None and results[0].forward_host_seconds is None
 
 
-def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(attention: ModuleType, batches: ModuleType,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
 
     def samples(*_: object, **__: object) -> list[float]:
@@ -98,8 +90,7 @@ def test_a_kernel_that_runs_out_of_memory_later_is_reported_too(attention: Modul
     assert [(row.kernel, row.reason) for row in failures] == [("sdpa", "OutOfMemoryError: no room")]
 
 
-def test_goals_count_only_where_they_are_meant(attention: ModuleType, batches: ModuleType,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goals_count_only_where_they_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BASELINE", "sdpa")
     cpu, tiny, batch = torch.device("cpu"), model_named("tiny"), batches.documents(2, 64)
     easy, hard = (dataclasses.replace(batch, goal=(goal, goal)) for goal in (1e-9, 1e9))
@@ -115,30 +106,29 @@ def test_goals_count_only_where_they_are_meant(attention: ModuleType, batches: M
 def test_the_ranking_counts_the_pairs_that_the_window_leaves(window: int | None) -> None:
     rows = task_rows([0, 9, 20], [9, 20, 22], [0, 3, 0], [30, 14, 2], [21, 0, 40])
     tokens = torch.zeros(22, 1, 1), torch.zeros(30, 1, 1)
-    assert import_module("kernel_ranking").visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
+    assert kernel_ranking.visible_pairs(rows, window) == times_shown(*tokens, rows, window).sum()
 
 
 def test_a_ranking_of_some_kernels_keeps_the_figures_of_others() -> None:
-    rank = import_module("kernel_ranking")
     old = [{"kernel": name, "head_dim": dim, "windowed": False, "forward_tflops": 1.0, "backward_tflops": 1.0}
            for name, dim in (("hopper", 64), ("fa4", 256), ("hopper", 256))]
-    found = [rank.Speed("hopper", 192, False, 2.0, 2.0), rank.Speed("hopper", 256, False, 3.0, 3.0)]
-    entry = rank.with_others({"date": "then", "speeds": old}, {"date": "now"}, found)
+    found = [Speed("hopper", 192, False, 2.0, 2.0), Speed("hopper", 256, False, 3.0, 3.0)]
+    entry = kernel_ranking.with_others({"date": "then", "speeds": old}, {"date": "now"}, found)
     assert [(row["kernel"], row["head_dim"], row["forward_tflops"]) for row in entry["speeds"]] == [
         ("hopper", 64, 1.0), ("hopper", 192, 2.0), ("fa4", 256, 1.0), ("hopper", 256, 3.0)]
     assert entry["date"] == "now"
-    assert rank.with_others({"date": "then", "speeds": old}, {"date": "now"}, found[:1])["date"] == "then"
+    assert kernel_ranking.with_others({"date": "then", "speeds": old}, {"date": "now"}, found[:1])["date"] == "then"
 
 
 def test_the_ranking_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no GPU"):
-        import_module("kernel_ranking").main(None, None)
+        kernel_ranking.main(Namespace(), Console())
 
 
-def test_rows_of_kernels_are_compared_with_the_first(batches: ModuleType) -> None:
+def test_rows_of_kernels_are_compared_with_the_first() -> None:
     """Keys of 16 and values of 8: a pair is 2 * (16 + 8) operations forward and 2 * (3 * 16 + 2 * 8) backward."""
-    bench, cpu = import_module("kernel_rows"), torch.device("cpu")
+    bench, cpu = kernel_rows, torch.device("cpu")
     case = bench.Case(batches.documents(2, 40), heads=4, kv_heads=2, dim=16, value_dim=8)
     pairs = 2 * 40 * 41 // 2
     assert case.flops() == (pairs * 4 * 48, pairs * 4 * 128)
@@ -153,7 +143,7 @@ def test_rows_of_kernels_are_compared_with_the_first(batches: ModuleType) -> Non
     assert rates["backward_tflops"] == round(pairs * 4 * 128 / 1e3, 1)
 
 
-def test_tables_are_timed_and_nothing_is_stored_twice(runtime: ModuleType) -> None:
+def test_tables_are_timed_and_nothing_is_stored_twice() -> None:
     for placement in ("given", "balanced"):
         plan = runtime.sampled_plan(placement, 8, 8192)
         row = runtime.tables(plan, placement, 8)
@@ -176,7 +166,7 @@ def test_two_ranks_share_a_document(tmp_path: Path) -> None:
 
 
 def test_the_size_report_counts_every_file_and_line() -> None:
-    rooms, found = import_module("house").measure()
+    rooms, found = house.measure()
     files = [path for path in (ROOT / "distca").rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
     assert sum(room.num_files for room in rooms) == sum(path.suffix == ".py" for path in files)
     assert sum(room.num_lines + room.num_cuda_lines for room in rooms) == sum(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-overlap = importlib.import_module("overlap")
+import overlap
 
 
 def test_the_rate_is_what_the_tightest_window_needs_and_what_may_stick_out() -> None:
@@ -40,8 +41,8 @@ def test_skips_with_a_reason_where_the_network_is_not_allowed(missing: str, reas
                                                               capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000 if missing == "root" else 0)
     monkeypatch.setattr("shutil.which", lambda tool: None if tool == missing else f"/sbin/{tool}")
-    monkeypatch.setattr(overlap.subprocess, "run", lambda *_, **__: pytest.fail("nothing may be made"))
-    monkeypatch.setattr(overlap.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing may be made"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["overlap.py", "--output", str(tmp_path / "overlap.json")])
     assert overlap.main() == 0
     assert reason in capsys.readouterr().out

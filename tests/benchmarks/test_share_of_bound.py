@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
+import share_of_bound as benchmark
 from paper.cases import Case
 
 from distca.cost.shipped_tables import shipped_table
@@ -16,7 +16,6 @@ from distca.simulate.strategies import StepDocuments, bound
 from distca.spec import cluster_named
 from distca.workload.sequences import Source, batch_sequences
 
-benchmark = importlib.import_module("share_of_bound")
 LLAMA, CLUSTER = model_named("llama3-8b"), cluster_named("dgx-h200")
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attention_prediction as prediction
+import attention_replay as replay
+import host_costs as host
 import numpy as np
 import pytest
+import simulator as benchmark
+import torch
+import training_steps as steps
+from host_costs import Machine
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("torch")
-import torch
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
@@ -24,12 +27,6 @@ from distca.models import MODELS, model_named
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable
 
-if TYPE_CHECKING:
-    from host_costs import Machine
-
-replay, prediction, steps, host, benchmark = (
-    importlib.import_module(name) for name in ("attention_replay", "attention_prediction", "training_steps",
-                                               "host_costs", "simulator"))
 MODEL = model_named("llama3-8b")
 
 
@@ -87,7 +84,8 @@ def test_measures_what_fits_the_budget_and_keeps_it(tmp_path: Path, monkeypatch:
         return [[(run(), 1.0)[1]] * 3 for run in runs]
 
     monkeypatch.setattr(replay, "in_turns", in_turns)
-    options = {"device": torch.device("cpu"), "kernel_name": "sdpa", "model_name": "llama3-8b", "tp": 8, "scale": scale}
+    options: Any = {"device": torch.device("cpu"), "kernel_name": "sdpa", "model_name": "llama3-8b", "tp": 8,
+                    "scale": scale}
     found = replay.measure(tmp_path / "found.json", budget_seconds=600.0, **options)
     assert found["complete"] and json.loads((tmp_path / "found.json").read_text()) == json.loads(json.dumps(found))
     planned = {(about["half"], server) for about, tasks, _ in replay.planned_calls(scale, MODEL, 8)
@@ -170,9 +168,9 @@ def test_a_simulated_step_is_the_trainers_own(variant: str, tmp_path: Path) -> N
     machine = made_up_machine(tmp_path, per_pair)
     found = host.on_cores(host.simulated(plan, machine, host.Launches(step=0.25)), machine) - 0.25
     total = 3 * per_pair * sum(length * (length + 1) / 2 for lengths in documents for length in lengths.tolist())
-    alone = total * steps.MODEL.num_layers
+    alone = total * host.MODEL.num_layers
     if variant == "home":
-        heavy = 3 * per_pair * steps.MODEL.num_layers * (2 * 2 * 512 * 513 / 2 + 2 * 8 * 128 * 129 / 2)
+        heavy = 3 * per_pair * host.MODEL.num_layers * (2 * 2 * 512 * 513 / 2 + 2 * 8 * 128 * 129 / 2)
         assert found == pytest.approx(heavy, rel=0.01)           # the first rank, in every micro-batch
     elif variant == "pipeline, home":
         assert alone / 2 < found < alone
@@ -185,7 +183,7 @@ def test_launches_are_counted_by_the_plans_own_calls(variant: str, tmp_path: Pat
     _, plan = variant_plan(tmp_path, variant)
     machine = made_up_machine(tmp_path)
     found = host.simulated(plan, machine, host.Launches((1.0, 2.0), (10.0, 20.0), 0.5))
-    rows, layers = plan.num_nano_batches, steps.MODEL.num_layers
+    rows, layers = plan.num_nano_batches, host.MODEL.num_layers
     exchanges = layers * sum(unit * host.travelling_calls(plan, way) for unit, way in ((10.0, False), (20.0, True)))
     launched = 4 * rows * (2 * layers + 1) * 3.0
     assert found.seconds == pytest.approx(launched + exchanges + 0.5, rel=1e-6)
@@ -195,10 +193,10 @@ def test_launches_are_counted_by_the_plans_own_calls(variant: str, tmp_path: Pat
 def test_launches_are_what_probes_take_beyond_their_tokens(tmp_path: Path) -> None:
     """Probes that are themselves simulated give back the launches they were made with."""
     machine = made_up_machine(tmp_path, 1e-9, 1e-6, 1e-9)
-    plans = tuple(variant_plan(tmp_path, name)[1] for name in steps.PROBES)
+    first, second = (variant_plan(tmp_path, name)[1] for name in steps.PROBES)
     wanted = host.Launches((0.01, 0.03), (0.02, 0.05), 0.4)
-    probes = [host.Probe(*host._phases(host.simulated(plan, machine, wanted)), 0.4) for plan in plans]
-    found = host.launches_of(*probes, plans, machine)
+    home, pool = (host.Probe(*host._phases(host.simulated(plan, machine, wanted)), 0.4) for plan in (first, second))
+    found = host.launches_of(home, pool, (first, second), machine)
     assert found.step == 0.4
     assert found.segment == pytest.approx(wanted.segment) and found.exchange == pytest.approx(wanted.exchange)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stage_replay as stages
 
 import distca
 
 ROOT = Path(distca.__file__).parents[1]
-stages: Any = importlib.import_module("stage_replay")
 
 
 def op(forward: bool, micro_batch: int, attention: float, other: float = 1.0) -> Any:

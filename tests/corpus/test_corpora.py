@@ -18,7 +18,7 @@ from distca.corpus.megatron_files import MegatronCorpus
 from distca.corpus.sources import standard_library_files
 from distca.train.settings import Settings
 from distca.workload.documents import standard_library_lengths
-from tests.support import refusal
+from tests.support.refusals import refusal
 
 TYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 

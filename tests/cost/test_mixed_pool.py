@@ -30,7 +30,7 @@ from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.sequences import Source
 from distca.workload.topology import Topology
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 LLAMA = MODELS["llama3-8b"]
 H200, CUDNN = shipped_table("h200"), shipped_table("h200_cudnn")

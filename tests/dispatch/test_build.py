@@ -17,14 +17,7 @@ from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.workload.layout import Layout, layout_from_rows
 from distca.workload.packing import pack
-from tests.support import (
-    LAYOUT_KINDS,
-    misplaced_plan,
-    random_layout,
-    random_speeds,
-    scattered_plan,
-    tokens_moved,
-)
+from tests.support.plans import LAYOUT_KINDS, misplaced_plan, random_layout, random_speeds, scattered_plan, tokens_moved
 
 MODEL = MODELS["llama3-8b"]
 

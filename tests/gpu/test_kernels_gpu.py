@@ -12,8 +12,8 @@ from distca.kernels import TaskRows, choose, cudnn_graphs, dense_attention, kern
 from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.ranking import measured
 from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
-from tests.support import determinism
 from tests.support.accuracy import check_attention
+from tests.support.attention import determinism
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,17 +18,11 @@ from distca.runtime.transport import Handle, Transport, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.workload.packing import pack, pack_ping_pong
-from tests.support import (
-    gradient,
-    nano_index,
-    qkv_of,
-    random_qkv,
-    row_index,
-    run_processes,
-    scattered_plan,
-    values,
-)
 from tests.support.accuracy import expected_attention
+from tests.support.attention import gradient, qkv_of, random_qkv, row_index
+from tests.support.batches import nano_index
+from tests.support.plans import scattered_plan
+from tests.support.processes import run_processes, values
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ from distca.data import rows
 from distca.integrations.packed import PackedAttention
 from distca.kernels import TaskRows
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support import gradient, random_qkv, run_processes
 from tests.support.accuracy import expected_attention
+from tests.support.attention import gradient, random_qkv
+from tests.support.processes import run_processes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,6 @@ accelerate's: wrapping by layer class, sharding, switching the optimizer's param
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 
 from distca.data import Collator, rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes
+from tests.integrations import test_huggingface_spanning as plain
+from tests.support.processes import run_processes
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -72,7 +72,6 @@ def own_loop(transport: Transport, accelerator: Any, checkpointing: bool = False
     """Gradients and weights of a loop around `prepare`, as one process has them; gives the wrapper's name."""
     from distca.integrations.huggingface import enable
 
-    plain = importlib.import_module("tests.integrations.test_huggingface_spanning")
     one, model = plain.small("llama", attn_implementation="sdpa").train(), plain.small("llama").train()
     attention = enable(model, tolerance=0.02)
     if checkpointing:
@@ -123,7 +122,6 @@ def trainer_losses(transport: Transport, folder: str, **options: Any) -> list[fl
 
     from distca.integrations.huggingface import enable
 
-    plain = importlib.import_module("tests.integrations.test_huggingface_spanning")
     hf.set_seed(0)
     model = plain.small("llama", **({} if transport.size > 1 else {"attn_implementation": "sdpa"}))
     if transport.size > 1:

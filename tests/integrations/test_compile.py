@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from distca.integrations.packed import PackedAttention, PackedBatch
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaForCausalLM

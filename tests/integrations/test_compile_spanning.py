@@ -5,7 +5,6 @@ As for documents that do not span, the backend runs what was traced without gene
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch._dynamo.utils import counters
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes
+from tests.integrations import test_huggingface_spanning as eager
+from tests.support.processes import run_processes
 
 pytest.importorskip("transformers")
 STEPS = [[300], [61, 59, 1], [3, 1, 180, 1, 40], [9, 140]]       # all cut in the middle of a document
@@ -26,7 +26,6 @@ def compiled_steps(transport: Transport, kind: str, checkpointing: bool, backend
     """Loss and gradients of every step, then logits of evaluation; gives the number of graphs after each step."""
     from distca.integrations.huggingface import enable
 
-    eager = importlib.import_module("tests.integrations.test_huggingface_spanning")
     one, model = eager.small(kind, attn_implementation="sdpa").train(), eager.small(kind).train()
     attention = enable(model, tolerance=0.02, evaluation="pool")
     if checkpointing:

@@ -13,7 +13,7 @@ from distca.integrations.document_lengths import from_positions
 from distca.integrations.row_exchange import join_slices
 from distca.runtime.transport import Transport
 from distca.workload.documents import IGNORED
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 
 def numbered(lengths: list[int]) -> list[list[int]]:

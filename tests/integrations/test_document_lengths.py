@@ -12,7 +12,7 @@ import torch
 from distca.integrations.document_lengths import RowSlices, from_arguments, from_edges
 from distca.integrations.packed_layers import Options, PackedLayers
 from distca.integrations.row_exchange import join_slices
-from tests.support import refusal
+from tests.support.refusals import refusal
 
 TOKENS = 12
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
 
 import distca
-from tests.support import greedy, run_processes
+from tests.support.attention import greedy
+from tests.support.processes import run_processes
 
 pytest.importorskip("transformers")
 

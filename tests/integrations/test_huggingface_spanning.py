@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 pytest.importorskip("transformers")
 

@@ -64,7 +64,7 @@ def test_twenty_steps_of_trainer_are_those_of_one_process(options: tuple[str, ..
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not HAVE_TRL, reason="trl, peft or datasets is not installed: pip install trl peft datasets")
 def test_sft_trainer_with_lora_is_that_of_one_process_and_wrapped_packing_is_warned_of(tmp_path: Path) -> None:
-    script, losses = ROOT / "tests/integrations/sft.py", {}
+    script, losses = ROOT / "tests/support/sft.py", {}
     for ranks in (1, 2):
         launched(ranks, script, tmp_path / str(ranks), "rows", ranks)
         losses[ranks] = json.loads((tmp_path / str(ranks) / "losses.json").read_text())

@@ -10,7 +10,9 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from distca.integrations.megatron_core import BalancedCoreAttention
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support import gradient, qkv_of, run_processes, trainers, values
+from tests.support import trainers
+from tests.support.attention import gradient, qkv_of
+from tests.support.processes import run_processes, values
 
 HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAVE_MEGATRON, reason="megatron-core is not installed: pip install "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,10 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes, trainers, values
+from tests.integrations import test_megatron_core as plain
+from tests.support import trainers
+from tests.support.attention import gradient
+from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
                                 "pip install '.[megatron-core]'")
@@ -36,7 +38,7 @@ def stage_of(whole: Any, chunk: int, chunks: int, settings: dict[str, Any]) -> t
     stage, per_chunk = parallel_state.get_pipeline_model_parallel_rank(), LAYERS // STAGES // chunks
     if chunks > 1:
         settings = {**settings, "vp_stage": chunk, "virtual_pipeline_model_parallel_size": chunks}
-    model: Any = follow_positions(importlib.import_module("tests.integrations.test_megatron_core").gpt(
+    model: Any = follow_positions(plain.gpt(
         enable(get_gpt_layer_local_spec(), tolerance=0.02), first=stage == chunk == 0,
         last=stage == STAGES - 1 and chunk == chunks - 1, num_layers=LAYERS, calculate_per_token_loss=True,
         pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float32, **SCHEDULE[chunks], **settings))
@@ -86,7 +88,6 @@ def pipelined(transport: Transport, chunks: int, settings: dict[str, Any]) -> li
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    plain = importlib.import_module("tests.integrations.test_megatron_core")
     documents = [trainers.rows_of_tokens([lengths], VOCAB)[0] for lengths in MICRO_BATCHES[chunks]]
     plain.cpu_megatron()
     whole = plain.gpt(get_gpt_layer_local_spec(), num_layers=LAYERS)
@@ -98,7 +99,7 @@ def pipelined(transport: Transport, chunks: int, settings: dict[str, Any]) -> li
     losses = get_forward_backward_func()(
         forward_step_func=forward_step, model=[model for model, _ in parts], num_microbatches=len(documents),
         data_iterator=[batches(documents, replica, 2) for _ in parts], seq_length=120, micro_batch_size=1)
-    actual = plain.summed({name: x.grad for _, ours in parts for name, x in ours.items()}, group)
+    actual = plain.summed({name: gradient(x) for _, ours in parts for name, x in ours.items()}, group)
     if losses:                                                   # of the last stage
         actual["loss"] = plain.summed({"loss": torch.stack(losses).sum()}, group)["loss"]
     trainers.assert_same(actual, {name: expected[name] for name in actual})

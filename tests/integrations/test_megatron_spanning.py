@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import Any
 
@@ -11,7 +10,10 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes, trainers, values
+from tests.integrations import test_megatron_core as plain
+from tests.support import trainers
+from tests.support.attention import gradient
+from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: "
                                 "pip install '.[megatron-core]'")
@@ -27,7 +29,6 @@ def spanning_step(rank: int, ranks: int, lengths: list[int], settings: dict[str,
     from distca.integrations.megatron_core import enable, follow_positions
     from distca.integrations.packed import latest_plan
 
-    plain = importlib.import_module("tests.integrations.test_megatron_core")
     documents = [document for row in trainers.rows_of_tokens([lengths], VOCAB) for document in row]
     ours = follow_positions(plain.gpt(enable(get_gpt_layer_local_spec(), tolerance=0.02), **settings))
     theirs = plain.gpt(get_gpt_layer_local_spec())
@@ -41,7 +42,7 @@ def spanning_step(rank: int, ranks: int, lengths: list[int], settings: dict[str,
     logits = ours(row.input_ids[None], row.position_ids[None], None, packed_seq_params=packed)[0]
     loss = torch.nn.functional.cross_entropy(logits, row_labels, reduction="sum")
     loss.backward()
-    actual = plain.summed({"loss": loss.detach(), **{name: x.grad for name, x in ours.named_parameters()}})
+    actual = plain.summed({"loss": loss.detach(), **{name: gradient(x) for name, x in ours.named_parameters()}})
     alone, expected = plain.expected_of(theirs, [documents])
     before = sum(len(rows([document[:-1] for document in documents], other, ranks).input_ids) for other in range(rank))
     torch.testing.assert_close(logits, torch.cat(alone)[before:before + len(logits)], rtol=1e-5, atol=1e-5)
@@ -56,7 +57,6 @@ def told(rank: int) -> list[str]:
 
     from distca.integrations.megatron_core import enable, follow_positions
 
-    plain = importlib.import_module("tests.integrations.test_megatron_core")
     model = follow_positions(plain.gpt(enable(get_gpt_layer_local_spec())))
     edges = torch.tensor([0, 4], dtype=torch.int32)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -76,7 +76,7 @@ def told(rank: int) -> list[str]:
 
 
 def every_case(transport: Transport) -> list[str]:
-    importlib.import_module("tests.integrations.test_megatron_core").cpu_megatron()
+    plain.cpu_megatron()
     for number, lengths in enumerate(CASES[transport.size]):
         replay = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         spanning_step(transport.rank, transport.size, lengths, replay if number == 0 else {})

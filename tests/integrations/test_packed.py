@@ -12,7 +12,8 @@ from distca.integrations.row_exchange import RowTable
 from distca.kernels import dense_attention
 from distca.models import model_named
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support import qkv_of, run_processes
+from tests.support.attention import qkv_of
+from tests.support.processes import run_processes
 
 TINY = model_named("tiny")
 

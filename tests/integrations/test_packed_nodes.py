@@ -9,7 +9,8 @@ import torch
 
 from distca.integrations.packed import PackedAttention
 from distca.runtime.transport import C10dTransport
-from tests.support import dense_on_one, random_qkv, run_processes
+from tests.support.attention import dense_on_one, random_qkv
+from tests.support.processes import run_processes
 
 TOKENS, HOSTS = 300, ["a", "a", "b", "b"]
 

@@ -19,7 +19,7 @@ from distca.integrations.packed_layers import Options, PackedLayers
 from distca.integrations.row_exchange import RowTable
 from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support import run_processes, values
+from tests.support.processes import run_processes, values
 
 TOKENS, DOCUMENTS = 24, 6
 Attend = Callable[..., torch.Tensor]  # of q, k, v, buffer and layer

@@ -15,7 +15,7 @@ from distca.data import Collator
 from distca.integrations.row_exchange import FIRST_CAPACITY
 from distca.kernels import dense_attention
 from distca.runtime.transport import Transport
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 pytest.importorskip("transformers")
 

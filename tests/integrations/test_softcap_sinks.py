@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import greedy, run_processes
+from tests.support.attention import greedy
+from tests.support.processes import run_processes
 
 pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ from distca.integrations.document_lengths import RowSlices, from_batch, from_pos
 from distca.integrations.row_exchange import join_slices, spans
 from distca.kernels import dense_attention
 from distca.runtime.transport import Transport
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 HEADS = (4, 2, 2)  # of q, k and v, 16 wide
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from tests.support import run_processes, values
+from tests.support.processes import run_processes, values
 
 if TYPE_CHECKING:
     import torch

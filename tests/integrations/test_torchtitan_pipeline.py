@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes, trainers, values
+from tests.integrations import test_torchtitan as plain
+from tests.support import on_cpu, trainers
+from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "set_timeout") or None in map(importlib.util.find_spec, ("torchtitan", "triton")),
@@ -51,7 +53,7 @@ def pipeline(schedule: str, layers: int, checkpointing: Any) -> tuple[Any, list[
     """Schedule and parts of this rank, as torchtitan's trainer makes them."""
     from torchtitan.config import CompileConfig, TrainingConfig
 
-    plain, spec = importlib.import_module("tests.integrations.test_torchtitan"), whole_config(layers)
+    spec = whole_config(layers)
     parallelism, meshes = parallelism_of(schedule)
     made, parts, _, _ = spec.pipelining_fn(
         plain.balanced_model(spec.model, tolerance=0.02), parallel_dims=meshes,
@@ -71,7 +73,7 @@ def expected_of(documents: list[torch.Tensor], layers: int) -> dict[str, torch.T
     config = whole_config(layers).model
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    model = importlib.import_module("tests.integrations.test_torchtitan").model_of(config)
+    model = plain.model_of(config)
     logits = [model(document[None, :-1], torch.arange(len(document) - 1)[None])[0] for document in documents]
     loss = trainers.total_loss(torch.cat(logits), documents)
     loss.backward()
@@ -111,7 +113,7 @@ def pipelined(transport: Transport, schedule: str, layers: int, checkpointing: A
 
 
 def four_ranks(transport: Transport, schedule: str, layers: int) -> list[list[int]]:
-    importlib.import_module("tests.support.on_cpu").torchtitan()
+    on_cpu.torchtitan()
     from torchtitan.distributed.activation_checkpoint import FullAC
 
     return [pipelined(transport, schedule, layers, checkpointing) for checkpointing in (None, FullAC.Config())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 
 import pytest
@@ -10,7 +9,9 @@ import torch
 
 from distca.data import rows
 from distca.runtime.transport import Transport
-from tests.support import run_processes, trainers, values
+from tests.integrations import test_torchtitan as plain
+from tests.support import trainers
+from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) is not None for name in ("torchtitan", "triton")),
@@ -25,7 +26,6 @@ def spanning_step(rank: int, ranks: int, lengths: list[int], batch: int) -> None
 
     from distca.integrations.packed import latest_plan
 
-    plain = importlib.import_module("tests.integrations.test_torchtitan")
     documents = [document for row in trainers.rows_of_tokens([lengths], VOCAB) for document in row]
     model = plain.replicated(ranks, tolerance=0.02)
     inputs = [document[:-1] for document in documents]
@@ -53,7 +53,6 @@ def every_case(transport: Transport) -> list[str]:
     for lengths in CASES[transport.size]:
         spanning_step(transport.rank, transport.size, lengths, 1)
     spanning_step(transport.rank, transport.size, [100 * transport.size], 2)
-    plain = importlib.import_module("tests.integrations.test_torchtitan")
     model, position = plain.replicated(transport.size), torch.arange(4)[None] + 9 * transport.rank
     told: list[str] = trainers.refusals([
         lambda: model(torch.zeros(1, 4, dtype=torch.int64), position, model.get_attention_masks(position))])

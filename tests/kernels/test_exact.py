@@ -25,8 +25,9 @@ from distca.kernels.flash import PackedCall
 from distca.kernels.hopper import kernel as hopper_module
 from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.sdpa import SdpaKernel
-from tests.support import determinism, hopper_walk, qkv_of, task_rows
+from tests.support import hopper_walk
 from tests.support.accuracy import check_attention, expected_attention
+from tests.support.attention import determinism, qkv_of, task_rows
 
 CPU = torch.device("cpu")
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}

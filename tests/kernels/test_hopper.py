@@ -27,8 +27,9 @@ from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.hopper.tables import TILE_BLOCKS
 from distca.kernels.hopper.variants import TILES
 from distca.kernels.interface import BackwardInputs, Scores
-from tests.support import determinism, hopper_walk, task_rows
+from tests.support import hopper_walk
 from tests.support.accuracy import check_attention
+from tests.support.attention import determinism, task_rows
 
 CPU = torch.device("cpu")
 HOPPER = HopperKernel()

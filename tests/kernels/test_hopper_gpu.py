@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from distca.kernels.dense import DenseKernel
 from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, TaskRows, merge
-from tests.support import determinism, task_rows
 from tests.support import hopper_accuracy as accuracy
 from tests.support.accuracy import SCORES_AT_ONCE
+from tests.support.attention import determinism, task_rows
 
 NAMES, attend, random_rows, shards = accuracy.NAMES, accuracy.attend, accuracy.random_rows, accuracy.shards
 assert_exact = accuracy.assert_exact

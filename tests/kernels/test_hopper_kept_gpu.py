@@ -10,8 +10,8 @@ import torch
 from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import Scores, TaskRows
-from tests.support import determinism
 from tests.support import hopper_accuracy as accuracy
+from tests.support.attention import determinism
 
 GPU = torch.device("cuda")
 HOPPER = HopperKernel(spare_multiprocessors=100)  # or tiles of few queries would be split, and scores computed again

@@ -16,9 +16,9 @@ import torch
 from distca.kernels.hopper import split as hopper_split
 from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, Scores, TaskRows
-from tests.support import determinism, task_rows
 from tests.support import hopper_accuracy as accuracy
 from tests.support.accuracy import check_attention
+from tests.support.attention import determinism, task_rows
 
 NAMES, attend, assert_exact, shards = accuracy.NAMES, accuracy.attend, accuracy.assert_exact, accuracy.shards
 

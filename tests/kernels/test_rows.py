@@ -20,7 +20,7 @@ from distca.kernels.interface import (
     rectangles_and_squares,
     visible,
 )
-from tests.support import task_rows
+from tests.support.attention import task_rows
 
 NUM_TOKENS = 12
 

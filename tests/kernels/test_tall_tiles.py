@@ -16,9 +16,10 @@ from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs, Scores, TaskRows, joined, visible
-from tests.support import determinism, hopper_walk, task_rows
 from tests.support import hopper_accuracy as accuracy
+from tests.support import hopper_walk
 from tests.support.accuracy import check_attention
+from tests.support.attention import determinism, task_rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = HopperKernel()

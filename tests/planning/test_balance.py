@@ -22,7 +22,14 @@ from distca.spec import ModelShape
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
-from tests.support import LAYOUT_KINDS, LayoutKind, covers_exactly_once, random_layout, random_speeds, tokens_moved
+from tests.support.plans import (
+    LAYOUT_KINDS,
+    LayoutKind,
+    covers_exactly_once,
+    random_layout,
+    random_speeds,
+    tokens_moved,
+)
 
 LLAMA = MODELS["llama3-8b"]
 NO_GROUPS = ModelShape("mha", 2, 256, 8, 8, 32, 704, 257)        # as many KV heads as query heads: wide rectangles
@@ -193,7 +200,7 @@ from distca.cost.latency_table import analytic_table
 from distca.planning.balance import balance
 from distca.planning.tasks import TaskTable
 from distca.models import MODELS
-from tests.support import LAYOUT_KINDS, random_layout, random_speeds
+from tests.support.plans import LAYOUT_KINDS, random_layout, random_speeds
 model = MODELS["llama3-8b"]
 digest = hashlib.sha256()
 for seed in range(24):

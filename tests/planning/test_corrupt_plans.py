@@ -22,7 +22,7 @@ from distca.planning.windows import windowed, with_windows
 from distca.workload.layout import KeySlices
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
-from tests.support import misplaced_plan
+from tests.support.plans import misplaced_plan
 
 replace: Any = dataclasses.replace  # wrong types on purpose
 TINY = MODELS["tiny"]

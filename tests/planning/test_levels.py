@@ -19,7 +19,7 @@ from distca.planning.tasks import TILE
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
-from tests.support import LAYOUT_KINDS, LayoutKind, covers_exactly_once, random_layout, random_speeds
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, covers_exactly_once, random_layout, random_speeds
 
 LLAMA = MODELS["llama3-8b"]
 SECONDS = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)

@@ -15,7 +15,7 @@ from distca.models import MODELS
 from distca.planning.step import StepPlan, plan_step, same_columns
 from distca.workload.documents import sample_lengths
 from distca.workload.topology import Topology
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 LLAMA = MODELS["llama3-8b"]
 

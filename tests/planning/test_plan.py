@@ -16,7 +16,7 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.tasks import TILE, TaskTable, tasks_at_home
 from distca.workload.layout import layout_from_rows
-from tests.support import LAYOUT_KINDS, covers_exactly_once, dense_coverage, random_layout, tokens_moved
+from tests.support.plans import LAYOUT_KINDS, covers_exactly_once, dense_coverage, random_layout, tokens_moved
 
 LLAMA = MODELS["llama3-8b"]
 COLUMNS = TaskTable.__slots__

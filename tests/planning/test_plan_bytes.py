@@ -15,7 +15,7 @@ from distca.planning.plan import Plan
 from distca.planning.plan_bytes import MAGIC, plan_from_bytes, plan_to_bytes
 from distca.planning.step import plan_step, same_columns
 from distca.planning.tasks import TaskTable
-from tests.support import LAYOUT_KINDS, LayoutKind, random_layout, random_speeds
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout, random_speeds
 
 TINY = MODELS["tiny"]
 

@@ -24,7 +24,7 @@ from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
-from tests.support import LAYOUT_KINDS, LayoutKind, random_layout
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout
 
 LLAMA = MODELS["llama3-8b"]
 Run = Callable[..., tuple[int, str, str]]

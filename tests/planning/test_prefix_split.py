@@ -16,7 +16,7 @@ from distca.planning.shard_cut import Prices
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.traffic import traffic
 from distca.workload.layout import Layout, layout_from_slices
-from tests.support import LAYOUT_KINDS, covers_exactly_once, random_layout
+from tests.support.plans import LAYOUT_KINDS, covers_exactly_once, random_layout
 
 LLAMA = MODELS["llama3-8b"]
 TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)

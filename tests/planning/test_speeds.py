@@ -17,7 +17,7 @@ from distca.planning.step import plan_step
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 LLAMA = MODELS["llama3-8b"]
 H200 = AttentionTime.of(shipped_table("h200"), LLAMA)

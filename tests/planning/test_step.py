@@ -18,7 +18,7 @@ from distca.planning.schedule import IDLE
 from distca.planning.step import StepPlan, plan_step
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import NO_KEYS
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 LLAMA = model_named("llama3-8b")
 H200 = AttentionTime.of(shipped_table("h200"), LLAMA)

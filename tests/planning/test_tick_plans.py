@@ -30,7 +30,7 @@ from distca.planning.tick_plans import (
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout, layout_from_rows
 from distca.workload.packing import pack
-from tests.support import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
+from tests.support.plans import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
 
 LLAMA = MODELS["llama3-8b"]
 TIME = AttentionTime.of(analytic_table(LLAMA, 550e12, max_kv_len=131_072), LLAMA)

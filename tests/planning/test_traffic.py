@@ -8,7 +8,7 @@ from distca.models import MODELS
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.planning.traffic import key_ranges, traffic
 from distca.workload.layout import Layout, layout_from_rows, layout_from_slices
-from tests.support import LAYOUT_KINDS, random_layout, tokens_moved
+from tests.support.plans import LAYOUT_KINDS, random_layout, tokens_moved
 
 LLAMA = MODELS["llama3-8b"]
 seeds = st.integers(0, 2**32)

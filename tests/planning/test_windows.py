@@ -19,7 +19,7 @@ from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
 from distca.planning.step import StepPlan, plan_step
 from distca.planning.windows import windowed, windows_by_depth, with_windows
 from distca.workload.packing import pack
-from tests.support import LAYOUT_KINDS, LayoutKind, random_layout, random_lengths, random_speeds
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout, random_lengths, random_speeds
 
 LLAMA = model_named("llama3-8b")
 

@@ -18,7 +18,8 @@ from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
-from tests.support import dense_on_one, gradient, random_qkv, row_index, scattered_layout, scattered_plan
+from tests.support.attention import dense_on_one, gradient, random_qkv, row_index
+from tests.support.plans import scattered_layout, scattered_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = np.array([40, 7, 23])

@@ -14,7 +14,8 @@ from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack_ping_pong
-from tests.support import misplaced_plan, on_fake_ranks, qkv_of, row_index
+from tests.support.attention import on_fake_ranks, qkv_of, row_index
+from tests.support.plans import misplaced_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LAYOUT = layout_from_rows([[10], [6]])

@@ -19,7 +19,8 @@ from distca.runtime.copy_tables import chunks, intervals, merges, packing, sums,
 from distca.runtime.exchange_torch import Combine, Dispatch, Stamp, home_rows, server_buffers
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import LAYOUT_KINDS, block_walk, misplaced_plan, random_layout, scattered_plan
+from tests.support import block_walk
+from tests.support.plans import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
 
 CPU = torch.device("cpu")
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

@@ -21,19 +21,9 @@ from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import (
-    dense_on_one,
-    from_rows,
-    gradient,
-    misplaced_plan,
-    on_fake_ranks,
-    qkv_of,
-    random_qkv,
-    row_index,
-    scattered_layout,
-    scattered_plan,
-)
 from tests.support.accuracy import check_attention
+from tests.support.attention import dense_on_one, from_rows, gradient, on_fake_ranks, qkv_of, random_qkv, row_index
+from tests.support.plans import misplaced_plan, scattered_layout, scattered_plan
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import RecordingTransport

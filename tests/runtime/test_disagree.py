@@ -19,7 +19,9 @@ from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
-from tests.support import misplaced_plan, on_fake_ranks, qkv_of, random_qkv, row_index, run_processes, scattered_plan
+from tests.support.attention import on_fake_ranks, qkv_of, random_qkv, row_index
+from tests.support.plans import misplaced_plan, scattered_plan
+from tests.support.processes import run_processes
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 ROWS = layout_from_rows([[8], [8], [8]])

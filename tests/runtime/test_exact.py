@@ -20,24 +20,26 @@ from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
 from distca.workload.layout import Layout, layout_from_rows
 from distca.workload.packing import pack
-from tests.support import (
-    LAYOUT_KINDS,
+from tests.support.accuracy import check_attention, expected_attention
+from tests.support.attention import (
     attend_on_fake_ranks,
-    covers_exactly_once,
     dense_on_one,
     from_rows,
     gradient,
-    misplaced_plan,
     on_fake_ranks,
     qkv_of,
-    random_layout,
     random_qkv,
-    random_speeds,
     row_index,
+)
+from tests.support.plans import (
+    LAYOUT_KINDS,
+    covers_exactly_once,
+    misplaced_plan,
+    random_layout,
+    random_speeds,
     scattered_layout,
     scattered_plan,
 )
-from tests.support.accuracy import check_attention, expected_attention
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 SEEDS = st.integers(0, 100_000)

@@ -22,17 +22,8 @@ from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
 from distca.runtime.prepared import PlanCache, Shapes
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import (
-    LAYOUT_KINDS,
-    dense_on_one,
-    from_rows,
-    misplaced_plan,
-    random_layout,
-    random_qkv,
-    row_index,
-    scattered_layout,
-    scattered_plan,
-)
+from tests.support.attention import dense_on_one, from_rows, random_qkv, row_index
+from tests.support.plans import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_layout, scattered_plan
 
 pytest.importorskip("triton", reason="triton is not installed; pip install triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

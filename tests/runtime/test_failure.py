@@ -13,7 +13,9 @@ from distca.runtime.dedicated import serve_until_stopped
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import ProcessOutcome, misplaced_plan, qkv_of, random_qkv, row_index, run_processes
+from tests.support.attention import qkv_of, random_qkv, row_index
+from tests.support.plans import misplaced_plan
+from tests.support.processes import ProcessOutcome, run_processes
 
 pytestmark = pytest.mark.multiprocess
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

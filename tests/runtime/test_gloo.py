@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import distca
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support import run_processes, values
+from tests.support.processes import run_processes, values
 
 ROOT = Path(distca.__file__).parents[1]
 WORKER = "pt_gloo_runloop"                                       # torch's name of such a thread

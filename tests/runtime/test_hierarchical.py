@@ -30,18 +30,9 @@ from distca.runtime.transport import C10dTransport, HierarchicalTransport, Loopb
 from distca.spec import ModelShape
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
-from tests.support import (
-    LAYOUT_KINDS,
-    LayoutKind,
-    attend_on_fake_ranks,
-    dense_on_one,
-    misplaced_plan,
-    random_layout,
-    random_qkv,
-    row_index,
-    run_processes,
-    scattered_plan,
-)
+from tests.support.attention import attend_on_fake_ranks, dense_on_one, random_qkv, row_index
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, misplaced_plan, random_layout, scattered_plan
+from tests.support.processes import run_processes
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = [400, 40, 1, 55, 16]

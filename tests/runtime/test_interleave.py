@@ -15,17 +15,8 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
-from tests.support import (
-    dense_on_one,
-    from_rows,
-    gradient,
-    on_fake_ranks,
-    qkv_of,
-    random_qkv,
-    row_index,
-    scattered_layout,
-    scattered_plan,
-)
+from tests.support.attention import dense_on_one, from_rows, gradient, on_fake_ranks, qkv_of, random_qkv, row_index
+from tests.support.plans import scattered_layout, scattered_plan
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import RecordingTransport

@@ -13,7 +13,7 @@ from distca.runtime import liveness
 from distca.runtime.liveness import Liveness, is_lost
 from distca.runtime.transport import TransportError
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support import ProcessOutcome, run_processes, values
+from tests.support.processes import ProcessOutcome, run_processes, values
 
 pytestmark = pytest.mark.multiprocess
 VICTIM = 1

@@ -24,15 +24,12 @@ from distca.runtime.transport.loopback import LoopbackTransport
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
-from tests.support import (
+from tests.support.attention import on_fake_ranks, qkv_of, random_qkv, row_index
+from tests.support.plans import (
     LAYOUT_KINDS,
     LayoutKind,
     misplaced_plan,
-    on_fake_ranks,
-    qkv_of,
     random_layout,
-    random_qkv,
-    row_index,
     scattered_layout,
     scattered_plan,
     tokens_moved,

@@ -29,7 +29,9 @@ from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, Lo
 from distca.spec import ModelShape
 from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy
 from distca.train.stages import StageWork, stage_of
-from tests.support import batch_of, document_columns, gradient, random_lengths, scattered_plan
+from tests.support.attention import gradient
+from tests.support.batches import batch_of, document_columns
+from tests.support.plans import random_lengths, scattered_plan
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
 CPU = torch.device("cpu")

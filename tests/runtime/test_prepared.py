@@ -13,7 +13,8 @@ from distca.runtime.prepared import LRU, PLANS_KEPT, PlanCache, Shapes
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import misplaced_plan, qkv_of, random_qkv
+from tests.support.attention import qkv_of, random_qkv
+from tests.support.plans import misplaced_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 SHAPES = Shapes(4, 2, 8, torch.float64, torch.device("cpu"))

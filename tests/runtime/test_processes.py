@@ -13,17 +13,9 @@ from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from distca.workload.packing import pack
-from tests.support import (
-    dense_on_one,
-    gradient,
-    misplaced_plan,
-    qkv_of,
-    random_qkv,
-    row_index,
-    run_processes,
-    scattered_plan,
-    values,
-)
+from tests.support.attention import dense_on_one, gradient, qkv_of, random_qkv, row_index
+from tests.support.plans import misplaced_plan, scattered_plan
+from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.multiprocess
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)

@@ -17,20 +17,17 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
-from tests.support import (
-    LAYOUT_KINDS,
+from tests.support.attention import (
     attend_on_fake_ranks,
     dense_on_one,
     from_rows,
     gradient,
-    misplaced_plan,
     on_fake_ranks,
     qkv_of,
-    random_layout,
     random_qkv,
     row_index,
-    scattered_plan,
 )
+from tests.support.plans import LAYOUT_KINDS, misplaced_plan, random_layout, scattered_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

@@ -10,7 +10,7 @@ import torch
 from distca.runtime.transport import LoopbackWorld, TransportError
 from distca.runtime.transport.c10d import C10dTransport
 from distca.runtime.transport.loopback import LoopbackTransport
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 CPU = torch.device("cpu")
 

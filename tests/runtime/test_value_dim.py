@@ -10,7 +10,8 @@ from distca.planning.plan import Plan
 from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
 from distca.runtime.prepared import Prepared, Shapes
 from distca.spec import ModelShape
-from tests.support import attend_on_fake_ranks, dense_on_one, random_qkv, scattered_layout, scattered_plan
+from tests.support.attention import attend_on_fake_ranks, dense_on_one, random_qkv
+from tests.support.plans import scattered_layout, scattered_plan
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 12, 64, 64, value_dim=8)
 LENGTHS = np.array([40, 1, 33, 16])

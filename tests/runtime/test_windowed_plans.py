@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 from distca.planning.balance import balance
 from distca.planning.windows import windowed
 from distca.spec import ModelShape
-from tests.support import (
-    LAYOUT_KINDS,
-    LayoutKind,
-    attend_on_fake_ranks,
-    dense_on_one,
-    random_layout,
-    random_qkv,
-    random_speeds,
-    scattered_plan,
-)
+from tests.support.attention import attend_on_fake_ranks, dense_on_one, random_qkv
+from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout, random_speeds, scattered_plan
 
 MODEL = ModelShape("small", 1, 32, 4, 2, 8, 64, 64)
 

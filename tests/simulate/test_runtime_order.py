@@ -31,7 +31,7 @@ from distca.runtime.pipeline import Pipeline
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import ClusterShape, ModelShape
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 MODEL = ModelShape("m", 8, 64, 4, 2, 16, 128, 100)
 SLOW = ClusterShape("slow", "g", 4, 1e9, 1e9, 1e9, 1e12, 1e30, 1000.0, 100.0, 0.0, 0.0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from distca.train.display import plain_line, server_speeds
 from distca.train.launch import launch
 from distca.train.metrics import StepRecord, as_json, figures
 from distca.train.settings import Settings
+from tests.support import rank_mains as mains
 
 RECORD = StepRecord(step=3, loss=2.5, lr=1e-3, grad_norm=1.0, tokens=100, seconds=1.0, tokens_per_second=100.0,
                     work_before=2.0, work_after=1.0, bytes_per_layer=10.0, exposed_seconds=0.0, host_seconds=0.0,
@@ -49,11 +48,6 @@ def test_the_log_the_display_and_the_page_show_each_servers_speed(tmp_path: Path
         read_log(log)
 
 
-@pytest.fixture
-def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("tests.support.rank_mains")
-
-
 def chosen(folder: Path, **values: Any) -> Settings:
     return Settings().with_values({
         "model.name": "tiny", "run.steps": 8, "run.dtype": "float64", "run.threads": 1, "run.device": "cpu",
@@ -72,7 +66,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     pytest.param({"run__ranks": 4, "parallel__pipeline": 2, "batch__micro_batches": 2}, marks=pytest.mark.slow),
 ])
 def test_a_slow_rank_gets_less_and_the_loss_does_not_notice(
-    grid: dict[str, Any], mains: ModuleType, tmp_path: Path
+    grid: dict[str, Any], tmp_path: Path
 ) -> None:
     """The last rank says that its attention takes twice what its work does. Ranks whose plans differ would fail."""
     data = grid["run__ranks"] // grid.get("parallel__tensor", 1) // grid.get("parallel__pipeline", 1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,8 @@ from distca.train.launch import launch
 from distca.train.settings import Settings
 from distca.train.trainer import run
 from distca.workload.topology import Topology
-from tests.support import run_processes, values
+from tests.support import rank_mains as mains
+from tests.support.processes import run_processes, values
 
 TINY = MODELS["tiny"]
 LENGTHS = [np.array([1500, 300, 200, 48]), np.array([900, 900, 248])]
@@ -113,13 +112,8 @@ def test_bytes_that_are_no_such_step_are_refused() -> None:
             step_from_bytes(bad, own)
 
 
-@pytest.fixture
-def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("tests.support.rank_mains")
-
-
 @pytest.mark.multiprocess
-def test_a_run_with_a_tampered_table_trains_as_one_without(mains: ModuleType, tmp_path: Path) -> None:
+def test_a_run_with_a_tampered_table_trains_as_one_without(tmp_path: Path) -> None:
     for name, skew in (("own", 0.0), ("other", 9.0)):
         table(skew).save(tmp_path / f"{name}.json")
     losses = []

@@ -7,7 +7,7 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +18,8 @@ from distca.train.checkpoint import checkpointer as checkpoint
 from distca.train.checkpoint import folder as checkpoint_folder
 from distca.train.checkpoint.checkpointer import Checkpointer
 from distca.train.checkpoint.folder import step_folders
-from tests.support import run_processes, values
-
-if TYPE_CHECKING:
-    from tests.support import small_runs as runs
-else:
-    from tests.support import small_runs as runs
+from tests.support import small_runs as runs
+from tests.support.processes import run_processes, values
 
 KILLED = 17
 

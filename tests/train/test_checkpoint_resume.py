@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import pytest
 import torch
@@ -23,11 +23,7 @@ from distca.train.checkpoint.checkpointer import Checkpointer, SaveError, load
 from distca.train.checkpoint.files import describe
 from distca.train.checkpoint.folder import judge, step_folders
 from distca.train.folder_lock import FolderLock
-
-if TYPE_CHECKING:
-    from tests.support import small_runs as runs
-else:
-    from tests.support import small_runs as runs
+from tests.support import small_runs as runs
 
 
 @pytest.fixture(scope="module")

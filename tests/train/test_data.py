@@ -19,7 +19,8 @@ from distca.models import model_named
 from distca.runtime.prepared import digest
 from distca.train.data import Batch, Loader, Stream, TextPiece
 from distca.train.settings import MODES, Settings
-from tests.support import random_lengths, refusal
+from tests.support.plans import random_lengths
+from tests.support.refusals import refusal
 
 MODEL = replace(model_named("tiny"), vocab=1_000_000)
 seeds = st.integers(0, 2**32)

@@ -19,7 +19,7 @@ from distca.train.model.decoder import Decoder
 from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer
-from tests.support import run_processes
+from tests.support.processes import run_processes
 
 VOCAB = 300
 PIECE = 64           # tokens of a piece, and of a micro-batch over all data ranks

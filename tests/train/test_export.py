@@ -23,7 +23,8 @@ from distca.train.checkpoint.folder import MANIFEST
 from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import check_weight_files, config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
-from tests.support import greedy, run_processes
+from tests.support.attention import greedy
+from tests.support.processes import run_processes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -5,7 +5,6 @@ Configs are drawn field by field: what a family reads, what it ignores, what oth
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from collections import Counter
@@ -20,11 +19,12 @@ import torch
 from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import FAMILIES
-from tests.support import refusal
+from tests.support.refusals import refusal
+from tests.train import test_families as families
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
-families = importlib.import_module("tests.train.test_families")
+
 transformers.logging.disable_progress_bar()
 
 ABSENT = "left out"

@@ -1,6 +1,5 @@
 """Ranks start together, find each other and end together, whoever launched them."""
 
-import importlib
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from distca.train import launch as launching
 from distca.train.launch import MemoryKills, Place, first_host, launch, place_in
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine, device_for, dtype_for, threads_for
+from tests.support import rank_mains as mains
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1
 ROOT = Path(distca.__file__).parents[1]
@@ -36,11 +35,6 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
 def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *SRUN, "SLURM_CPUS_PER_TASK"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("tests.support.rank_mains")
 
 
 @pytest.fixture
@@ -75,7 +69,7 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.multiprocess
-def test_local_ranks_meet(mains: ModuleType, settings: Settings, tmp_path: Path) -> None:
+def test_local_ranks_meet(settings: Settings, tmp_path: Path) -> None:
     threads = min(2, os.cpu_count() or 1)  # torch starts no more than there are cores
     assert launch(settings.with_values({"run.threads": threads}), mains.meet) == 0
     said = _said(tmp_path)
@@ -90,7 +84,7 @@ def test_local_ranks_meet(mains: ModuleType, settings: Settings, tmp_path: Path)
 
 
 @pytest.mark.multiprocess
-def test_the_first_failure_ends_all_and_is_the_one_reported(mains: ModuleType, settings: Settings, tmp_path: Path,
+def test_the_first_failure_ends_all_and_is_the_one_reported(settings: Settings, tmp_path: Path,
                                                             capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(settings, mains.second_fails) == 1
     error = capfd.readouterr().err
@@ -99,7 +93,7 @@ def test_the_first_failure_ends_all_and_is_the_one_reported(mains: ModuleType, s
 
 
 @pytest.mark.multiprocess
-def test_what_ranks_refuse_is_said_once_in_one_line(mains: ModuleType, settings: Settings,
+def test_what_ranks_refuse_is_said_once_in_one_line(settings: Settings,
                                                     capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(settings, mains.all_refuse) == 2
     assert capfd.readouterr().err == "distca: error: optimizer.lr is -1.0; give a number above 0\n"
@@ -111,7 +105,7 @@ def test_what_ranks_refuse_is_said_once_in_one_line(mains: ModuleType, settings:
     ("second_returns_five", 5, ["rank 1", "exit code 5"]),
     ("second_is_killed", 128 + signal.SIGKILL, ["rank 1", "SIGKILL"]),
 ])
-def test_every_way_to_fail_is_told(mains: ModuleType, settings: Settings, capfd: pytest.CaptureFixture[str], main: str,
+def test_every_way_to_fail_is_told(settings: Settings, capfd: pytest.CaptureFixture[str], main: str,
                                    code: int, words: list[str]) -> None:
     ranks = 1 if main == "foreign_value_error" else 2
     assert launch(settings.with_values({"run.ranks": ranks}), getattr(mains, main)) == code
@@ -126,7 +120,7 @@ def test_every_way_to_fail_is_told(mains: ModuleType, settings: Settings, capfd:
     ("never_stop", [signal.SIGINT, signal.SIGINT], 130, False),
     ("wait_without_listening", [signal.SIGTERM], 128 + signal.SIGTERM, False),
 ])
-def test_signals_reach_the_ranks(mains: ModuleType, settings: Settings, tmp_path: Path,
+def test_signals_reach_the_ranks(settings: Settings, tmp_path: Path,
                                  capfd: pytest.CaptureFixture[str], main: str, sent: list[signal.Signals], code: int,
                                  saved: bool) -> None:
     def send() -> None:
@@ -146,7 +140,7 @@ def test_signals_reach_the_ranks(mains: ModuleType, settings: Settings, tmp_path
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_do_not_stop_in_time_are_ended(mains: ModuleType, settings: Settings, tmp_path: Path) -> None:
+def test_ranks_that_do_not_stop_in_time_are_ended(settings: Settings, tmp_path: Path) -> None:
     sender = _once_ready(tmp_path, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     hasty = settings.with_values({"run.ranks": 1, "run.timeout_seconds": 1})
     assert launch(hasty, mains.never_stop) == 128 + signal.SIGTERM
@@ -154,8 +148,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended(mains: ModuleType, settings: S
     assert not _is_running(_said(tmp_path)[0]["pid"])
 
 
-def test_a_signal_comes_before_what_others_saw_of_it(settings: Settings, mains: ModuleType,
-                                                     monkeypatch: pytest.MonkeyPatch,
+def test_a_signal_comes_before_what_others_saw_of_it(settings: Settings, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher may see the death after another rank has reported the exchange that it cut."""
     ranks = launching._LocalRanks(settings, mains.meet)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.train.model.loss import chunked_cross_entropy
-from tests.support import gradient
+from tests.support.attention import gradient
 
 
 def random_case(num_tokens: int, vocab: int, seed: int, dtype: torch.dtype = torch.float64,

@@ -24,6 +24,7 @@ import torch
 import distca
 from distca.train.launch import launch
 from distca.train.settings import Settings
+from tests.support import rank_mains as mains
 
 ROOT = Path(distca.__file__).parents[1]
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
@@ -166,7 +167,6 @@ def test_a_stopped_local_rank_ends_the_run_with_one_line(
         if asked:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    from tests.support import rank_mains as mains
     settings = Settings().with_values({
         "run.device": "cpu", "run.threads": 1, "run.steps": 1_000_000, "run.timeout_seconds": NEVER_SECONDS,
         "data.max_document": 200, "batch.tokens_per_rank": 256, "log.folder": str(tmp_path)})

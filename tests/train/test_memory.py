@@ -1,7 +1,6 @@
 """A run holds no more memory after many steps than after few, and gives back what it has freed."""
 
 import ctypes
-import importlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from distca.runtime import liveness as heap
 from distca.train.launch import launch
 from distca.train.settings import load_settings
+from tests.support import rank_mains as mains
 
 TOKENS = 512
 LEAST_KEPT = TOKENS * 8 * 3  # bytes of a batch's rows: tokens, labels and positions
@@ -24,7 +24,7 @@ BLOCKS_A_STEP = 20          # of Python's, a few a digest
 @pytest.mark.parametrize("steps", [110, pytest.param(300, marks=pytest.mark.slow)])
 def test_live_bytes_do_not_grow_with_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Nor would a leak go unseen: 20 more steps keep the rows of their batches."""
-    main = importlib.import_module("tests.support.rank_mains").live_memory
+    main = mains.live_memory
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # torch's record of collectives grows to 2000 entries, then stays
     assert launch(load_settings(None, {
         "run.ranks": "2", "run.steps": str(steps + 20), "run.device": "cpu", "run.threads": "1", "model.hidden": "32",

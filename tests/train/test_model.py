@@ -17,7 +17,7 @@ from distca.train.model.decoder import Decoder, Segment
 from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape
 from distca.train.settings import Model
 from distca.workload.packing import pack
-from tests.support import gradient, on_fake_ranks
+from tests.support.attention import gradient, on_fake_ranks
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
 

@@ -21,7 +21,9 @@ from distca.train.model.huggingface import config_of, hf_name, load_hf
 from distca.train.model.parallel import check_tensor, clip_grad_norm, parallelize
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
-from tests.support import gradient, misplaced_plan, row_index, run_processes, values
+from tests.support.attention import gradient, row_index
+from tests.support.plans import misplaced_plan
+from tests.support.processes import run_processes, values
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))  # 61: no mesh divides the vocabulary
 ROWS = {                                                         # lengths of the documents of each data rank's two rows

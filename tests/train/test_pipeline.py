@@ -32,7 +32,10 @@ from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entr
 from distca.train.model.parallel import parallelize
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
-from tests.support import batch_of, document_columns, gradient, random_lengths, run_processes
+from tests.support.attention import gradient
+from tests.support.batches import batch_of, document_columns
+from tests.support.plans import random_lengths
+from tests.support.processes import run_processes
 
 SHAPE = DecoderShape(ModelShape("small", 5, 24, 4, 2, 8, 40, 61))  # 5: no number of stages here divides the layers
 TOKENS = 288                                                     # of a data rank in a micro-batch

@@ -29,7 +29,8 @@ from distca.train.model.parallel import parallelize
 from distca.train.model.segment_runs import run_segments
 from distca.train.settings import Settings
 from distca.train.stages import StageWork, stage_of
-from tests.support import batch_of, run_processes
+from tests.support.batches import batch_of
+from tests.support.processes import run_processes
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
 CPU = torch.device("cpu")

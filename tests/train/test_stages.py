@@ -19,7 +19,8 @@ from distca.train.checkpoint.checkpointer import Checkpointer
 from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
 from distca.train.model.parallel import accumulating, clip_grad_norm, parallelize
 from distca.train.stages import stage_of
-from tests.support import gradient, run_processes, values
+from tests.support.attention import gradient
+from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.train.data import Stream, TextPiece
-from tests.support import random_lengths, refusal
+from tests.support.plans import random_lengths
+from tests.support.refusals import refusal
 
 seeds = st.integers(0, 2**32)
 

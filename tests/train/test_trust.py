@@ -1,11 +1,9 @@
 """Nothing unpickles what this run's own processes did not write, and no rank waits longer than it was told to."""
 
 import ast
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 import distca
 from distca.train.launch import launch
 from distca.train.settings import Settings
+from tests.support import rank_mains as mains
 
 PACKAGE = Path(distca.__file__).parent
 UNPICKLES = {  # file -> whose pickles those are
@@ -79,18 +78,13 @@ def settings(tmp_path: Path) -> Settings:
         "batch.tokens_per_rank": 256, "data.max_document": 200})
 
 
-@pytest.fixture
-def mains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("tests.support.rank_mains")
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("values", [
     {"parallel.fsdp": False, "parallel.pipeline": 2},
     pytest.param({"parallel.tensor": 2}, marks=pytest.mark.slow),
     pytest.param({"run.ranks": 4, "parallel.tensor": 2, "parallel.pipeline": 2}, marks=pytest.mark.slow),
 ])
-def test_every_group_of_a_run_has_its_timeout(mains: ModuleType, settings: Settings, tmp_path: Path,
+def test_every_group_of_a_run_has_its_timeout(settings: Settings, tmp_path: Path,
                                               values: dict[str, Any]) -> None:
     """Also those that torch makes by itself: for meshes, for replicas, for FSDP."""
     assert launch(settings.with_values(values), mains.group_timeouts) == 0
@@ -100,7 +94,7 @@ def test_every_group_of_a_run_has_its_timeout(mains: ModuleType, settings: Setti
 
 
 @pytest.mark.multiprocess
-def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains: ModuleType, settings: Settings,
+def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(settings: Settings,
                                                                capfd: pytest.CaptureFixture[str]) -> None:
     """torch's own wait is half an hour, longer than a test may take."""
     short = settings.with_values({"run.timeout_seconds": 5, "checkpoint.every": 0, "run.steps": 1})
@@ -112,7 +106,7 @@ def test_a_rank_stopped_in_the_last_save_does_not_hang_the_run(mains: ModuleType
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "continue"])
-def test_a_full_disk_says_so_and_the_run_goes_on_if_asked_to(mains: ModuleType, settings: Settings, tmp_path: Path,
+def test_a_full_disk_says_so_and_the_run_goes_on_if_asked_to(settings: Settings, tmp_path: Path,
                                                              capfd: pytest.CaptureFixture[str], on_error: str) -> None:
     code = launch(settings.with_values({"checkpoint.on_error": on_error}), mains.train_with_a_full_disk)
     error = capfd.readouterr().err

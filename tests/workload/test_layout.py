@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.workload.layout import Layout, layout_from_rows, layout_from_slices
-from tests.support import LAYOUT_KINDS, random_layout
+from tests.support.plans import LAYOUT_KINDS, random_layout
 
 layouts = st.builds(random_layout, st.integers(0, 2**32), st.sampled_from(LAYOUT_KINDS), st.integers(1, 6),
                     st.integers(1, 300))

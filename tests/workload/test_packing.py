@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distca.workload.documents import Workload
 from distca.workload.packing import pack, pack_ping_pong, pack_workload
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 seeds = st.integers(0, 2**32)
 

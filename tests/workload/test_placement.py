@@ -15,7 +15,7 @@ from distca.planning.tasks import tasks_at_home
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout
 from distca.workload.packing import pack
-from tests.support import random_lengths, random_speeds
+from tests.support.plans import random_lengths, random_speeds
 
 LLAMA = MODELS["llama3-8b"]
 TOKENS = 65_536

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distca.spec import cluster_named
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
-from tests.support import random_lengths
+from tests.support.plans import random_lengths
 
 
 def test_servers_fill_nodes_and_nodes_fill_pods() -> None:
