@@ -29,7 +29,7 @@ from distca.kernels.ranking import MEASURED, Speed
 from distca.profiling import versions
 from distca.profiling.machine import samples
 
-KERNELS = ("hopper", "cudnn", "fa4", "varlen")
+KERNELS = ("hopper", "fa4", "varlen")
 HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128, 192, 256), (None, 4_096)
 VALUE_DIMS = {192: 128}  # of values, where it is not that of keys
 ROUNDS = 2

@@ -34,7 +34,7 @@ from distca.kernels.interface import BackwardInputs
 from distca.profiling import versions
 from distca.profiling.machine import Run, in_turns
 
-KERNELS, BEFORE = ("hopper", "fa4", "cudnn", "varlen"), "before"
+KERNELS, BEFORE = ("hopper", "fa4", "varlen"), "before"
 UNEVEN_DOCUMENTS = (20_001, 7_777, 3_333, 1_111, 300, 129, 17, 100)
 UNEVEN_SHARDS = ((8_192, 65_536), (4_000, 30_000), (2_048, 16_384), (1_024, 32_768), (512, 8_192), (256, 60_000),
                  (128, 128), (128, 4_096), (640, 20_000), (896, 12_000))

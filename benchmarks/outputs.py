@@ -16,7 +16,7 @@ from rich.console import Console
 import distca
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("numpy", "torch", "transformers", "triton", "nvidia-cudnn-frontend")
+PACKAGES = ("numpy", "torch", "transformers", "triton")
 
 
 def host_facts(**others: object) -> dict[str, object]:

@@ -7,11 +7,9 @@ that fit, and says so once; or a kernel's name, which fits or is refused with th
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 
-from distca.kernels.cudnn import CudnnKernel
 from distca.kernels.dense import DenseKernel, dense_attention
 from distca.kernels.flash import Fa4Kernel, VarlenKernel
 from distca.kernels.hopper.kernel import HopperKernel
@@ -20,11 +18,9 @@ from distca.kernels.ranking import fastest_first
 from distca.kernels.sdpa import SdpaKernel
 from distca.validation import UserError
 
-__all__ = ["Kernel", "Scores", "TaskRows", "choose", "dense_attention", "kernel_named", "merge", "sparing"]
+__all__ = ["Kernel", "Scores", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
 
-_KERNELS: tuple[Kernel, ...] = (
-    HopperKernel(), CudnnKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel(),
-)
+_KERNELS: tuple[Kernel, ...] = (HopperKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
 _announced: set[str] = set()
 
 
@@ -57,16 +53,6 @@ def choose(
             return kernel
         refused.append(f"{kernel.name}: {reason}")
     raise UserError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
-
-
-def sparing(kernel: Kernel, multiprocessors: int) -> Kernel:
-    """The same kernel with so many of the GPU's multiprocessors left to copies and collectives."""
-    if multiprocessors == 0:
-        return kernel
-    if not isinstance(kernel, HopperKernel):
-        raise UserError(f"spare_multiprocessors is {multiprocessors}, but kernel {kernel.name} leaves none free; give "
-                        "0, or kernel='hopper' on a Hopper GPU")
-    return replace(kernel, spare_multiprocessors=multiprocessors)
 
 
 def _announce(

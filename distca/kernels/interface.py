@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from heapq import heappush, heapreplace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -309,22 +308,6 @@ def launches(rows: TaskRows, most_rows: int, most_keys: int | None = None) -> It
         launch += np.cumsum(ordered.k_len) // most_keys
     for number in np.unique(launch):
         yield ordered.take(launch == number)
-
-
-def query_disjoint(rows: TaskRows) -> list[TaskRows]:
-    """Rows in as few groups as it takes for no query to stand twice in one."""
-    if disjoint(rows.q_begin, rows.q_end):
-        return [rows]
-    group = np.zeros(len(rows), dtype=np.int64)
-    ends: list[tuple[int, int]] = []                             # (last query's end, group), earliest first
-    for row in np.argsort(rows.q_begin, kind="stable").tolist():
-        if ends and ends[0][0] <= rows.q_begin[row]:
-            group[row] = ends[0][1]
-            heapreplace(ends, (int(rows.q_end[row]), int(group[row])))
-        else:
-            group[row] = len(ends)
-            heappush(ends, (int(rows.q_end[row]), int(group[row])))
-    return [rows.take(group == number) for number in range(len(ends))]
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,6 @@ class Spans:
         pieces = [x[begin:end] for begin, end in self.bounds]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A packed buffer to be filled."""
-        return like.new_empty(sum(end - begin for begin, end in self.bounds), *like.shape[1:])
-
     def pairs(self, x: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each range of x beside its place in the packed buffer."""
         at = 0
@@ -51,11 +47,6 @@ class Spans:
     def add(self, x: torch.Tensor, packed: torch.Tensor) -> None:
         for there, here in self.pairs(x, packed):
             there += here
-
-    def add_same(self, x: torch.Tensor, other: torch.Tensor) -> None:
-        """Add what stands in the same ranges of another buffer."""
-        for begin, end in self.bounds:
-            x[begin:end] += other[begin:end]
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, packed_out: torch.Tensor, packed_lse: torch.Tensor) -> None:
         """Merge partial attention into out and lse, range after range: ranges may overlap."""

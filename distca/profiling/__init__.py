@@ -239,8 +239,8 @@ def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any
     """What cost.work_list needs to know of this kernel and device; None of a kernel without a work list.
 
     A quarter of the multiprocessors get an item each, short ones and long ones: the launch is what items of no length
-    would take. Then all of them get a long one: the ratio of the times is the speed-up on an idle device. The others
-    are spared, so that no item is split for them.
+    would take. Then all of them get a long one: the ratio of the times is the speed-up on an idle device. The
+    launch takes no others, so that no item is split for them.
     """
     kernel = chosen.kernel
     if not isinstance(kernel, HopperKernel) or chosen.device.type != "cuda":
@@ -253,7 +253,7 @@ def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any
     def calls(num_items: int, length: int) -> list[Run]:
         """Forward and backward of items that walk so many tiles; all queries see all keys."""
         number, zero = max(1, num_items // kv_heads), np.zeros(1, dtype=np.int64)
-        only = replace(chosen, kernel=replace(kernel, spare_multiprocessors=max(0, workers - number * kv_heads)))
+        only = replace(chosen, kernel=replace(kernel, num_sms=min(workers, number * kv_heads)))
         sides = (number * tile, length * key_tokens), (length * tile, number * key_tokens)
         return [_call(only, tensors, TaskRows(zero, zero + q, zero, zero + k, zero + k), bool(backward))
                 for backward, (q, k) in enumerate(sides)]

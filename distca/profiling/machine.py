@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
     known = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         known["cudnn"] = str(torch.backends.cudnn.version())
-    for package in ("distca", "nvidia-cudnn-frontend", "triton"):
+    for package in ("distca", "triton"):
         try:
             known[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

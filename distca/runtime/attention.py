@@ -61,8 +61,7 @@ class CoreAttention:
 
     `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
     the servers' memory for that traffic. `kernel` is "auto" or a kernel's name, `transport` "c10d", "flat",
-    "symmetric", "auto" or a transport of your own. A `recorder` notes waits and computing. `spare_multiprocessors`
-    of a GPU are left to copies and collectives, which otherwise wait for the end of a launch (kernel hopper).
+    "symmetric", "auto" or a transport of your own. A `recorder` notes waits and computing.
     """
 
     def __init__(
@@ -73,12 +72,11 @@ class CoreAttention:
         state: str = "resend",
         transport: str | Transport = "c10d",
         recorder: Recorder | None = None,
-        spare_multiprocessors: int = 0,
     ) -> None:
         if state not in STATES:
             raise UserError(f"state is {state!r}; choose one of: {', '.join(STATES)}")
         self.transport = transport_for(transport, group)
-        self.plans = PlanCache(self.transport, kernel, spare_multiprocessors)
+        self.plans = PlanCache(self.transport, kernel)
         self.state, self.recorder = state, recorder
         self._announcer = Announcer(self.transport)
 

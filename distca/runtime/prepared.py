@@ -20,7 +20,7 @@ import torch
 
 from distca.dispatch.build import build, travels
 from distca.dispatch.hops import build_hops
-from distca.kernels import Kernel, TaskRows, choose, sparing
+from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import PLAIN, Scores, accumulation_dtype
 from distca.planning.plan import Plan
 from distca.planning.traffic import two_hops_pay
@@ -185,8 +185,8 @@ class PlanFacts(NamedTuple):
 class PlanCache:
     """The plans of one rank of a transport's group, run with the kernel of that name or the fastest that fits."""
 
-    def __init__(self, transport: Transport, kernel: str = "auto", spare_multiprocessors: int = 0) -> None:
-        self.transport, self.kernel, self.spare_multiprocessors = transport, kernel, spare_multiprocessors
+    def __init__(self, transport: Transport, kernel: str = "auto") -> None:
+        self.transport, self.kernel = transport, kernel
         self._facts: WeakKeyDictionary[Plan, PlanFacts] = WeakKeyDictionary()
         self._agreed: LRU[int, bool] = LRU(AGREEMENTS_KEPT)
         self._prepared: LRU[tuple[int, Shapes, int | None, float | None], Prepared] = LRU(PLANS_KEPT)
@@ -229,7 +229,6 @@ class PlanCache:
         if prepared is None:
             kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, scores.window, self.kernel,
                             shapes.value_dim or None, scores.softcap)
-            kernel = sparing(kernel, self.spare_multiprocessors)
             node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
             prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, scores, node)
             self._prepared.put(key, prepared)

@@ -88,8 +88,7 @@ def serve(settings: Settings, device: torch.device) -> int:
         signal.signal(number, note)
     groups = groups_of(settings, device)
     attention = CoreAttention(groups.servers, kernel=settings.attention.kernel,
-                              transport=transport_between(groups.servers, settings),
-                              spare_multiprocessors=settings.attention.spare_multiprocessors)
+                              transport=transport_between(groups.servers, settings))
     set_timeouts(timedelta(seconds=settings.run.timeout_seconds))
     try:
         return serve_until_stopped(attention, device)

@@ -110,8 +110,7 @@ class Trainer:
         self.peak_flops = peak_of(device, dtype)
         shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
-                                       transport=transport_between(shared, settings), recorder=self.recorder,
-                                       spare_multiprocessors=settings.attention.spare_multiprocessors)
+                                       transport=transport_between(shared, settings), recorder=self.recorder)
         nodes, agree = self.attention.topology, Agreement(settings, self.trainers)
         self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
                              model=shape.model, topology=nodes, agree=agree)

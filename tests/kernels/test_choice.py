@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import distca
 import distca.kernels
-from distca.kernels import TaskRows, choose, cudnn, kernel_named, sparing
+from distca.kernels import TaskRows, choose, kernel_named
 from distca.kernels import flash as fa4
 from distca.kernels.hopper import kernel as hopper
-from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.sdpa import SdpaKernel
-from distca.runtime.attention import CoreAttention
-from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -38,8 +34,8 @@ def test_auto_says_once_what_runs_and_what_does_not(caplog: pytest.LogCaptureFix
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU to be described, with NVRTC and cuDNN at hand; nothing has been announced yet."""
-    described = SimpleNamespace(capability=(9, 0), nvrtc_error=None, has_cudnn=True)
+    """A GPU to be described, with NVRTC and flash-attn-4 at hand; nothing has been announced yet."""
+    described = SimpleNamespace(capability=(9, 0), nvrtc_error=None, has_fa4=True)
 
     def nvrtc() -> None:
         if described.nvrtc_error is not None:
@@ -50,9 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: described.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Made Up")
     monkeypatch.setattr(hopper, "nvrtc", nvrtc)
-    monkeypatch.setattr(cudnn, "cudnn", lambda: SimpleNamespace(backend_version=lambda: cudnn.OLDEST_BACKEND))
-    find_spec = SimpleNamespace(find_spec=lambda name: SimpleNamespace() if described.has_cudnn else None)
-    monkeypatch.setattr(cudnn, "importlib", SimpleNamespace(util=find_spec))
+    monkeypatch.setattr(fa4, "is_installed", lambda: described.has_fa4)
     return described
 
 
@@ -60,12 +54,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ("described", "dtype", "head_dim", "window", "taken", "reason"),
     [
         ({"capability": (8, 0)}, torch.bfloat16, 128, None, "varlen", "Made Up is compute capability 8.0, not 9.0"),
-        ({"capability": (10, 0)}, torch.bfloat16, 128, None, "cudnn", "Made Up is compute capability 10.0, not 9.0"),
-        ({"capability": (10, 0)}, torch.bfloat16, 128, 64, "varlen", "Made Up is compute capability 10.0, not 9.0"),
-        ({"capability": (10, 0), "has_cudnn": False}, torch.bfloat16, 64, None, "varlen", "is compute capability 10.0"),
-        ({"nvrtc_error": "libnvrtc cannot be loaded"}, torch.bfloat16, 128, None, "cudnn", "libnvrtc cannot be loaded"),
-        ({}, torch.float16, 128, None, "cudnn", "dtype is torch.float16; give bfloat16"),
-        ({}, torch.bfloat16, 96, None, "cudnn", "head_dim is 96; give 64, 128 or 256"),
+        ({"capability": (10, 0)}, torch.bfloat16, 128, None, "fa4", "Made Up is compute capability 10.0, not 9.0"),
+        ({"capability": (10, 0)}, torch.bfloat16, 128, 64, "fa4", "Made Up is compute capability 10.0, not 9.0"),
+        ({"capability": (10, 0), "has_fa4": False}, torch.bfloat16, 64, None, "varlen", "is compute capability 10.0"),
+        ({"nvrtc_error": "libnvrtc cannot be loaded"}, torch.bfloat16, 128, None, "fa4", "libnvrtc cannot be loaded"),
+        ({}, torch.float16, 128, None, "fa4", "dtype is torch.float16; give bfloat16"),
+        ({}, torch.bfloat16, 96, None, "fa4", "head_dim is 96; give 64, 128 or 256"),
     ],
 )
 def test_auto_says_once_why_it_is_not_hopper(
@@ -84,18 +78,19 @@ def test_auto_says_once_why_it_is_not_hopper(
 
 
 def test_a_softcap_is_for_kernels_that_have_it(
-    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose("cpu", torch.float32, 64, softcap=50.0) == SdpaKernel()
-    with caplog.at_level(logging.INFO, logger="distca"):         # this GPU has no flash-attn-4
+    gpu.has_fa4 = False
+    with caplog.at_level(logging.INFO, logger="distca"):
         assert choose("cuda", torch.bfloat16, 128, softcap=50.0) == SdpaKernel()
     assert "softcap 50.0" in caplog.text and "fa4: flash-attn-4 is not installed; pip install" in caplog.text
-    for name in ("hopper", "cudnn", "varlen"):
+    for name in ("hopper", "varlen"):
         with pytest.raises(ValueError, match=f"'{name}' cannot run here: softcap is 50.0, it takes None; use "):
             choose("cuda", torch.bfloat16, 128, name=name, softcap=50.0)
     with pytest.raises(ValueError, match=r"softcap=0\.0; give a positive number, or None"):
         choose("cpu", torch.float32, 64, softcap=0.0)
-    monkeypatch.setattr(fa4, "is_installed", lambda: True)
+    gpu.has_fa4 = True
     for head_dim in (128, 256):
         assert choose("cuda", torch.bfloat16, head_dim, 64, softcap=30.0) == fa4.Fa4Kernel()
     gpu.capability = (10, 0)
@@ -141,26 +136,15 @@ def test_a_name_that_fits_is_taken(name: str) -> None:
     assert choose("cpu", torch.float64, 8, name=name) is kernel_named(name)
 
 
-@pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn", "hopper"])
+@pytest.mark.parametrize("name", ["varlen", "fa4", "hopper"])
 def test_a_name_that_does_not_fit_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=f"kernel='{name}' cannot run here: .*cpu.*auto"):
         choose("cpu", torch.bfloat16, 64, name=name)
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"kernel='fast'.*auto or one of hopper, cudnn, fa4, varlen, sdpa, dense"):
+    with pytest.raises(ValueError, match=r"kernel='fast'.*auto or one of hopper, fa4, varlen, sdpa, dense"):
         kernel_named("fast")
-
-
-def test_multiprocessors_to_spare_are_for_hopper_alone() -> None:
-    assert sparing(kernel_named("sdpa"), 0) is kernel_named("sdpa")
-    assert sparing(kernel_named("hopper"), 8) == HopperKernel(spare_multiprocessors=8)
-    with pytest.raises(ValueError, match="spare_multiprocessors is 8, but kernel sdpa leaves none free; give 0, or "):
-        sparing(kernel_named("sdpa"), 8)
-    attend = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), spare_multiprocessors=8)
-    plan = distca.plan(distca.pack([5], ranks=1), model="tiny")
-    with pytest.raises(ValueError, match="spare_multiprocessors is 8, but kernel sdpa"):
-        attend(torch.ones(5, 1, 8), torch.ones(5, 1, 8), torch.ones(5, 1, 8), plan)
 
 
 def test_integers_are_nobodys() -> None:

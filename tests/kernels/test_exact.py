@@ -16,10 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distca.kernels import Kernel, TaskRows, dense_attention, kernel_named, merge
-from distca.kernels import cudnn as cudnn_module
 from distca.kernels import flash as packed_flash_module
 from distca.kernels import sdpa as sdpa_module
-from distca.kernels.cudnn_graphs import Mask
 from distca.kernels.dense import DenseKernel
 from distca.kernels.flash import PackedCall
 from distca.kernels.hopper import kernel as hopper_module
@@ -161,68 +159,7 @@ class Calls:
         return gradients
 
 
-def ragged(x: torch.Tensor, batch: cudnn_module.CudnnBatch, column: str, length: str) -> list[torch.Tensor]:
-    """The rows of x as cuDNN finds them: from their first elements and their lengths."""
-    flat, width = x.view(-1), x[0].numel()
-    begins = batch.offsets(column, width).tolist()
-    return [
-        flat[begin : begin + num_tokens * width].view(num_tokens, *x.shape[1:])
-        for begin, num_tokens in zip(begins, batch.lengths(length).tolist(), strict=False)
-    ]
-
-
-def cudnn_mask(q_len: int, k_len: int, mask: Mask) -> torch.Tensor:
-    seen = torch.ones(q_len, k_len, dtype=torch.bool)
-    if mask == Mask.NONE:
-        return seen
-    return seen.tril(k_len - q_len if mask == Mask.BOTTOM_RIGHT else 0)
-
-
-def write_once(place: torch.Tensor, value: torch.Tensor, written: torch.Tensor) -> None:
-    assert not written.any(), "two rows of one call write to the same place"
-    written.fill_(True)
-    place.copy_(value)
-
-
-def cudnn_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    batch: cudnn_module.CudnnBatch,
-    scale: float,
-) -> None:
-    written = ragged(torch.zeros_like(lse, dtype=torch.bool), batch, "q_place", "q_len")
-    rows = (ragged(x, batch, "q_begin", "q_len") for x in (q,))
-    keys = (ragged(x, batch, "k_begin", "k_len") for x in (k, v))
-    places = (ragged(x, batch, "q_place", "q_len") for x in (out, lse))
-    for q_row, k_row, v_row, out_row, lse_row, fresh in zip(*rows, *keys, *places, written, strict=True):
-        if len(q_row):
-            seen = cudnn_mask(len(q_row), len(k_row), batch.mask)
-            out_value, lse_value = formula_forward(q_row, k_row, v_row, seen, scale)
-            write_once(out_row, out_value, fresh)
-            lse_row.copy_(lse_value)
-
-
-def cudnn_backward(
-    saved: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], batch: cudnn_module.CudnnBatch, scale: float
-) -> None:
-    sides = ("q", "q", "k", "k", "q", "q")
-    reads = [ragged(x, batch, f"{side}_begin", f"{side}_len") for x, side in zip(saved, sides, strict=True)]
-    places = ("q_begin", "q_len"), ("k_place", "k_len"), ("k_place", "k_len")  # the operator sums dq where q stands
-    writes = [ragged(x, batch, *place) for x, place in zip(gradients, places, strict=True)]
-    flags = [torch.zeros_like(x, dtype=torch.bool) for x in gradients]
-    written = [ragged(x, batch, *place) for x, place in zip(flags, places, strict=True)]
-    for i in range(batch.num_rows):
-        row = tuple(column[i] for column in reads)
-        if len(row[0]):
-            parts = formula_backward(row, cudnn_mask(len(row[1]), len(row[2]), batch.mask), scale)
-            for place, value, fresh in zip((w[i] for w in writes), parts, (w[i] for w in written), strict=True):
-                write_once(place, value, fresh)
-
-
-@pytest.fixture(params=["dense", "sdpa", "sdpa off the CPU", "varlen", "fa4", "cudnn", "hopper", "hopper in turns"])
+@pytest.fixture(params=["dense", "sdpa", "sdpa off the CPU", "varlen", "fa4", "hopper", "hopper in turns"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param.startswith("hopper"):
@@ -239,17 +176,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
             patch.setattr(packed, "call_backward", staticmethod(calls.backward))
             patch.setattr(packed_flash_module, "COPIED_KEYS_AT_ONCE", 20)
             patch.setattr(packed_flash_module, "ROWS_AT_ONCE", 3)
-        if request.param == "cudnn":
-            patch.setattr(cudnn_module, "run_forward", cudnn_forward)
-            patch.setattr(cudnn_module, "run_backward", cudnn_backward)
-            patch.setattr(cudnn_module, "COPIED_KEYS_AT_ONCE", 20)
-            patch.setattr(cudnn_module, "ROWS_AT_ONCE", 3)
         with determinism(request.param == "hopper in turns"):    # and then what is empty is nan
             yield kernel_named(request.param.split()[0])
-
-
-def takes(kernel: Kernel, window: int | None) -> int | None:
-    return None if kernel.name == "cudnn" else window
 
 
 CASES = {
@@ -275,7 +203,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_named_cases(kernel: Kernel, case: str, window: int | None) -> None:
     rows = TaskRows(*np.array(CASES[case], dtype=np.int64).reshape(-1, 5).T)
-    assert_exact(kernel, qkv(14, 16), rows, takes(kernel, window))
+    assert_exact(kernel, qkv(14, 16), rows, window)
 
 
 @st.composite
@@ -300,7 +228,7 @@ def test_random_rows(
     kernel: Kernel, rows: TaskRows, window: int | None, kv_heads: int, scale: float | None, seed: int
 ) -> None:
     tensors = qkv(14, 16, heads=8, kv_heads=kv_heads, seed=seed)
-    assert_exact(kernel, tensors, rows, takes(kernel, window), scale)
+    assert_exact(kernel, tensors, rows, window, scale)
 
 
 @given(
@@ -338,7 +266,7 @@ def test_a_softcap_in_low_precision_is_off_by_rounding_alone(dtype: torch.dtype)
 @pytest.mark.parametrize(("lengths", "window"), [([1], None), ([300, 1, 65, 0, 7], None), ([700, 130], 200)])
 def test_documents_match_dense_attention(kernel: Kernel, lengths: list[int], window: int | None, group: int) -> None:
     """Whole documents cut into shards of queries, shards of keys too, in one shuffled table."""
-    window = takes(kernel, window)
+    window = window
     q, k, v, dout = qkv(sum(lengths), sum(lengths), heads=8, kv_heads=8 // group)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected_out = dense_attention(*qkv_of(leaves), lengths, window=window)

@@ -1,7 +1,7 @@
 """The Hopper kernel around its launches, which hopper_walk.py plays on the CPU, and the compiling of its sources.
 
 Exactness on any rows is in test_exact.py; here are the buffers that are filled again, deterministic gradients,
-multiprocessors to spare, and what is refused.
+fewer multiprocessors, and what is refused.
 """
 
 import itertools
@@ -173,12 +173,14 @@ def test_deterministic_gradients_can_be_captured(launched: list[bool], determini
         attend(inputs(), new)
 
 
-def test_spare_multiprocessors_are_not_taken(launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "free_multiprocessors", lambda device, spare: 132 - spare)
-    for spare in (0, 20):
-        prepared = HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, CPU)
+def test_a_launch_takes_all_multiprocessors_or_as_many_as_it_is_given(
+    launched: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
+    for given, taken in ((None, 132), (20, 20)):
+        prepared = HopperKernel(num_sms=given).prepare(DOCUMENTS, CPU)
         attend(inputs(), prepared)
-        assert [tables.num_sms for tables in prepared.by_heads.values()] == [132 - spare]
+        assert [tables.num_sms for tables in prepared.by_heads.values()] == [taken]
 
 
 def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +195,6 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert first is not None and again is first
     assert elsewhere is not None and elsewhere[0] is not first[0]
     assert beside is not None and beside[0][:2] == [132, 6]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("spare", [-1, 132])
-def test_spares_that_leave_none_are_refused(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    with pytest.raises(ValueError, match=f"spare_multiprocessors is {spare}, of 132 .*; give 0 to 131"):
-        HopperKernel(spare_multiprocessors=spare).prepare(DOCUMENTS, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])

@@ -14,7 +14,7 @@ from tests.support import hopper_accuracy as accuracy
 from tests.support.attention import determinism
 
 GPU = torch.device("cuda")
-HOPPER = HopperKernel(spare_multiprocessors=100)  # or tiles of few queries would be split, and scores computed again
+HOPPER = HopperKernel(num_sms=32)  # or tiles of few queries would be split, and scores computed again
 MISSING = (HOPPER.supports(GPU, torch.bfloat16, 256) if torch.cuda.is_available()
            else "torch.cuda.is_available() is False")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"needs a Hopper GPU; {MISSING}")]

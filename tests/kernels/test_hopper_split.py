@@ -112,7 +112,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches played on the CPU, tables as for 132 multiprocessors and as if merging cost next to nothing."""
     monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
     monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
-    monkeypatch.setattr(hopper, "free_multiprocessors", lambda device, spare: 132 - spare)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(hopper_split, "MERGE_STEPS", 0.1)
 
 

@@ -13,7 +13,7 @@ from distca.kernels.hopper.variants import TILES
 from distca.kernels.ranking import Speed, fastest_first, measured
 
 GPU = torch.device("cuda")
-KERNELS = [kernel_named(name) for name in ("hopper", "cudnn", "varlen", "sdpa")]
+KERNELS = [kernel_named(name) for name in ("hopper", "fa4", "varlen", "sdpa")]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     rows = [
         Speed("hopper", 128, False, 500.0, 300.0),
         Speed("varlen", 128, False, 600.0, 250.0),               # faster forward, slower in all
-        Speed("cudnn", 128, False, 400.0, 500.0),                # the fastest: backward has more to do
+        Speed("fa4", 128, False, 400.0, 500.0),                # the fastest: backward has more to do
         Speed("varlen", 128, True, 400.0, 400.0),
         Speed("hopper", 128, True, 300.0, 300.0),
     ]
@@ -36,11 +36,11 @@ def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     "device, dtype, head_dim, window, expected",
     [
-        ("NVIDIA Known", torch.bfloat16, 128, None, ["cudnn", "hopper", "varlen", "sdpa"]),
-        ("NVIDIA Known", torch.bfloat16, 128, 64, ["varlen", "hopper", "cudnn", "sdpa"]),
-        ("NVIDIA Known", torch.bfloat16, 64, None, ["hopper", "cudnn", "varlen", "sdpa"]),
-        ("NVIDIA Known", torch.float16, 128, None, ["hopper", "cudnn", "varlen", "sdpa"]),
-        ("NVIDIA New", torch.bfloat16, 128, None, ["hopper", "cudnn", "varlen", "sdpa"]),
+        ("NVIDIA Known", torch.bfloat16, 128, None, ["fa4", "hopper", "varlen", "sdpa"]),
+        ("NVIDIA Known", torch.bfloat16, 128, 64, ["varlen", "hopper", "fa4", "sdpa"]),
+        ("NVIDIA Known", torch.bfloat16, 64, None, ["hopper", "fa4", "varlen", "sdpa"]),
+        ("NVIDIA Known", torch.float16, 128, None, ["hopper", "fa4", "varlen", "sdpa"]),
+        ("NVIDIA New", torch.bfloat16, 128, None, ["hopper", "fa4", "varlen", "sdpa"]),
     ],
 )
 def test_kernels_are_ordered_by_forward_and_backward_together(

@@ -14,9 +14,7 @@ from distca.kernels.interface import (
     causal_and_full,
     check_inputs,
     concatenate,
-    disjoint,
     joined,
-    query_disjoint,
     rectangles_and_squares,
     visible,
 )
@@ -90,16 +88,6 @@ def test_shards_of_one_slice_and_bands_are_joined() -> None:
     assert len(joined(band)) == 1
     apart = task_rows([0, 4], [3, 5], [1, 1], [4, 4], [6, 10])
     assert len(joined(apart)) == 2
-
-
-@given(rows=any_rows())
-@settings(max_examples=200, deadline=None)
-def test_query_disjoint_groups_hold_every_row_once(rows: TaskRows) -> None:
-    inside = visible(rows)
-    groups = query_disjoint(inside)
-    assert all(disjoint(group.q_begin, group.q_end) for group in groups)
-    assert sum(len(group) for group in groups) == len(inside)
-    np.testing.assert_array_equal(sum(pairs(group) for group in groups), pairs(inside))
 
 
 def test_documents_attend_inside_themselves() -> None:

@@ -57,7 +57,7 @@ def test_head_dims_without_tiles_are_refused_by_name(
         launches.backward(1, 0, False, False, False, 0, 0, 0, 0, (1,), (1,), (1,), (1,))
 
 
-@pytest.mark.parametrize("name", ["varlen", "fa4", "cudnn"])
+@pytest.mark.parametrize("name", ["varlen", "fa4"])
 def test_kernels_of_one_head_dim_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)

@@ -22,7 +22,6 @@ from distca.kernels.hopper.tables import (
 )
 from distca.kernels.hopper.variants import TALL_GAIN, Tiles, tiles_of
 from distca.kernels.interface import TaskRows
-from distca.validation import UserError
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head dim
 Most = tuple[int, int, int]  # queries, keys and rows
@@ -110,14 +109,9 @@ class Tables:
         return replace(self, num_blocks=len(backward.blocks), num_parts=forward.num_parts, kept=None)
 
 
-def free_multiprocessors(device: torch.device, spare: int) -> int:
-    """How many multiprocessors launches take; one where there is no GPU."""
-    if device.type != "cuda":
-        return 1
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    if not 0 <= spare < num_sms:
-        raise UserError(f"spare_multiprocessors is {spare}, of {num_sms} on {device}; give 0 to {num_sms - 1}")
-    return num_sms - spare
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; one where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def tables_of(

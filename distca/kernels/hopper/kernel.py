@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distca.kernels.hopper.buffers import Heads, Most, Tables, free_multiprocessors, tables_of
+from distca.kernels.hopper.buffers import Heads, Most, Tables, multiprocessors, tables_of
 from distca.kernels.hopper.driver import nvrtc
 from distca.kernels.hopper.launch import Kind, launches_of, new, run_backward, run_forward
 from distca.kernels.hopper.tables import BLOCK_ROWS
@@ -42,10 +42,10 @@ class HopperTasks:
 
     __slots__ = ("by_heads", "device", "inside", "kinds", "most", "num_sms", "rows", "window")
 
-    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, spare_multiprocessors: int,
+    def __init__(self, rows: TaskRows, device: torch.device, window: int | None, num_sms: int | None,
                  most: Most | None = None) -> None:
         self.device, self.window, self.most = device, window, most
-        self.num_sms = free_multiprocessors(device, spare_multiprocessors)
+        self.num_sms = num_sms or multiprocessors(device)
         self.by_heads: dict[Heads, Tables] = {}
         self.take(rows)
 
@@ -92,14 +92,10 @@ class HopperTasks:
 
 @dataclass(frozen=True, slots=True)
 class HopperKernel:
-    """Attention tasks on compute capability 9.0.
-
-    A launch takes every multiprocessor until it ends, so that a copy or collective issued after it waits; those that
-    are left to spare are free for it.
-    """
+    """Attention tasks on compute capability 9.0."""
 
     name: str = "hopper"
-    spare_multiprocessors: int = 0
+    num_sms: int | None = None  # multiprocessors that a launch takes; None: all. Profiles measure with fewer.
 
     def supports(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
@@ -134,7 +130,7 @@ class HopperKernel:
         Keys of long tiles are split where these rows need it. Rows that are put there later have theirs split as far
         as there is room for it, and not at all where these had none.
         """
-        return HopperTasks(rows, device, scores.window, self.spare_multiprocessors, most)
+        return HopperTasks(rows, device, scores.window, self.num_sms, most)
 
     def refill(self, prepared: HopperTasks, rows: TaskRows) -> None:
         """Put other rows where these were prepared, also for graphs that were captured with them."""

@@ -24,7 +24,7 @@ from distca.train.settings.declare import (
 )
 from distca.validation import MAX_RANKS, UserError, read_toml, short
 
-KERNELS = ("auto", "hopper", "cudnn", "fa4", "varlen", "sdpa", "dense")
+KERNELS = ("auto", "hopper", "fa4", "varlen", "sdpa", "dense")
 SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
 CONTENTS = ("text", "chat", "tokens")
 MODES = ("disaggregated", "home", "per_document_cp")
@@ -150,8 +150,6 @@ class Attention:
     adapt: bool = setting(False, "Learn from measured seconds how fast each rank's attention is beside the others' and "
                                  "give a slower one less; for attention.mode disaggregated.")
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
-    spare_multiprocessors: int = setting(0, "Multiprocessors of a GPU that kernel hopper leaves free for copies and "
-                                            "collectives that run beside.", least=0, most=1023)
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
                          choices=("resend", "keep"))
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "

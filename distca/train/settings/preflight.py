@@ -49,14 +49,13 @@ def check_machine(settings: Settings) -> None:
     shape = _model(settings)
     if settings.attention.cost:
         _check_cost(settings, shape.model)
-    if settings.attention.kernel != "auto" or settings.attention.spare_multiprocessors:
-        from distca.kernels import choose, sparing
+    if settings.attention.kernel != "auto":
+        from distca.kernels import choose
 
         device = device_for(settings, local_rank=0)
         try:
             for window in dict.fromkeys(shape.model.layer_windows):
-                sparing(choose(device, dtype_for(settings, device), shape.model.head_dim, window,
-                               settings.attention.kernel), settings.attention.spare_multiprocessors)
+                choose(device, dtype_for(settings, device), shape.model.head_dim, window, settings.attention.kernel)
         except ValueError as error:
             raise UserError(f"attention.kernel: {error}") from None
 
