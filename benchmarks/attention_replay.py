@@ -27,7 +27,7 @@ from distca.cost.work import causal_pairs
 from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.planning.step import plan_step
+from distca.planning.choose import plan_step
 from distca.planning.tasks import TaskTable
 from distca.profiling import versions
 from distca.profiling.machine import Run, in_turns
@@ -97,7 +97,7 @@ def pool_tasks(lengths: np.ndarray, num_pool: int, model: ModelShape, tp: int) -
     cost = AttentionTime.of(shipped_table(TABLE), model, tp)
     step = plan_step([lengths], model, num_data=num_pool, layers=(1,), tp=tp, placement="balanced",
                      tolerance=TOLERANCE, cost=cost)
-    return [plans[0].tasks for plans in step.by_stage[0][0]]
+    return [depths[0].tasks for depths in step.plans_of(0)[0]]
 
 
 def planned_calls(scale: Scale, model: ModelShape, tp: int) -> Iterator[tuple[dict[str, Any], TaskTable, int]]:

@@ -30,7 +30,6 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable, peak_rate
 from distca.kernels import TaskRows
 from distca.models import MODELS
-from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.profiling.machine import samples
 from distca.profiling.network import measure_exchange
@@ -211,14 +210,14 @@ class HostPlanCosts(PlanCosts):
         super().__init__(step, costs.attention)
         self.costs = costs
 
-    def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
-        machine, found = self.costs.machine, self.messages(plan, backward)
+    def seconds(self, at: int, backward: bool) -> np.ndarray:
+        machine, found = self.costs.machine, self.messages(at, backward)
         assert machine is not None
         moved = FLOAT32_OVER_BF16 * sum(np.bincount(
-            rank, weights=found.going_bytes + found.coming_bytes, minlength=plan.num_servers)
+            rank, weights=found.going_bytes + found.coming_bytes, minlength=self.plans[at].num_servers)
             for rank in (found.home, found.server))              # a byte is sent by one core and received by another
         host = self.costs.launches.exchange[backward] if len(found.home) else 0.0
-        return super().seconds(plan, backward) + host + moved * (
+        return super().seconds(at, backward) + host + moved * (
             machine.exchange_seconds_per_byte / 2 + machine.copy_seconds_per_byte)
 
 
@@ -281,7 +280,7 @@ def launches_of(home: Probe, pool: Probe, plans: tuple[StepPlan, StepPlan], mach
 
 def travelling_calls(plan: StepPlan, backward: bool) -> int:
     """Attention calls of one layer, over all ticks of a direction, whose plan sends anything."""
-    moved = [depths[0].traffic() for tick, rows in enumerate(plan.by_stage[0]) if plan.ticks.phase(tick) == backward
+    moved = [depths[0].traffic() for tick, rows in enumerate(plan.plans_of(0)) if plan.ticks.phase(tick) == backward
              for depths in rows]
     return sum(len(one.q_tokens) + len(one.kv_tokens) > 0 for one in moved)
 

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.models import model_named
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan
-from distca.planning.step import plan_step
 from distca.spec import ModelShape
 from distca.workload.documents import fill, workload_from_json
 from distca.workload.packing import PLACEMENTS
@@ -136,7 +136,7 @@ def planned(
                          placement=placement, tolerance=tolerance, topology=topology)
         seconds.append(perf_counter() - begin)
     assert step.placement is not None
-    return step.plans()[0], step.placement, median(seconds)
+    return step.plans[0], step.placement, median(seconds)
 
 
 def summarize(results: list[Result]) -> dict[str, dict[str, float]]:

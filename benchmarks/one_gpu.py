@@ -78,7 +78,7 @@ class OneGpu:
         self.wait()
         began = time.perf_counter()
         self.work.begin(batch)
-        plans = batch.plan.by_stage[0]
+        plans = batch.plan.plans_of(0)
         self.attention.expect((plan for rows in plans for row in rows for plan in row), self.device)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         norm = clip_grad_norm(self.decoder.parameters(), self.settings.optimizer.clip_norm)

@@ -50,7 +50,7 @@ def planning(repeats: int) -> list[Planning]:
                 seconds.append(time.perf_counter() - begin)
                 cpu_seconds.append(time.process_time() - cpu_begin)
             summary = plan.summary()
-            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(plan.plans()), median(seconds[1:]),
+            rows.append(Planning(placement, ping_pong, sum(map(len, lengths)), len(plan.plans), median(seconds[1:]),
                                  median(cpu_seconds[1:]), seconds[1:], summary.work_before, summary.work_after,
                                  summary.served_in_bubbles))
     return rows

@@ -15,11 +15,12 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import Cost, time_of
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
-from distca.planning import step as planning_step
-from distca.planning.balance import AUTO, DEFAULT_TOLERANCE, StepSeconds, asked_tolerance, balance
+from distca.planning import choose
+from distca.planning.balance import balance
+from distca.planning.choose import AUTO, DEFAULT_TOLERANCE, StepSeconds, asked_tolerance
 from distca.planning.plan import Plan
+from distca.planning.schedule import layers_of_stages
 from distca.planning.step import StepPlan
-from distca.planning.tick_plans import layers_of_stages
 from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.validation import UserError
 from distca.workload.layout import Layout
@@ -76,7 +77,7 @@ def plan_step(
     asked: float | StepSeconds | str = asked_tolerance(tolerance)
     if isinstance(asked, str):
         asked = _predicted_on(cluster, shape, tp, cost)
-    return planning_step.plan_step(
+    return choose.plan_step(
         [np.asarray(lengths) for lengths in micro_batches], shape, num_data=ranks,
         layers=layers_of_stages(shape.num_layers, stages), tp=tp, ping_pong=ping_pong, placement=placement,
         tolerance=asked, speed=speed, cost=_time(cost, shape, tp), topology=topology)

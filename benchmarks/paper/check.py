@@ -19,7 +19,7 @@ from distca.cost.latency_table import LatencyTable
 from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import attention_backward_flops, attention_flops, hidden_shards_bound, pairs_of_shard
 from distca.models import model_named
-from distca.planning.balance import AUTO, DEFAULT_TOLERANCE
+from distca.planning.choose import AUTO, DEFAULT_TOLERANCE
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs, check_holds_step

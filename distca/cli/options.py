@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distca.corpus.lengths import FORMATS
-from distca.planning.balance import TOLERANCES, asked_tolerance
+from distca.planning.choose import TOLERANCES, asked_tolerance
 from distca.report.figures import PlannedBatch, ReportData
 from distca.validation import UserError, is_count, parse_count, short
 

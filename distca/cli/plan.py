@@ -48,9 +48,9 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import MixedTime, find_cost, time_of
 from distca.cost.network import find_cluster
 from distca.models import model_named
-from distca.planning.balance import AUTO, DEFAULT_TOLERANCE, StepSeconds
+from distca.planning.choose import AUTO, DEFAULT_TOLERANCE, StepSeconds, plan_step
 from distca.planning.plan import Plan
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.planning.tasks import tasks_at_home
 from distca.report.figures import PlannedBatch
 from distca.report.planned_batches import PlannedBatches, print_batches
@@ -90,7 +90,7 @@ class PlanPool:
             return plan(layers=(1,), ping_pong=False, tolerance=self.tolerance)
         has_halves = int(lengths.sum()) // ranks % 2 == 0
         whole = plan(layers=(self.model.num_layers,), ping_pong=has_halves, tolerance=self.tolerance)
-        call = plan(layers=(1,), ping_pong=False, tolerance=whole.plans()[0].tolerance)
+        call = plan(layers=(1,), ping_pong=False, tolerance=whole.plans[0].tolerance)
         return replace(call, tried=whole.tried)
 
 
@@ -197,7 +197,7 @@ def plan_batch(batch: DocumentBatch, pool: PlanPool, placement: str, step: StepH
     begin = perf_counter()
     planned = pool.step(batch.lengths, batch.ranks, placement)
     plan_seconds = perf_counter() - begin
-    plan, backward = planned.plans()[0], planned.plans()[-1]
+    plan, backward = planned.plans[0], planned.plans[-1]
     step("proving the plan")
     invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
@@ -247,4 +247,4 @@ def _warm_up(pool: PlanPool, placement: str) -> None:
     """Plan a thimbleful, so that first-call costs are not timed and wrong options are refused before long work."""
     if isinstance(pool.cost, MixedTime):
         pool = replace(pool, cost=pool.cost.kinds[0])            # for a pool of any size
-    pool.step(np.array([3072, 512, 512]), 2, placement).plans()[0].summary()
+    pool.step(np.array([3072, 512, 512]), 2, placement).plans[0].summary()

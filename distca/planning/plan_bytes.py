@@ -7,9 +7,8 @@ What `cost` a plan was balanced by stays behind: who gets a plan runs it and nev
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from distca.workload.layout import KeySlices, Layout
 from distca.workload.packing import NanoBatch
 
 MAGIC = b"distca plan 2\n"
-STEP_MAGIC = b"distca step 1\n"
+STEP_MAGIC = b"distca step 2\n"
 _SLICES = ("document", "start", "stop", "rank")
 _LAYOUT = ("lengths", *(f"slice {name}" for name in _SLICES), *(f"key {name}" for name in _SLICES))
 _TASKS = tuple(field.name for field in fields(TaskTable))
@@ -55,16 +54,13 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
 
 def step_to_bytes(step: StepPlan) -> bytes:
     """What `step_from_bytes` needs of a step: where documents live and the plan of every call, each plan once."""
-    plans = step.plans()
-    number = {id(plan): at for at, plan in enumerate(plans)}
-    header = {"placement": step.placement, "tried": step.tried,
-              "calls": [number[id(plan)] for plan in _calls(step)]}
-    columns = {f"plan {at}": np.frombuffer(plan_to_bytes(plan), dtype="<i8") for at, plan in enumerate(plans)}
+    columns = {f"plan {at}": np.frombuffer(plan_to_bytes(plan), dtype="<i8") for at, plan in enumerate(step.plans)}
+    columns["calls"] = step.calls.ravel()
     for m, micro_batch in enumerate(step.micro_batches):
         for n, nano in enumerate(micro_batch.nano_batches):
             columns |= {f"{m} {n} {name}": column for name, column in zip(
                 ("document", *_LAYOUT), (nano.document, *_columns_of(nano.layout)), strict=True)}
-    return _written(STEP_MAGIC, header, columns)
+    return _written(STEP_MAGIC, {"placement": step.placement, "tried": step.tried}, columns)
 
 
 def step_from_bytes(content: bytes, own: StepPlan) -> StepPlan:
@@ -73,32 +69,22 @@ def step_from_bytes(content: bytes, own: StepPlan) -> StepPlan:
     Proven as a whole before it is returned; ValueError where it is not such a step.
     """
     header, columns = _read(STEP_MAGIC, content)
-    any_plan = own.plans()[0]
     try:
-        plans = [replace(plan_from_bytes(columns[f"plan {at}"].tobytes()), model=own.model, tp=own.tp,
-                         cost=any_plan.cost, topology=any_plan.topology)
-                 for at in range(1 + max(map(int, header["calls"])))]
-        calls = iter([plans[at] for at in header["calls"]])
-        stages = tuple(tuple(tuple(tuple(islice(calls, len(depths))) for depths in nanos) for nanos in ticks)
-                       for ticks in own.by_stage[:1 if own.is_shared else None])
+        calls = columns["calls"].reshape(own.calls.shape)
+        plans = tuple(replace(plan_from_bytes(columns[f"plan {at}"].tobytes()), model=own.model, tp=own.tp,
+                              cost=own.plans[0].cost, topology=own.plans[0].topology)
+                      for at in range(1 + int(calls.max())))
         micro_batches = tuple(MicroBatch(micro_batch.lengths, tuple(
             NanoBatch(_layout([columns[f"{m} {n} {name}"] for name in _LAYOUT], nano.layout.num_ranks),
                       columns[f"{m} {n} document"]) for n, nano in enumerate(micro_batch.nano_batches)))
             for m, micro_batch in enumerate(own.micro_batches))
         tried = tuple((float(tolerance), float(seconds)) for tolerance, seconds in header["tried"])
         placement = None if header["placement"] is None else str(header["placement"])
-        step = replace(own, by_stage=stages * (own.num_stages // len(stages)), micro_batches=micro_batches,
-                       tried=tried, placement=placement)
+        step = replace(own, plans=plans, calls=calls, micro_batches=micro_batches, tried=tried, placement=placement)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise _unread(error) from None
     step.validate()
     return step
-
-
-def _calls(step: StepPlan) -> Iterable[Plan]:
-    """The plan of every call, those of stages that share attention once."""
-    return (plan for ticks in step.by_stage[:1 if step.is_shared else None] for nanos in ticks for depths in nanos
-            for plan in depths)
 
 
 def _columns_of(layout: Layout) -> list[np.ndarray]:

@@ -14,12 +14,14 @@ min(M, 2(S-s)-1) micro-batches, where 1F1B keeps min(M, S-s). Both take 2(M+S-1)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca.columns import freeze
 from distca.validation import UserError, check_whole
+from distca.workload.layout import KeySlices, Layout
 
 IDLE = -1
 
@@ -125,6 +127,47 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
     forward = np.where(warming, micro_batch + stage, 2 * micro_batch + stage)
     backward = 2 * (micro_batch + num_stages) - 1 - stage
     return _ticks(forward, backward)
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as possible.
+
+    The last stage also has the head, and a stage keeps the more micro-batches alive the earlier it is, so the layers
+    that are left over go to the stages right before the last.
+    """
+    for field, value in (("num_layers", num_layers), ("num_stages", num_stages)):
+        check_whole(field, value)
+    if num_stages > num_layers:
+        raise UserError(f"num_stages is {num_stages} but the model has {num_layers} layers; use at most {num_layers} "
+                        "stages, so that each has a layer")
+    each, left = divmod(int(num_layers), int(num_stages))
+    return tuple(each + (num_stages - 1 - left <= stage < num_stages - 1) for stage in range(num_stages))
+
+
+def tick_layout(running: Sequence[int], layouts: Sequence[Layout]) -> Layout:
+    """The layout over the ranks of all stages when stage s runs micro-batch running[s], or nothing where it is -1.
+
+    Documents are numbered micro-batch after micro-batch, so that their numbers do not depend on the stages.
+    """
+    num_data = layouts[0].num_ranks
+    here = sorted(micro_batch for micro_batch in running if micro_batch != IDLE)
+    counts = np.array([layouts[micro_batch].num_documents for micro_batch in here])
+    first = dict(zip(here, (np.cumsum(counts) - counts).tolist(), strict=True))  # number of its first document
+    parts = [(stage, micro_batch, layouts[micro_batch]) for stage, micro_batch in enumerate(running)
+             if micro_batch != IDLE]
+    return Layout(
+        lengths=np.concatenate([layouts[micro_batch].lengths for micro_batch in here]),
+        document=np.concatenate([layout.document + first[micro_batch] for _, micro_batch, layout in parts]),
+        start=np.concatenate([layout.start for *_, layout in parts]),
+        stop=np.concatenate([layout.stop for *_, layout in parts]),
+        rank=np.concatenate([layout.rank + stage * num_data for stage, _, layout in parts]),
+        num_ranks=len(running) * num_data,
+        key_only=KeySlices(
+            np.concatenate([layout.key_only.document + first[micro_batch] for _, micro_batch, layout in parts]),
+            np.concatenate([layout.key_only.start for *_, layout in parts]),
+            np.concatenate([layout.key_only.stop for *_, layout in parts]),
+            np.concatenate([layout.key_only.rank + stage * num_data for stage, _, layout in parts])),
+    )
 
 
 def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:

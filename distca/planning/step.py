@@ -10,30 +10,25 @@ pipeline there is one stage, and the two orders are the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 
 import numpy as np
 
-from distca.columns import added
-from distca.cost.attention_time import AttentionTime
+from distca.columns import freeze
 from distca.cost.work import attention_backward_flops, attention_flops
-from distca.planning.balance import DEFAULT_TOLERANCE, StepSeconds, quickest
 from distca.planning.micro_batch import MicroBatch
-from distca.planning.placed import Planner, is_no_more, sends_no_more
 from distca.planning.plan import Plan, max_over_mean, server_work
-from distca.planning.schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks
-from distca.planning.step_checks import check_calls, check_fields
+from distca.planning.schedule import IDLE, Ticks, one_forward_one_backward, same_phase_ticks, tick_layout
 from distca.planning.tasks import tasks_at_home
-from distca.planning.tick_plans import plan_ticks, plan_ticks_by, served_in_bubbles, tick_layout, work_over_ticks
-from distca.spec import ModelShape
-from distca.validation import UserError
+from distca.spec import ModelShape, unknown_name
+from distca.validation import UserError, check_number, check_whole
 from distca.workload.layout import Layout
-from distca.workload.packing import NO_CUTS, DocumentWork, causal_work, check_pool, pack, pack_ping_pong, pack_whole
-from distca.workload.topology import Topology
+from distca.workload.packing import PLACEMENTS, check_tolerance, pack
 
-NanoPlans = tuple[tuple[Plan, ...], ...]  # [nano-batch][depth], the index of a layer inside its stage
+NO_CALL = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +50,17 @@ class StepPlan:
     layers: tuple[int, ...]                     # [stages]
     micro_batches: tuple[MicroBatch, ...]
     ticks: Ticks
-    by_stage: tuple[tuple[NanoPlans, ...], ...]  # [stage][tick]; one for all stages where they share attention
+    plans: tuple[Plan, ...]                     # each once, in the order of their first calls
+    calls: np.ndarray                           # [stages, ticks, nano-batches, depths] index into `plans`, -1 for no
+                                                # call; a layer's depth is its index inside its stage
     is_shared: bool                             # a plan spans the ranks of all stages, or the data ranks of one
     gather_ranks: int = 1                       # neighbours that gather each other's keys whole, as context parallelism
                                                 # does; 1: keys go where plans need them
     placement: str | None = None                # of the documents: given where balanced was asked for and sends more
     tried: tuple[tuple[float, float], ...] = ()  # tolerances that were planned, with the step's predicted seconds
+
+    def __post_init__(self) -> None:
+        freeze(self, ("calls",))
 
     @property
     def num_stages(self) -> int:
@@ -83,188 +83,97 @@ class StepPlan:
         """Tokens with a next one, over all ranks."""
         return self.num_tokens - sum(len(micro_batch.lengths) for micro_batch in self.micro_batches)
 
-    def plans(self) -> list[Plan]:
-        """Every plan once."""
-        return list({id(plan): plan for ticks in self.by_stage[:1 if self.is_shared else None] for nanos in ticks
-                     for depths in nanos for plan in depths}.values())
+    def plans_of(self, stage: int) -> list[list[list[Plan]]]:
+        """[tick][nano-batch][depth] the plans of a stage's calls."""
+        return [[[self.plans[at] for at in depths if at != NO_CALL] for depths in nanos]
+                for nanos in self.calls[stage].tolist()]
 
     def forward_plans(self) -> list[Plan]:
         """Every plan of a forward tick once, in the order of ticks; of stages that share attention."""
-        return list({id(plan): plan for tick, nanos in enumerate(self.by_stage[0]) if not self.ticks.phase(tick)
-                     for depths in nanos for plan in depths}.values())
+        forward = [not self.ticks.phase(tick) for tick in range(self.ticks.num_ticks)]
+        return [self.plans[at] for at in dict.fromkeys(self.calls[0, forward].ravel().tolist()) if at != NO_CALL]
 
     def server_work(self) -> np.ndarray:
         """[servers] attention of the step, both ways, where stages share it: seconds, or forward's pairs.
 
-        Of a pair backward counts as so much more as it has more FLOPs.
+        A backward pair counts as many forward pairs as its FLOPs are worth.
         """
+        cost = self.plans[0].cost
         ratio = attention_backward_flops(1.0, self.model, self.tp) / attention_flops(1.0, self.model, self.tp)
-        times: dict[int, float] = {}
-        for tick, nanos in enumerate(self.by_stage[0]):
-            weight = ratio if self.ticks.phase(tick) else 1.0
-            for plan, count in _counted([plan for depths in nanos for plan in depths]):
-                times[id(plan)] = times.get(id(plan), 0.0) + count * (1.0 if plan.cost is not None else weight)
-        work, cost = np.sum([times[id(plan)] * plan.work() for plan in self.plans()], axis=0), self.plans()[0].cost
+        times = np.zeros(len(self.plans))
+        for tick, calls in enumerate(self.calls[0]):
+            weight = ratio if cost is None and self.ticks.phase(tick) else 1.0
+            times += weight * np.bincount(calls[calls != NO_CALL], minlength=len(times))
+        work = np.sum([count * plan.work() for count, plan in zip(times, self.plans, strict=True)], axis=0)
         return np.asarray(work if cost is None else work / cost.speeds(len(work)))
 
     def validate(self) -> None:
-        """Prove that in every layer, forward and backward, each causal pair of each document is computed once."""
+        """Prove that in every layer, forward and backward, each causal pair of each document is computed once.
+
+        A step may come from another rank or from a user's own code: what is out of range is refused here, before it
+        ends as an index error in the middle of a step, or as attention that is quietly wrong.
+        """
         self.ticks.validate()
         if (self.ticks.num_stages, self.ticks.num_micro_batches) != (self.num_stages, len(self.micro_batches)):
             raise UserError(f"the ticks are for {self.ticks.num_stages} stages and {self.ticks.num_micro_batches} "
                             f"micro-batches but the step has {self.num_stages} and {len(self.micro_batches)}")
         for micro_batch in self.micro_batches:
             micro_batch.validate()
-        check_fields(self)
-        check_calls(self)
-        for plan in self.plans():
+        _check_fields(self)
+        _check_calls(self)
+        _check_windows(self)
+        for plan in self.plans:
             plan.validate()
-        for stage, num_layers in enumerate(self.layers):
-            for tick in np.flatnonzero(self.ticks.active[:, stage]).tolist():
-                for nano in range(self.num_nano_batches):
-                    for depth in range(num_layers):
-                        self._check_call(stage, tick, nano, depth)
-
-    def _check_call(self, stage: int, tick: int, nano: int, depth: int) -> None:
-        """The call has the documents of the micro-batches that run in it, and seconds of its direction."""
-        where = f"tick {tick}, nano-batch {nano}, layer {depth} of stage {stage}"
-        plan, running = self.by_stage[stage][tick][nano][depth], self.ticks.micro_batch[tick]
-        if self.is_shared:
-            placing = np.where(np.array(self.layers) > depth, running, IDLE).tolist()
-            layout = tick_layout(placing, [micro_batch.layouts[nano] for micro_batch in self.micro_batches])
-        else:
-            layout = self.micro_batches[running[stage]].layouts[nano]
-        if not same_columns(plan.layout, layout):
-            raise UserError(f"{where} is planned for other documents than run there; plan its micro-batches")
-        if plan.cost is not None and self.is_shared and plan.backward != self.ticks.phase(tick):
-            raise UserError(f"{where} is balanced by the other direction's seconds; plan forward and backward apart")
+        for call in np.argwhere(self.calls[:1 if self.is_shared else None] != NO_CALL).tolist():
+            _check_documents(self, *call)
 
     def summary(self) -> StepSummary:
         in_order = same_phase_ticks(self.num_stages, len(self.micro_batches))
-        any_plan, num_layers = self.plans()[0], sum(self.layers)
-        cost, servers = any_plan.cost, any_plan.num_servers / any_plan.layout.num_ranks  # for each rank with tokens
+        cost, servers = self.plans[0].cost, self.plans[0].num_servers / self.plans[0].layout.num_ranks
         at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
         speeds = 1.0 if cost is None else cost.speeds(self.num_data)
+        windows = Counter(self.model.layer_windows)
         before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window) / speeds
-                                              for window, count in self._windows().items()] for tasks in at_home])
+                                              for window, count in windows.items()] for tasks in at_home])
         if not self.is_shared:
-            calls = [[call for nano in range(self.num_nano_batches) for call in self._calls_of(number, nano)]
+            calls = [[call for nano in range(self.num_nano_batches) for call in self._forward_calls(number, nano)]
                      for number in range(len(self.micro_batches))]
             after = _level(in_order, [[count * plan.work() for plan, count in plans] for plans in calls])
             crossing = sum(count * _bytes(plan) for plans in calls for plan, count in plans)
-            return StepSummary(before, after, crossing // num_layers, 0.0)
-        by_nano = [[nanos[nano] for nanos in self.by_stage[0]] for nano in range(self.num_nano_batches)]
-        largest, mean = np.sum([work_over_ticks(plans) for plans in by_nano], axis=0)
-        served = [served_in_bubbles(self.ticks, plans) for plans in by_nano]
+            return StepSummary(before, after, crossing // sum(self.layers), 0.0)
+        largest, mean, served = self.work_over_ticks()
         depths = min(self.layers)                                # that all stages have
-        crossing = sum(count * _bytes(plan) for plans in by_nano for tick in range(self.ticks.num_ticks)
-                       if not self.ticks.phase(tick)             # a tick runs one layer of each stage at a time
-                       for plan, count in _counted(plans[tick][:depths]))
+        counts = Counter(self.calls[0, [not self.ticks.phase(tick) for tick in range(self.ticks.num_ticks)], :, :depths]
+                         .ravel().tolist())                      # a tick runs one layer of each stage at a time
+        crossing = sum(count * _bytes(self.plans[at]) for at, count in counts.items() if at != NO_CALL)
         return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // depths // self.num_stages,
-                           sum(served) / len(served))
+                           served)
 
-    def _calls_of(self, micro_batch: int, nano: int) -> list[tuple[Plan, int]]:
+    def _forward_calls(self, micro_batch: int, nano: int) -> list[tuple[Plan, int]]:
         """The forward plans of a micro-batch and how many layers follow each; attention is among data ranks."""
-        first = [int(np.flatnonzero(self.ticks.micro_batch[:, stage] == micro_batch)[0])
-                 for stage in range(self.num_stages)]
-        return _counted([plan for stage, tick in enumerate(first) for plan in self.by_stage[stage][tick][nano]])
+        first = (self.ticks.micro_batch == micro_batch).argmax(axis=0)  # [stages] tick
+        counts = Counter(self.calls[np.arange(self.num_stages), first, nano].ravel().tolist())
+        return [(self.plans[at], count) for at, count in counts.items() if at != NO_CALL]
 
-    def _windows(self) -> dict[int | None, int]:
-        """Windows and how many layers have each."""
-        counted: dict[int | None, int] = {}
-        for window in self.model.layer_windows:
-            counted[window] = counted.get(window, 0) + 1
-        return counted
-
-
-def plan_step(
-    micro_batches: Sequence[np.ndarray],
-    model: ModelShape,
-    *,
-    num_data: int,
-    layers: Sequence[int],
-    tp: int = 1,
-    ping_pong: bool = True,
-    placement: str = "balanced",
-    tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
-    speed: Sequence[float] | np.ndarray | None = None,
-    cost: AttentionTime | None = None,
-    topology: Topology | None = None,
-) -> StepPlan:
-    """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
-
-    `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
-    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
-    placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs; then bytes give way where
-    given's attention would take longer. Where `tolerance` is a function that predicts a step's seconds, the quickest of
-    `TOLERANCES` is taken.
-    """
-    pool = check_pool(speed, len(layers) * num_data)
-    if cost is not None:
-        cost.check_servers(len(pool))
-    lengths = [np.asarray(of_batch, dtype=np.int64) for of_batch in micro_batches]
-
-    def plan(tolerance: float) -> StepPlan:
-        planner = _Planner(lengths, model, num_data, tuple(layers), tp, ping_pong, tolerance, pool, cost, topology)
-        return planner.no_worse_than_given() if placement == "balanced" else planner.step(placement)
-
-    return quickest(plan, tolerance) if callable(tolerance) else plan(tolerance)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Planner:
-    """What every placement of a step is planned with."""
-
-    lengths: list[np.ndarray]  # [micro-batches][documents]
-    model: ModelShape
-    num_data: int
-    layers: tuple[int, ...]
-    tp: int
-    ping_pong: bool
-    tolerance: float
-    pool: np.ndarray           # [servers] their speeds
-    cost: AttentionTime | None
-    topology: Topology | None
-
-    def step(self, placement: str) -> StepPlan:
-        return self._step(placement, partial(
-            plan_ticks, model=self.model, layers=self.layers, tolerance=self.tolerance, tp=self.tp, speed=self.pool,
-            cost=self.cost, topology=self.topology))
-
-    def no_worse_than_given(self) -> StepPlan:
-        """Balanced placement's step, or given's where that sends less, and is known to compute no longer."""
-        step = self.step("balanced")
-        no_more = sends_no_more(step.forward_plans(), self.in_order)
-        if no_more:
-            return step
-        given = self.step("given")
-        if no_more is None and is_no_more(step.forward_plans(), given.forward_plans()):
-            return step
-        return step if self.cost is not None and _slowest_seconds(given) > _slowest_seconds(step) else given
-
-    def in_order(self, planner: Planner) -> list[Plan]:
-        """Forward's plans by another planner, with documents in the given order."""
-        return self._step("given", partial(plan_ticks_by, planner, layers=self.layers)).forward_plans()
-
-    def _step(self, placement: str, plan: Callable[[Ticks, Sequence[Layout]], list[tuple[Plan, ...]]]) -> StepPlan:
-        packed, stages = tuple(self._packed(lengths, placement) for lengths in self.lengths), len(self.layers)
-        ticks = same_phase_ticks(stages, len(packed))
-        by_nano = [plan(ticks, [micro_batch.layouts[nano] for micro_batch in packed])
-                   for nano in range(len(packed[0].nano_batches))]
-        return StepPlan(self.model, self.tp, self.layers, packed, ticks, (tuple(zip(*by_nano, strict=True)),) * stages,
-                        True, placement=placement)
-
-    def _packed(self, lengths: np.ndarray, placement: str) -> MicroBatch:
-        cut, stages = pack_ping_pong if self.ping_pong else pack_whole, len(self.layers)
-        ranks = stages * self.num_data
-        pool = self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
-        share = np.append(pool[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
-                          pool[ranks:].sum() / stages)                    # the last: dedicated servers
-        return MicroBatch(lengths, cut(
-            lengths, ranks=self.num_data, placement=placement, tolerance=self.tolerance, speed=share,
-            document_work=work_of_documents(self.cost), cuts=NO_CUTS if self.cost is None else self.cost.cuts(),
-            topology=None if self.topology is None else self.topology.first(self.num_data)))
+    def work_over_ticks(self) -> tuple[float, float, float]:
+        """The largest work of any server and the pool's mean, per unit of speed, summed over all calls; and the share
+        of all work that ranks of idle stages did. Dedicated servers are no bubbles.
+        """
+        work = [plan.work() for plan in self.plans]
+        found = []                                               # [nano-batches] largest, mean, share in bubbles
+        for nano in range(self.num_nano_batches):
+            largest = mean = served = total = 0.0
+            for active, depths in zip(self.ticks.active, self.calls[0, :, nano].tolist(), strict=True):
+                for at, run in groupby(at for at in depths if at != NO_CALL):
+                    plan, much = self.plans[at], len(list(run)) * work[at]
+                    level = float(much.sum() / plan.speed.sum())
+                    largest += level * max_over_mean(much, plan.speed)
+                    mean += level
+                    served += float(much[:plan.layout.num_ranks].reshape(self.num_stages, -1)[~active].sum())
+                    total += float(much.sum())
+            found.append((largest, mean, served / total if total else 0.0))
+        largest, mean, _ = np.sum(found, axis=0)
+        return largest, mean, sum(share for *_, share in found) / len(found)
 
 
 def step_among_data_ranks(
@@ -278,24 +187,12 @@ def step_among_data_ranks(
 ) -> StepPlan:
     """1F1B, in which the data ranks of a stage keep their attention to themselves, as `planner` says."""
     ticks = one_forward_one_backward(len(layers), len(micro_batches))
-    plans = [tuple(planner(layout) for layout in micro_batch.layouts) for micro_batch in micro_batches]
-    by_stage = tuple(tuple(
-        () if number == IDLE else tuple((plan,) * depth for plan in plans[number])
-        for number in ticks.micro_batch[:, stage].tolist()) for stage, depth in enumerate(layers))
-    return StepPlan(model, tp, tuple(layers), tuple(micro_batches), ticks, by_stage, False, gather_ranks)
-
-
-def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
-    """What placement balances: causal pairs, or forward and backward seconds together, as both share the homes."""
-    if cost is None:
-        return causal_work
-    return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
-
-
-def _slowest_seconds(step: StepPlan) -> float:
-    """Of the slowest server of every call."""
-    return added(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
-                 for plan in step.plans() for work in (plan.work(),))
+    plans = tuple(planner(layout) for micro_batch in micro_batches for layout in micro_batch.layouts)
+    number = np.arange(len(plans)).reshape(len(micro_batches), -1)  # [micro-batches, nano-batches]
+    running = ticks.micro_batch.T[:, :, None, None]              # [stages, ticks, 1, 1]
+    runs = (running != IDLE) & (np.arange(max(layers)) < np.array(layers)[:, None, None, None])
+    calls = np.where(runs, number[ticks.micro_batch.T][..., None], NO_CALL)
+    return StepPlan(model, tp, tuple(layers), tuple(micro_batches), ticks, plans, calls, False, gather_ranks)
 
 
 def same_columns(one: Layout, other: Layout) -> bool:
@@ -304,6 +201,81 @@ def same_columns(one: Layout, other: Layout) -> bool:
         np.array_equal(getattr(a, name), getattr(b, name))
         for a, b, names in ((one, other, ("lengths", "document", "start", "stop", "rank")),
                             (one.key_only, other.key_only, one.key_only.__slots__)) for name in names)
+
+
+def _check_fields(step: StepPlan) -> None:
+    """Fields are in range, and micro-batches have as many nano-batches and ranks."""
+    for number_of_layers in step.layers:
+        check_whole("layers of a stage", number_of_layers)
+    step.model.kv_heads_per_rank(step.tp)
+    shapes = {(len(one.nano_batches), one.layouts[0].num_ranks) for one in step.micro_batches}
+    if len(shapes) != 1:
+        raise UserError(f"micro-batches have (nano-batches, ranks) {sorted(shapes)}; cut and lay all alike")
+    if step.num_data % check_whole("gather_ranks", step.gather_ranks):
+        raise UserError(f"gather_ranks is {step.gather_ranks}, which does not divide {step.num_data} data ranks; give "
+                        "groups of equal size")
+    if step.placement not in (None, *PLACEMENTS):
+        raise unknown_name("placement", step.placement, PLACEMENTS)
+    for tolerance, seconds in step.tried:
+        check_tolerance(tolerance)
+        check_number("seconds of a tolerance that was tried", seconds, least=0)
+
+
+def _check_calls(step: StepPlan) -> None:
+    """Every stage, tick and nano-batch has as many calls as layers run there, all for one pool."""
+    if step.is_shared and not step.ticks.same_phase:
+        raise UserError("ticks mix forward with backward but stages share attention; use same_phase_ticks")
+    shape = step.num_stages, step.ticks.num_ticks, step.num_nano_batches, max(step.layers)
+    if step.calls.shape != shape:
+        raise UserError(f"calls has shape {step.calls.shape} but the step has {shape} stages, ticks, nano-batches and "
+                        "layers; plan every tick of each stage")
+    if not np.array_equal(np.union1d(step.calls, NO_CALL), np.arange(NO_CALL, len(step.plans))):
+        raise UserError(f"calls names plans {step.calls.min()} to {step.calls.max()} but there are {len(step.plans)}; "
+                        f"use each from 0 on, and {NO_CALL} for no call")
+    if step.is_shared and (step.calls != step.calls[0]).any():
+        raise UserError("calls differ between stages that share attention; give them the same plans")
+    depths = np.where(step.ticks.active, np.array(step.layers), 0).T  # [stages, ticks]
+    if step.is_shared:
+        depths = np.broadcast_to(depths.max(axis=0), depths.shape)
+    expected = np.arange(shape[-1]) < depths[:, :, None, None]
+    if len(wrong := np.argwhere((step.calls != NO_CALL) != expected)):
+        stage, tick = wrong[0, :2].tolist()
+        found = (step.calls[stage, tick] != NO_CALL).sum(axis=1).tolist()
+        raise UserError(f"tick {tick} of stage {stage} has {found} plans for its nano-batches but runs "
+                        f"{[int(depths[stage, tick])] * len(found)} layers; plan every layer")
+    first = step.plans[0]
+    for plan in step.plans:
+        if (plan.model, plan.tp, plan.num_servers) != (step.model, step.tp, first.num_servers):
+            raise UserError(f"a plan is for {plan.num_servers} servers, {plan.model.name!r} and tp {plan.tp} but the "
+                            f"step for {first.num_servers}, {step.model.name!r} and {step.tp}; plan for one pool")
+
+
+def _check_windows(step: StepPlan) -> None:
+    """Calls of a layer have one window; a plan whose documents fit into it may be without."""
+    for stage in range(1 if step.is_shared else step.num_stages):
+        for depth in range(step.calls.shape[-1]):
+            plans = [step.plans[at] for at in np.unique(step.calls[stage, :, :, depth]).tolist() if at != NO_CALL]
+            window = min((plan.window for plan in plans if plan.window is not None), default=None)
+            for plan in plans:
+                hides = window is not None and window < plan.layout.lengths.max(initial=0)
+                if plan.window != window and (plan.window is not None or hides):
+                    raise UserError(f"layer {depth} of stage {stage} has window {window} in one call and {plan.window} "
+                                    "in another; plan a layer's calls for one window")
+
+
+def _check_documents(step: StepPlan, stage: int, tick: int, nano: int, depth: int) -> None:
+    """The call has the documents of the micro-batches that run in it, and seconds of its direction."""
+    where = f"tick {tick}, nano-batch {nano}, layer {depth}{'' if step.is_shared else f' of stage {stage}'}"
+    plan, running = step.plans[step.calls[stage, tick, nano, depth]], step.ticks.micro_batch[tick]
+    if step.is_shared:
+        running = np.where(np.array(step.layers) > depth, running, IDLE)
+        layout = tick_layout(running.tolist(), [micro_batch.layouts[nano] for micro_batch in step.micro_batches])
+    else:
+        layout = step.micro_batches[running[stage]].layouts[nano]
+    if not same_columns(plan.layout, layout):
+        raise UserError(f"{where} is planned for other documents than run there; plan its micro-batches")
+    if plan.cost is not None and step.is_shared and plan.backward != step.ticks.phase(tick):
+        raise UserError(f"{where} is balanced by the other direction's seconds; plan forward and backward apart")
 
 
 def _level(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
@@ -316,14 +288,6 @@ def _level(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
             largest += float(together.max())
             mean += float(together.sum()) * len(active) / len(running) / len(together)
     return largest / mean if mean else 1.0
-
-
-def _counted(plans: Sequence[Plan]) -> list[tuple[Plan, int]]:
-    """Each plan once, with how often it stands there."""
-    times: dict[int, int] = {}
-    for plan in plans:
-        times[id(plan)] = times.get(id(plan), 0) + 1
-    return [(plan, times[id(plan)]) for plan in {id(plan): plan for plan in plans}.values()]
 
 
 def _bytes(plan: Plan) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from distca.planning.plan import Plan, max_over_mean
-from distca.planning.step import StepPlan
+from distca.planning.step import NO_CALL, StepPlan
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.validation import UserError
 
@@ -26,22 +26,17 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
     """The step in which layer i has windows[i]; layers without one keep their plans."""
     if all(window is None for window in windows):
         return step
-    made: dict[tuple[int, int], Plan] = {}
-
-    def plan(causal: Plan, window: int | None) -> Plan:
-        if window is None:
-            return causal
-        key = id(causal), window
-        if key not in made:
-            made[key] = windowed(causal, window)
-        return made[key]
-
     by_depth = windows_by_depth(windows, step.layers, shared=step.is_shared)
-    num_plans = 1 if step.is_shared else step.num_stages         # stages that share calls have the same plans
-    stages = tuple(tuple(tuple(tuple(plan(causal, window) for causal, window in zip(depths, of_stage, strict=False))
-                               for depths in nanos) for nanos in ticks)
-                   for ticks, of_stage in zip(step.by_stage[:num_plans], by_depth[:num_plans], strict=True))
-    return replace(step, by_stage=stages * (step.num_stages // num_plans))
+    longest = [int(plan.layout.lengths.max()) for plan in step.plans]
+    made: dict[tuple[int, int | None], int] = {}                 # (causal plan, window) -> plan
+    calls = step.calls[:1 if step.is_shared else None].copy()    # stages that share calls have the same plans
+    for call in map(tuple, np.argwhere(calls != NO_CALL).tolist()):
+        causal, window = int(calls[call]), by_depth[call[0]][call[-1]]
+        hides = window is not None and window < longest[causal]
+        calls[call] = made.setdefault((causal, window if hides else None), len(made))
+    plans = tuple(step.plans[causal] if window is None else windowed(step.plans[causal], window)
+                  for causal, window in made)
+    return replace(step, plans=plans, calls=np.broadcast_to(calls, step.calls.shape))
 
 
 def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -> list[list[int | None]]:

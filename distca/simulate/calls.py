@@ -29,8 +29,7 @@ from distca.workload.layout import Layout
 MOST_CHUNKS = 8        # of a ring; a group of more ranks passes several ranks' keys in one
 _MOST_PIECES = 50_000  # of one call's chunks: the longest documents are cut first
 
-Placed = tuple[tuple[int, Plan, bool], ...]  # (first rank, plan, whether backward) of plans that run at the same time
-Key = tuple[tuple[int, int, bool], ...]      # the same with the plan's id
+Placed = tuple[tuple[int, int, bool], ...]  # (first rank, plan, whether backward) of plans that run at the same time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,37 +51,38 @@ class Messages:
 
 
 class PlanCosts:
-    """Seconds and messages of the plans of a step, whatever the links are; rings may be told not to hide."""
+    """Seconds and messages of the plans of a step, by their index, whatever the links; rings may be told not to hide.
+    """
 
     def __init__(self, step: StepPlan, attention: AttentionTime, *, hides: bool = True) -> None:
         self.gather_ranks, self.attention, self.hides = step.gather_ranks, attention, hides
-        self._plans = step.plans()                               # what ids below belong to
+        self.plans = step.plans
         self._seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._chunks: dict[int, ChunkTasks] = {}
         self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._hops: dict[tuple[int, bool], tuple[Messages, ...]] = {}
-        self._exchanges: dict[Key, tuple[tuple[Exchange, Exchange], ...]] = {}
+        self._exchanges: dict[Placed, tuple[tuple[Exchange, Exchange], ...]] = {}
 
-    def seconds(self, plan: Plan, backward: bool) -> np.ndarray:
+    def seconds(self, at: int, backward: bool) -> np.ndarray:
         """[servers]"""
-        key = id(plan), backward
+        key, plan = (at, backward), self.plans[at]
         if key not in self._seconds:
             self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward) / (
                 self.attention.speeds(plan.num_servers))
         return self._seconds[key]
 
-    def chunk_seconds(self, plan: Plan, backward: bool) -> np.ndarray:
+    def chunk_seconds(self, at: int, backward: bool) -> np.ndarray:
         """[ranks, chunks] of attention that takes a rank's own keys first, then the chunks of its ring."""
-        key = id(plan), backward
-        if id(plan) not in self._chunks:
-            self._chunks[id(plan)] = ChunkTasks.of(plan.layout, self.gather_ranks)
+        key = at, backward
+        if at not in self._chunks:
+            self._chunks[at] = ChunkTasks.of(self.plans[at].layout, self.gather_ranks)
         if key not in self._chunk_seconds:
-            self._chunk_seconds[key] = self._chunks[id(plan)].seconds(self.attention, backward)
+            self._chunk_seconds[key] = self._chunks[at].seconds(self.attention, backward)
         return self._chunk_seconds[key]
 
-    def hops(self, plan: Plan, backward: bool) -> tuple[Messages, ...]:
+    def hops(self, at: int, backward: bool) -> tuple[Messages, ...]:
         """Messages of one hop, or of two where ranks of a node need much alike: between nodes, then inside them."""
-        key = id(plan), backward
+        key, plan = (at, backward), self.plans[at]
         if key not in self._hops:
             nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
             hops: tuple[Traffic, ...] = (plan.traffic(),)
@@ -91,31 +91,32 @@ class PlanCosts:
             self._hops[key] = tuple(Messages.of(moved, plan, backward) for moved in hops)
         return self._hops[key]
 
-    def messages(self, plan: Plan, backward: bool) -> Messages:
+    def messages(self, at: int, backward: bool) -> Messages:
         """Of all hops."""
-        hops = self.hops(plan, backward)
+        hops = self.hops(at, backward)
         return Messages(*(np.concatenate([getattr(hop, name) for hop in hops]) for name in Messages.__slots__))
 
     def exchanges(
-        self, placed: Placed, key: Key, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
+        self, placed: Placed, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
     ) -> tuple[tuple[Exchange, Exchange], ...]:
         """Of each hop, homes to servers and back, of plans that run at the same time."""
-        if key not in self._exchanges:
+        if placed not in self._exchanges:
             hops: list[tuple[Exchange, Exchange]] = []
-            for parts in zip_longest(*([(first, hop) for hop in self.hops(plan, backward)]
-                                       for first, plan, backward in placed)):
+            for parts in zip_longest(*([(first, hop) for hop in self.hops(at, backward)]
+                                       for first, at, backward in placed)):
                 home, server, going, coming = map(np.concatenate, zip(*(
                     (hop.home + first, hop.server + first, hop.going_bytes, hop.coming_bytes)
                     for first, hop in filter(None, parts)), strict=True))
                 hops.append((Exchange.of(home, server, going, num_ranks, ranks_per_node, ranks_per_pod),
                              Exchange.of(server, home, coming, num_ranks, ranks_per_node, ranks_per_pod)))
-            self._exchanges[key] = tuple(hops)
-        return self._exchanges[key]
+            self._exchanges[placed] = tuple(hops)
+        return self._exchanges[placed]
 
-    def buffer_bytes(self, plan: Plan, backward: bool) -> np.ndarray:
+    def buffer_bytes(self, at: int, backward: bool) -> np.ndarray:
         """[servers] that a call holds for others: what they sent, and what goes back to them."""
-        found = self.messages(plan, backward)
-        return np.bincount(found.server, weights=found.going_bytes + found.coming_bytes, minlength=plan.num_servers)
+        found = self.messages(at, backward)
+        return np.bincount(found.server, weights=found.going_bytes + found.coming_bytes,
+                           minlength=self.plans[at].num_servers)
 
 
 PerToken = tuple[int, int]  # bytes of a moved query, of a moved key
@@ -173,50 +174,49 @@ class Calls:
 
     def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
         self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
-        self._made: dict[Key, PoolCall | RingCall] = {}
+        self._made: dict[Placed, PoolCall | RingCall] = {}
         self._rings: dict[tuple[int, bool], np.ndarray] = {}
 
     def of(self, placed: Placed) -> PoolCall | RingCall:
-        key = tuple([(first, id(plan), backward) for first, plan, backward in placed])
-        if key not in self._made:
+        if placed not in self._made:
             pool = self.plan_costs.gather_ranks == 1
-            self._made[key] = self._pool_call(placed, key) if pool else self._ring_call(placed)
-        return self._made[key]
+            self._made[placed] = self._pool_call(placed) if pool else self._ring_call(placed)
+        return self._made[placed]
 
-    def _pool_call(self, placed: Placed, key: Key) -> PoolCall:
+    def _pool_call(self, placed: Placed) -> PoolCall:
         seconds: dict[bool, np.ndarray] = {}
-        for first, plan, backward in placed:
-            phase = seconds.setdefault(backward, np.zeros(self.num_ranks))
-            phase[first:first + plan.num_servers] = self.plan_costs.seconds(plan, backward)
+        for first, at, backward in placed:
+            phase, own = seconds.setdefault(backward, np.zeros(self.num_ranks)), self.plan_costs.seconds(at, backward)
+            phase[first:first + len(own)] = own
         named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
         links = self.costs.attention_links
         hops = [(going.over(links), coming.over(links)) for going, coming in self.plan_costs.exchanges(
-            placed, key, self.num_ranks, self.costs.ranks_per_node, self.costs.ranks_per_pod)]
+            placed, self.num_ranks, self.costs.ranks_per_node, self.costs.ranks_per_pod)]
         return PoolCall(named, *hops[0], hops[1] if len(hops) > 1 else None)
 
     def _ring_call(self, placed: Placed) -> RingCall:
         runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)
         columns = np.zeros((4, self.num_ranks))
-        for first, plan, backward in placed:
-            ranks = slice(first, first + plan.num_servers)
+        for first, at, backward in placed:
+            ranks = slice(first, first + self.plan_costs.plans[at].num_servers)
             runs[ranks], backwards[ranks] = True, backward
-            if (key := (id(plan), backward)) not in self._rings:
-                self._rings[key] = self._rings_of(plan, backward)
+            if (key := (at, backward)) not in self._rings:
+                self._rings[key] = self._rings_of(at, backward)
             columns[:, ranks] = self._rings[key]
         return RingCall(Ring(self.plan_costs.gather_ranks, runs, backwards, *columns))
 
-    def _rings_of(self, plan: Plan, backward: bool) -> np.ndarray:
+    def _rings_of(self, at: int, backward: bool) -> np.ndarray:
         """[seconds, lead, tail and travel; data ranks] of a ring, by waiting or by chunks."""
-        size = self.plan_costs.gather_ranks
+        size, plan = self.plan_costs.gather_ranks, self.plan_costs.plans[at]
         tokens = plan.layout.tokens_per_rank().reshape(-1, size).sum(axis=1).tolist()  # [groups]
         per_token = plan.model.kv_token_bytes(plan.tp)
         known = {count: self.costs.ring_seconds(count * per_token, size) for count in set(tokens)}
         travel = np.repeat([known[count] for count in tokens], size)
-        seconds = self.plan_costs.seconds(plan, backward)
+        seconds = self.plan_costs.seconds(at, backward)
         waiting = np.stack([seconds, travel + seconds, travel, travel])
         if not (travel.any() and self.plan_costs.hides):
             return waiting
-        chunks = self.plan_costs.chunk_seconds(plan, backward)   # [ranks, chunks]
+        chunks = self.plan_costs.chunk_seconds(at, backward)   # [ranks, chunks]
         left = np.cumsum(chunks[:, ::-1], axis=1)[:, ::-1]       # from each chunk on
         lead = (travel[:, None] * _arrives(size, chunks.shape[1]) + left)[:, 1:].max(axis=1)
         slowest = _group_max(np.maximum(lead, left[:, 0]), size)

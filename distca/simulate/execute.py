@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.cost.mixed_pool import Cost
-from distca.planning.plan import Plan
 from distca.planning.schedule import IDLE
-from distca.planning.step import StepPlan
+from distca.planning.step import NO_CALL, StepPlan
 from distca.simulate.calls import Calls, Placed, PlanCosts
 from distca.simulate.clock import NIC, Clock
 from distca.simulate.costs import Costs, Memory, memory
@@ -83,7 +82,7 @@ class _Execution:
         self.step, self.costs, self.plan_costs = step, costs, plan_costs
         self.num_data, self.layers = step.num_data, np.array(step.layers)
         own = step.num_stages * step.num_data
-        self.num_ranks = max([own, *(plan.num_servers for plan in step.plans())])
+        self.num_ranks = max([own, *(plan.num_servers for plan in step.plans)])
         self.stage = np.minimum(np.arange(self.num_ranks) // self.num_data, step.num_stages - 1)
         self.is_own = np.arange(self.num_ranks) < own            # dedicated servers follow
         self.at_end = self.is_own & (self.stage == step.num_stages - 1)
@@ -180,11 +179,12 @@ class _Execution:
             stages = [(0, turn)]
         else:
             stages = [(stage, layer[stage]) for stage in np.flatnonzero(active & (layer < self.layers)).tolist()]
-        placed: list[list[tuple[int, Plan, bool]]] = [[] for _ in range(self.tokens.shape[1])]
+        placed: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.tokens.shape[1])]
         for stage, nth in stages:
-            rows = step.by_stage[stage][tick]
-            for position, depths in enumerate(rows[::-1] if back[stage] else rows):
-                placed[position].append((stage * self.num_data, depths[-1 - nth if back[stage] else nth], back[stage]))
+            rows = step.calls[stage, tick]                       # [nano-batches, depths]
+            depth = np.count_nonzero(rows[0] != NO_CALL) - 1 - nth if back[stage] else nth
+            for position, plan in enumerate(rows[::-1 if back[stage] else 1, depth].tolist()):
+                placed[position].append((stage * self.num_data, plan, back[stage]))
         return [tuple(one) for one in placed]
 
     def _beside(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
@@ -234,15 +234,13 @@ class _Execution:
         """[ranks] bytes held for others in the fullest tick, by all its nano-batches."""
         fullest = np.zeros(self.num_ranks)
         step = self.step
-        for stage, ticks in enumerate(step.by_stage[:1] if step.is_shared else step.by_stage):
-            for tick, rows in enumerate(ticks):
-                phase = step.ticks.phase(tick) if step.is_shared else bool(step.ticks.backward[tick, stage])
-                held: list[np.ndarray] = [np.max([self.plan_costs.buffer_bytes(plan, phase) for plan in
-                                                  {id(plan): plan for plan in depths}.values()], axis=0)
-                                          for depths in rows if depths]
-                if held:
-                    ranks = slice(stage * self.num_data, stage * self.num_data + len(held[0]))
-                    fullest[ranks] = np.maximum(fullest[ranks], np.sum(held, axis=0))
+        for stage, tick in np.ndindex(1 if step.is_shared else step.num_stages, step.ticks.num_ticks):
+            phase = step.ticks.phase(tick) if step.is_shared else bool(step.ticks.backward[tick, stage])
+            held = [np.max([self.plan_costs.buffer_bytes(at, phase) for at in plans], axis=0)
+                    for depths in step.calls[stage, tick].tolist() if (plans := set(depths) - {NO_CALL})]
+            if held:
+                ranks = slice(stage * self.num_data, stage * self.num_data + len(held[0]))
+                fullest[ranks] = np.maximum(fullest[ranks], np.sum(held, axis=0))
         return fullest
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from distca.planning.tick_plans import layers_of_stages
+from distca.planning.schedule import layers_of_stages
 from distca.spec import ClusterShape, ModelShape
 from distca.validation import UserError, check_whole
 from distca.workload.documents import MAX_LENGTH

@@ -33,9 +33,9 @@ from distca.baselines import (
     wlb_ideal_step,
 )
 from distca.cost.work import causal_pairs
-from distca.planning.balance import DEFAULT_TOLERANCE, TOLERANCES
+from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
 from distca.planning.schedule import one_forward_one_backward
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.simulate.costs import Costs, Memory, max_live_tokens, memory
 from distca.simulate.execute import Step
 from distca.simulate.setting import Setting

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from distca.cost.mixed_pool import Cost, MixedPool
-from distca.planning.balance import asked_tolerance
+from distca.planning.choose import asked_tolerance
 from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs, check_holds_model, check_holds_step

@@ -36,7 +36,7 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import MixedTime
 from distca.planning import speeds
 from distca.planning.plan_bytes import step_from_bytes, step_to_bytes
-from distca.planning.step import StepPlan
+from distca.planning.step import NO_CALL, StepPlan
 from distca.runtime.prepared import different_plans, digest
 from distca.train.settings import Settings
 from distca.validation import UserError
@@ -52,15 +52,11 @@ class StepDigests(NamedTuple):
 
     @classmethod
     def of(cls, step: StepPlan) -> StepDigests:
-        plans = step.plans()
-        number = {id(plan): at for at, plan in enumerate(plans)}
-        calls = [[[[number[id(plan)] for plan in depths] for depths in nanos] for nanos in ticks]
-                 for ticks in step.by_stage[:1 if step.is_shared else None]]
-        counts = [[[len(depths) for depths in nanos] for nanos in ticks] for ticks in calls]
         lengths = [micro_batch.lengths.tolist() for micro_batch in step.micro_batches]
         documents = [[nano.document.tolist() for nano in micro_batch.nano_batches]
                      for micro_batch in step.micro_batches]
-        return cls(_number((lengths, step.layers, counts)), _number((calls, documents, [*map(digest, plans)])))
+        return cls(_number((lengths, step.layers, (step.calls != NO_CALL).tolist())),
+                   _number((step.calls.tolist(), documents, [*map(digest, step.plans)])))
 
 
 class Agreement:
@@ -92,7 +88,7 @@ class Agreement:
         """What plans depend on besides lengths."""
         chosen = {f"{section}.{name}": str(value) for section in ("attention", "batch", "parallel")
                   for name, value in asdict(getattr(self.settings, section)).items()}
-        chosen["attention.cost"] += f" ({_tables(step.plans()[0].cost)})"
+        chosen["attention.cost"] += f" ({_tables(step.plans[0].cost)})"
         return {"distca": _own_version(), "numpy": np.__version__, "Python": platform.python_version(), **chosen,
                 "model": str(step.model)}
 

@@ -27,9 +27,9 @@ from distca.corpus.corpora import Corpus
 from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import find_cost, time_of
 from distca.cost.network import find_cluster
-from distca.planning.balance import StepSeconds
-from distca.planning.step import StepPlan, StepSummary, plan_step
-from distca.planning.tick_plans import layers_of_stages
+from distca.planning.choose import StepSeconds, plan_step
+from distca.planning.schedule import layers_of_stages
+from distca.planning.step import StepPlan, StepSummary
 from distca.planning.windows import with_windows
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape, unknown_name

@@ -212,7 +212,7 @@ class Trainer:
             mfu=self.utilization(plan, seconds), host_seconds=batch.wait_seconds,
             memory_bytes=memory_in_use(self.device), plan_seconds=batch.plan_seconds,
             bubble_share=plan.ticks.bubble_share(), served_in_bubbles=summary.served_in_bubbles,
-            tolerance=plan.plans()[0].tolerance if plan.tried else None,
+            tolerance=plan.plans[0].tolerance if plan.tried else None,
             attention_seconds_max=None if self.speeds is None else self.speeds.slowest_seconds,
             server_speed=None if self.speeds is None else self.speeds.for_log)
 
@@ -220,7 +220,7 @@ class Trainer:
         """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""
         self.work.begin(batch)
         stage = self.mesh["pipeline"].get_local_rank()
-        plans = batch.plan.by_stage[stage]
+        plans = batch.plan.plans_of(stage)
         self.expect(plan for rows in plans for row in rows for plan in row)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
@@ -230,7 +230,7 @@ class Trainer:
         self.recorder.begin_step()                               # forgets the spans of the batch before
         self.work.begin(batch)
         stage, ticks = self.mesh["pipeline"].get_local_rank(), batch.plan.ticks
-        plans = batch.plan.by_stage[stage]
+        plans = batch.plan.plans_of(stage)
         self.expect(plan for tick, rows in enumerate(plans) if not ticks.backward[tick, stage]
                     for row in rows for plan in row)
         Pipeline(self.work, self.attention, self.neighbours).forward_only(ticks, plans)

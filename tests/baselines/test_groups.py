@@ -59,7 +59,7 @@ def test_fixed_packing_is_equal_tokens_and_exact() -> None:
                 [np.concatenate(micro_batches)], MODEL, num_data=4, layers=(3, 2), cp=1)
             step.validate()
             assert (step.gather_ranks, step.is_shared, step.num_data) == (cp, False, 4)
-            for plan in step.plans():
+            for plan in step.plans:
                 assert len(set(plan.layout.tokens_per_rank().tolist())) == 1
                 assert (plan.tasks.home == plan.tasks.server).all()
     with pytest.raises(ValueError, match="document 0 has 5000 tokens but a rank holds 4096"):

@@ -19,8 +19,8 @@ from distca.cost.mixed_pool import MixedPool, ServerKind, find_cost, read_pool, 
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.planning.balance import balance
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan, max_over_mean
-from distca.planning.step import plan_step
 from distca.simulate.setting import setting
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
@@ -86,7 +86,7 @@ def test_a_slower_kind_gets_less() -> None:
     for cost in (pool.time(LLAMA), time_of(SLOW, LLAMA)):
         step = plan_step([lengths], LLAMA, num_data=8, layers=(1,), ping_pong=False, cost=cost)
         step.validate()
-        seconds.append(own_seconds(step.plans()[0], pool))
+        seconds.append(own_seconds(step.plans[0], pool))
         even.append(step.summary().work_after)
     total = time_of(SLOW, LLAMA).servers(lengths, lengths, np.zeros(len(lengths), dtype=int), 1)[0]
     assert seconds[0].max() <= 1.10 * total / 6 and seconds[1].max() >= 0.95 * 2 * total / 8
@@ -100,7 +100,7 @@ def test_dedicated_servers_and_learnt_speeds_come_on_top() -> None:
     assert plan.speed == pytest.approx([1.0, 0.5, 0.5])
     assert max_over_mean(own_seconds(plan, pool), np.array([1.0, 0.5, 1.0])) > 1
     step = plan_step([np.array([16_384])], LLAMA, num_data=2, layers=(1,), cost=pool.time(LLAMA), speed=[1.0, 0.5, 1.0])
-    both = sum(own_seconds(one, pool) for one in step.plans())
+    both = sum(own_seconds(one, pool) for one in step.plans)
     np.testing.assert_allclose(step.server_work(), both, rtol=1e-9)
 
 
@@ -124,8 +124,8 @@ def test_a_run_plans_what_the_api_does(tmp_path: Path) -> None:
     lengths = [np.array([4096, 2048, 2048])]
     trained = step_plan(lengths, run, LLAMA, 2, attention_time(run, LLAMA))
     asked = distca.plan_step(lengths, 2, cost=find_cost(str(path)))
-    assert [one.speed.tolist() for one in trained.plans()] == [[1.0, 0.5]] * len(trained.plans())
-    for one, other in zip(trained.plans(), asked.plans(), strict=True):
+    assert [one.speed.tolist() for one in trained.plans] == [[1.0, 0.5]] * len(trained.plans)
+    for one, other in zip(trained.plans, asked.plans, strict=True):
         assert (one.tasks.server == other.tasks.server).all() and (one.tasks.q_stop == other.tasks.q_stop).all()
 
 

@@ -13,11 +13,11 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning.balance import balance
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan
-from distca.planning.schedule import IDLE
-from distca.planning.step import StepPlan, plan_step, same_columns
+from distca.planning.schedule import IDLE, tick_layout
+from distca.planning.step import StepPlan, same_columns
 from distca.planning.tasks import TaskTable, tasks_at_home
-from distca.planning.tick_plans import tick_layout
 from distca.planning.windows import windowed, with_windows
 from distca.workload.layout import KeySlices
 from distca.workload.packing import pack
@@ -47,7 +47,7 @@ def sound_plans() -> tuple[Plan, ...]:
                          topology=nodes))
     found += [windowed(plan, window) for plan in found[:3] for window in (1, 150)]
     step = plan_step([np.array([1500, 36])], TINY, num_data=2, layers=(1,), tolerance=0.02)
-    found += [plan for plan in step.plans() if len(plan.layout.key_only)]
+    found += [plan for plan in step.plans if len(plan.layout.key_only)]
     assert len(found) == 12 and any((plan.tasks.home != plan.tasks.server).any() for plan in found)
     for plan in found:
         plan.validate()
@@ -224,9 +224,9 @@ def step_is_exact(step: StepPlan, sound: StepPlan) -> bool:
             done[number, stage, backward] = tick
             for row in range(step.num_nano_batches):
                 for depth in range(step.layers[stage]):
-                    plan = step.by_stage[stage][tick][row][depth]
+                    plan = step.plans_of(stage)[tick][row][depth]
                     placing = [one if step.layers[at] > depth else IDLE for at, one in enumerate(running)]
-                    window = sound.by_stage[stage][tick][row][depth].window
+                    window = sound.plans_of(stage)[tick][row][depth].window
                     if not (is_exact(plan) and plan.window == window and same_columns(plan.layout, tick_layout(
                             placing, [micro_batch.layouts[row] for micro_batch in step.micro_batches]))):
                         return False
@@ -238,7 +238,7 @@ def corrupted_step(step: StepPlan, draw: Random) -> StepPlan:
     if what == 0:
         name, value = draw.choice((("tp", 0), ("tp", 2), ("tp", -1), ("layers", ()), ("layers", (0,) * step.num_stages),
                                    ("layers", (*step.layers, 1)), ("layers", tuple(one + 1 for one in step.layers)),
-                                   ("gather_ranks", 0), ("gather_ranks", 3), ("placement", "best"), ("by_stage", ()),
+                                   ("gather_ranks", 0), ("gather_ranks", 3), ("placement", "best"), ("calls", []),
                                    ("micro_batches", step.micro_batches[:1]), ("micro_batches", ()),
                                    ("tried", ((0.05, float("nan")),)), ("tried", ((float("nan"), 1.0),)),
                                    ("is_shared", False), ("micro_batches", step.micro_batches[::-1])))
@@ -265,24 +265,22 @@ def corrupted_step(step: StepPlan, draw: Random) -> StepPlan:
         return replace(step, micro_batches=(*step.micro_batches[:number], one, *step.micro_batches[number + 1:]))
     stage, tick = draw.randrange(step.num_stages), draw.randrange(step.ticks.num_ticks)
     nano_at = draw.randrange(step.num_nano_batches)
-    rows = [list(row) for row in step.by_stage[stage][tick]]
-    if what == 5:                                                # a row or a plan too many or too few, or another's
-        other = draw.choice([row for rows_ in step.by_stage[0] for row in rows_])
-        rows[nano_at] = draw.choice((rows[nano_at][:-1], rows[nano_at] * 2, list(other), []))
-        rows = draw.choice((rows, rows, rows[:-1]))
-    else:                                                        # one plan corrupted, in one call or wherever it runs
-        found = rows[nano_at][-1]
-        bad = replace(found, window=draw.choice((1, 50, 200, None))) if what == 6 else draw.choice((
-            lambda: corrupted(found, draw), lambda: replace(found, tasks=tasks_at_home(found.layout)),
-            lambda: replace(found, backward=not found.backward), lambda: replace(found, speed=[*found.speed, 1.0])))()
-        if draw.randrange(2):
-            return replace(step, by_stage=tuple(tuple(tuple(tuple(bad if one is found else one for one in row)
-                                                            for row in of_tick) for of_tick in ticks)
-                                                for ticks in step.by_stage))
-        rows[nano_at][-1] = bad
-    changed = tuple(tuple(map(tuple, rows)) if at == tick else one for at, one in enumerate(step.by_stage[stage]))
-    stages = range(step.num_stages) if draw.randrange(2) else (stage,)
-    return replace(step, by_stage=tuple(changed if at in stages else one for at, one in enumerate(step.by_stage)))
+    plans, calls = list(step.plans), step.calls.copy()
+    changes = (slice(None) if draw.randrange(2) else stage, tick, nano_at)  # in all stages, or in one
+    if what == 5:                                                # calls too many or too few, or another's
+        other = step.calls[0, draw.randrange(step.ticks.num_ticks), draw.randrange(step.num_nano_batches)]
+        calls[changes] = draw.choice((np.append(calls[changes][..., :-1], calls[changes][..., -1:] * 0 - 1, axis=-1),
+                                      other, other[::-1], np.full_like(other, -1), np.full_like(other, len(plans))))
+        return replace(step, calls=draw.choice((calls, calls, calls[:, :, :-1], calls[:, :-1], calls.repeat(2, 3))))
+    plan_at = int(calls[stage, tick, nano_at].max())             # one plan corrupted, in one call or wherever it runs
+    found = plans[plan_at]
+    bad = replace(found, window=draw.choice((1, 50, 200, None))) if what == 6 else draw.choice((
+        lambda: corrupted(found, draw), lambda: replace(found, tasks=tasks_at_home(found.layout)),
+        lambda: replace(found, backward=not found.backward), lambda: replace(found, speed=[*found.speed, 1.0])))()
+    if draw.randrange(2):
+        return replace(step, plans=(*plans[:plan_at], bad, *plans[plan_at + 1:]))
+    calls[changes] = np.where(calls[changes] == plan_at, len(plans), calls[changes])
+    return replace(step, plans=(*plans, bad), calls=calls)
 
 
 def corrupt_step(seed: int) -> bool | None:

@@ -13,8 +13,8 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning.balance import balance, outline_of_nodes
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan
-from distca.planning.step import plan_step
 from distca.planning.tasks import TILE
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
@@ -190,6 +190,6 @@ def test_a_step_is_planned_by_levels(stages: int, ranks_per_node: int) -> None:
     topology = Topology.regular(4 * stages, ranks_per_node)
     step = plan_step(micro_batches, LLAMA, num_data=4, layers=(2,) * stages, topology=topology)
     step.validate()
-    assert all(plan.topology is topology for plan in step.plans())
-    for plan in step.plans():
+    assert all(plan.topology is topology for plan in step.plans)
+    for plan in step.plans:
         assert plan.limit is not None or plan.summary().work_max_over_mean <= 1.05 + 1e-9

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
-from distca.planning.step import StepPlan, plan_step, same_columns
+from distca.planning.choose import plan_step
+from distca.planning.step import StepPlan, same_columns
 from distca.workload.documents import sample_lengths
 from distca.workload.topology import Topology
 from tests.support.plans import random_lengths
@@ -42,7 +43,7 @@ def sent(step: StepPlan) -> tuple[float, float]:
 
 def slowest(step: StepPlan) -> float:
     """Seconds of the slowest server, over all calls both ways."""
-    return sum(plan.summary().seconds or 0.0 for plan in step.plans())
+    return sum(plan.summary().seconds or 0.0 for plan in step.plans)
 
 
 def assert_no_worse(lengths: np.ndarray, ranks: int, topology: Topology | None, **options: Any) -> str:
@@ -56,7 +57,7 @@ def assert_no_worse(lengths: np.ndarray, ranks: int, topology: Topology | None, 
         assert (np.array(sent(mine)) <= most).all()
     assert mine.placement is not None and theirs.placement == "given"
     if mine.placement == "given":
-        assert same_columns(mine.plans()[0].layout, theirs.plans()[0].layout)
+        assert same_columns(mine.plans[0].layout, theirs.plans[0].layout)
     return mine.placement
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from distca.models import MODELS
 from distca.planning.balance import balance
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import MAGIC, plan_from_bytes, plan_to_bytes
-from distca.planning.step import plan_step, same_columns
+from distca.planning.step import same_columns
 from distca.planning.tasks import TaskTable
 from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout, random_speeds
 
@@ -44,7 +45,7 @@ def test_a_plan_comes_back_as_it_went(seed: int, kind: LayoutKind, ranks: int, d
 
 def test_slices_that_are_keys_only_come_along() -> None:
     step = plan_step([np.array([2048])], TINY, num_data=2, layers=[TINY.num_layers], ping_pong=True)
-    plans = [plan for rows in step.by_stage[0] for row in rows for plan in row]
+    plans = [plan for rows in step.plans_of(0) for row in rows for plan in row]
     assert any(len(plan.layout.key_only) for plan in plans)      # not vacuous: pong reads ping's keys
     for plan in plans:
         assert_same(plan_from_bytes(plan_to_bytes(plan)), plan)

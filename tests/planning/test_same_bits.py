@@ -28,9 +28,10 @@ from distca.cost.shipped_tables import find_table, shipped_names
 from distca.models import MODELS
 from distca.planning import speeds
 from distca.planning.balance import balance
+from distca.planning.choose import plan_step, work_of_documents
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_to_bytes
-from distca.planning.step import StepPlan, plan_step, work_of_documents
+from distca.planning.step import StepPlan
 from distca.planning.windows import windowed, with_windows
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
@@ -121,11 +122,10 @@ def digests(plans: Iterable[int], steps: Iterable[int]) -> list[str]:
     found = [plan_to_bytes(table_plan(number)) for number in plans]
     for number in steps:
         step = table_step(number)
-        order = {id(plan): at for at, plan in enumerate(step.plans())}
-        shape = [[[[order[id(plan)] for plan in depths] for depths in nanos] for nanos in ticks]
-                 for ticks in step.by_stage]
+        shape = [[[[at for at in depths if at >= 0] for depths in nanos] for nanos in ticks]
+                 for ticks in step.calls.tolist()]
         found.append(b"".join((repr((step.placement, step.tried, shape)).encode(), step.server_work().tobytes(),
-                               *map(plan_to_bytes, step.plans()))))
+                               *map(plan_to_bytes, step.plans))))
     return [hashlib.blake2b(content, digest_size=8).hexdigest() for content in found]
 
 

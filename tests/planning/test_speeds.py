@@ -11,9 +11,9 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.planning.balance import balance
+from distca.planning.choose import plan_step
 from distca.planning.plan import max_over_mean
 from distca.planning.speeds import LEAST, MOST, planned, updated
-from distca.planning.step import plan_step
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
@@ -103,5 +103,5 @@ def test_a_steps_work_counts_every_layer_both_ways() -> None:
     assert step.server_work().shape == (4,)
     assert step.server_work().sum() == pytest.approx(3 * pairs * (1 + 2.5))
     timed = plan_step([np.array([4096])], LLAMA, num_data=2, layers=(3,), ping_pong=False, cost=H200)
-    forward, backward = timed.plans()
+    forward, backward = timed.plans
     np.testing.assert_allclose(timed.server_work(), 3 * (forward.work() + backward.work()))

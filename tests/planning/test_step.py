@@ -13,9 +13,10 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
+from distca.planning.choose import plan_step
 from distca.planning.plan import max_over_mean
 from distca.planning.schedule import IDLE
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import NO_KEYS
 from tests.support.plans import random_lengths
@@ -38,7 +39,7 @@ def pairs_computed(step: StepPlan, stage: int, layer: int, backward: bool) -> li
             if other != IDLE and step.layers[at] > layer and other < number)
         for nano in range(step.num_nano_batches):
             first = sum(step.micro_batches[other].layouts[nano].num_documents for other in others)
-            tasks = step.by_stage[stage][tick][nano][layer].tasks
+            tasks = step.plans_of(stage)[tick][nano][layer].tasks
             for at, document in enumerate(step.micro_batches[number].nano_batches[nano].document.tolist()):
                 for row in np.flatnonzero(tasks.document == first + at).tolist():
                     counts[number][document][tasks.q_start[row]:tasks.q_stop[row],
@@ -84,7 +85,7 @@ def test_both_halves_are_level_over_the_servers_and_hold_as_many_tokens(seed: in
     step = plan_step([lengths], LLAMA, num_data=8, layers=(1,), placement=placement, cost=cost)
     step.validate()
     for tick in range(2):
-        for (plan,) in step.by_stage[0][tick]:
+        for (plan,) in step.plans_of(0)[tick]:
             assert plan.layout.tokens_per_rank().tolist() == [32_768] * 8
             assert plan.limit is not None or max_over_mean(plan.work(), plan.speed) <= 1.05
 
@@ -95,13 +96,13 @@ def test_forward_and_backward_are_balanced_each_in_its_own_seconds() -> None:
     short = np.where(plain.q_len < 2_048, 3.0, 1.0)[:, None]     # a kernel whose backward is slow for short shards
     cost = AttentionTime.of(replace(plain, backward_seconds=short * plain.backward_seconds), LLAMA)
     step = plan_step([lengths], LLAMA, num_data=8, layers=(1,), placement="given", ping_pong=False, cost=cost)
-    ((forward,),), ((backward,),) = step.by_stage[0]
+    ((forward,),), ((backward,),) = step.plans_of(0)
     assert (forward.backward, backward.backward) == (False, True)
     for plan in (forward, backward):
         turned = replace(plan, backward=not plan.backward)
         assert max_over_mean(plan.work(), plan.speed) <= 1.05 < max_over_mean(turned.work(), plan.speed)
     in_pairs = plan_step([lengths], LLAMA, num_data=8, layers=(1,))
-    assert in_pairs.by_stage[0][0][0][0] is in_pairs.by_stage[0][1][0][0]  # pairs are the same both ways
+    assert in_pairs.plans_of(0)[0][0][0] is in_pairs.plans_of(0)[1][0][0]  # pairs are the same both ways
 
 
 def test_labels_are_counted_over_whole_documents() -> None:
@@ -126,12 +127,16 @@ def test_a_step_that_loses_or_doubles_anything_is_refused() -> None:
         only = pong.key_only
         broken(step, key_only=replace(only, rank=np.ones_like(only.rank))).validate()
     with pytest.raises(ValueError, match="other documents than run there"):
-        replace(step, by_stage=(tuple(nanos[::-1] for nanos in step.by_stage[0]),)).validate()
+        replace(step, calls=step.calls[:, :, ::-1]).validate()
     with pytest.raises(ValueError, match=r"tick 1 of stage 0 has \[0, 0\] plans .* but runs \[1, 1\] layers; plan e"):
-        replace(step, by_stage=((step.by_stage[0][0], ((), ())),)).validate()
+        replace(step, calls=np.where(np.arange(2)[:, None, None] == 1, -1, step.calls)).validate()
+    with pytest.raises(ValueError, match=r"calls has shape \(1, 1, 2, 1\) but the step has \(1, 2, 2, 1\) stages"):
+        replace(step, calls=step.calls[:, :1]).validate()
+    with pytest.raises(ValueError, match=r"calls names plans -2 to 1 but there are 2; use each from 0 on, and -1 for"):
+        replace(step, calls=np.where(step.calls == 0, -2, step.calls)).validate()
     both = plan_step([np.array([1200])], LLAMA, num_data=2, layers=(1,), cost=H200)
     with pytest.raises(ValueError, match="balanced by the other direction's seconds; plan forward and backward apart"):
-        replace(both, by_stage=(both.by_stage[0][::-1],)).validate()
+        replace(both, calls=both.calls[:, ::-1]).validate()
     twice = replace(step.micro_batches[0], nano_batches=step.micro_batches[0].nano_batches[:1])
     with pytest.raises(ValueError, match="the nano-batches do not hold every token once"):
         replace(step, micro_batches=(twice,)).validate()

@@ -1,5 +1,6 @@
 """Plans of ticks: exact, level over the ranks of all stages, with the documents where the ticks put them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,22 +15,17 @@ from distca.baselines import at_home
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
-from distca.planning import tick_plans
+from distca.planning import choose
 from distca.planning.balance import balance
-from distca.planning.plan import max_over_mean
-from distca.planning.schedule import Ticks, one_forward_one_backward, same_phase_ticks
+from distca.planning.choose import balance_calls, distinct_calls
+from distca.planning.micro_batch import MicroBatch
+from distca.planning.plan import Plan, max_over_mean
+from distca.planning.schedule import Ticks, layers_of_stages, same_phase_ticks, tick_layout
+from distca.planning.step import StepPlan
 from distca.planning.tasks import TaskTable
-from distca.planning.tick_plans import (
-    layers_of_stages,
-    plan_ticks,
-    plan_ticks_by,
-    served_in_bubbles,
-    tick_layout,
-    work_over_ticks,
-)
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout, layout_from_rows
-from distca.workload.packing import pack
+from distca.workload.packing import NanoBatch, pack
 from tests.support.plans import LAYOUT_KINDS, covers_exactly_once, misplaced_plan, random_layout, random_speeds
 
 LLAMA = MODELS["llama3-8b"]
@@ -52,6 +48,22 @@ def steps(draw: st.DrawFn) -> Drawn:
     return same_phase_ticks(num_stages, num_micro_batches), layouts, layers, speed
 
 
+def planned(ticks: Ticks, layouts: list[Layout], layers: Sequence[int], planner: Callable[[Layout], Plan] | None = None,
+            **options: Any) -> StepPlan:
+    """A step of these layouts, whose calls are balanced or planned by `planner`."""
+    packed = tuple(MicroBatch(layout.lengths, (NanoBatch(layout, np.arange(layout.num_documents)),))
+                   for layout in layouts)
+    calls, number = distinct_calls(ticks, packed, layers, phases_differ=options.get("cost") is not None)
+    plans = balance_calls(calls, LLAMA, **options) if planner is None else tuple(
+        planner(call.layout) for call in calls)
+    return StepPlan(LLAMA, 1, tuple(layers), packed, ticks, plans, number, True)
+
+
+def plans_of_ticks(step: StepPlan) -> list[list[Plan]]:
+    """[tick][depth]"""
+    return [depths for depths, in step.plans_of(0)]
+
+
 def rows_of(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
     """A rank's slices in row order, without the numbers of their documents."""
     mine = layout.rank == rank
@@ -65,10 +77,8 @@ def test_every_tick_is_exact_level_and_holds_its_micro_batches(step: Drawn, tole
                                                                cost: AttentionTime | None) -> None:
     ticks, layouts, layers, speed = step
     num_data = layouts[0].num_ranks
-    plans = plan_ticks(ticks, layouts, LLAMA, layers=layers, tolerance=tolerance, speed=speed, cost=cost)
-    assert len(plans) == ticks.num_ticks
-    proven = set()
-    for row, depths in zip(ticks.micro_batch.tolist(), plans, strict=True):
+    made = planned(ticks, layouts, layers, tolerance=tolerance, speed=speed, cost=cost)
+    for row, depths in zip(ticks.micro_batch.tolist(), plans_of_ticks(made), strict=True):
         deep = [layers[stage] if number >= 0 else 0 for stage, number in enumerate(row)]
         assert len(depths) == max(deep)
         for depth, plan in enumerate(depths):
@@ -77,32 +87,30 @@ def test_every_tick_is_exact_level_and_holds_its_micro_batches(step: Drawn, tole
             for rank in range(plan.layout.num_ranks):
                 number = holds[rank // num_data]
                 assert rows_of(plan.layout, rank) == (rows_of(layouts[number], rank % num_data) if number >= 0 else [])
-            if id(plan) in proven:
-                continue
-            proven.add(id(plan))
-            plan.validate()
-            assert covers_exactly_once(plan.layout.lengths, plan.tasks)
-            assert np.array_equal(plan.speed, np.ones(plan.layout.num_ranks) if speed is None else speed)
-            reached = max_over_mean(plan.work(), plan.speed)
-            assert (reached <= 1 + tolerance + 1e-9) if plan.limit is None else (reached > 1 + tolerance)
+    for plan in made.plans:
+        plan.validate()
+        assert covers_exactly_once(plan.layout.lengths, plan.tasks)
+        assert np.array_equal(plan.speed, np.ones(plan.layout.num_ranks) if speed is None else speed)
+        reached = max_over_mean(plan.work(), plan.speed)
+        assert (reached <= 1 + tolerance + 1e-9) if plan.limit is None else (reached > 1 + tolerance)
 
 
 @settings(max_examples=25, deadline=None)
 @given(steps())
 def test_equal_sets_share_a_plan_and_equal_inputs_give_equal_plans(step: Drawn) -> None:
     ticks, layouts, layers, speed = step
-    first, second = (plan_ticks(ticks, layouts, LLAMA, layers=layers, speed=speed) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        for plan, again in zip(one, other, strict=True):
-            assert all(np.array_equal(getattr(plan.tasks, name), getattr(again.tasks, name))
-                       for name in TaskTable.__slots__)
-            assert plan.limit == again.limit
-    for row, depths in zip(ticks.micro_batch, first, strict=True):
+    first, second = (planned(ticks, layouts, layers, speed=speed) for _ in range(2))
+    assert np.array_equal(first.calls, second.calls)
+    for plan, again in zip(first.plans, second.plans, strict=True):
+        assert all(np.array_equal(getattr(plan.tasks, name), getattr(again.tasks, name))
+                   for name in TaskTable.__slots__)
+        assert plan.limit == again.limit
+    for row, depths in zip(ticks.micro_batch, plans_of_ticks(first), strict=True):
         for depth in range(1, len(depths)):
             same = all(number < 0 or count != depth for number, count in zip(row, layers, strict=True))
             assert (depths[depth] is depths[depth - 1]) == same
-    level = plan_ticks(ticks, layouts, LLAMA, layers=[3] * ticks.num_stages, speed=speed)
-    assert all(depths[0] is depths[1] is depths[2] for depths in level)
+    level = planned(ticks, layouts, [3] * ticks.num_stages, speed=speed)
+    assert (level.calls == level.calls[..., :1]).all()
 
 
 def skewed_step(num_stages: int = 4, num_data: int = 2, num_micro_batches: int = 6,
@@ -115,17 +123,18 @@ def skewed_step(num_stages: int = 4, num_data: int = 2, num_micro_batches: int =
 @pytest.mark.parametrize("num_dedicated", [0, 3])
 def test_bubbles_serve_their_share(num_dedicated: int) -> None:
     ticks, layouts = skewed_step()
-    step: dict[str, Any] = {"layouts": layouts, "layers": (2, 3, 3, 2)}
-    plans = plan_ticks(ticks, model=LLAMA, speed=np.ones(8 + num_dedicated), **step)
-    assert all(plan.limit is None for depths in plans for plan in depths)
-    for tick, depths in enumerate(plans):
+    step = planned(ticks, layouts, (2, 3, 3, 2), speed=np.ones(8 + num_dedicated))
+    assert all(plan.limit is None for plan in step.plans)
+    for tick in range(ticks.num_ticks):
         alone = replace(ticks, micro_batch=ticks.micro_batch[tick:tick + 1], backward=ticks.backward[tick:tick + 1])
+        *_, served = replace(step, ticks=alone, calls=step.calls[:, tick:tick + 1]).work_over_ticks()
         num_active = int(ticks.active[tick].sum())
         working = 2 * num_active + num_dedicated                 # at most this many servers are not in a bubble
-        assert served_in_bubbles(alone, [depths]) >= 1 - 1.05 * working / (8 + num_dedicated)
-        assert (served_in_bubbles(alone, [depths]) == 0) == (num_active == 4)
-    largest, mean = work_over_ticks(plans)
-    largest_at_home, mean_at_home = work_over_ticks(plan_ticks_by(partial(at_home, model=LLAMA), ticks, **step))
+        assert served >= 1 - 1.05 * working / (8 + num_dedicated)
+        assert (served == 0) == (num_active == 4)
+    largest, mean, _ = step.work_over_ticks()
+    largest_at_home, mean_at_home, _ = planned(ticks, layouts, (2, 3, 3, 2), partial(at_home, model=LLAMA)
+                                               ).work_over_ticks()
     assert largest <= 1.05 * mean * (1 + 1e-9)
     assert mean_at_home == pytest.approx(mean * (8 + num_dedicated) / 8)
     assert largest_at_home > 2 * mean_at_home                    # there was something to level
@@ -133,9 +142,9 @@ def test_bubbles_serve_their_share(num_dedicated: int) -> None:
 
 def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     balancing = Mock(wraps=balance)
-    monkeypatch.setattr(tick_plans, "balance", balancing)
+    monkeypatch.setattr(choose, "balance", balancing)
     ticks, layouts = skewed_step()
-    plans = plan_ticks(ticks, layouts, LLAMA, layers=[2] * 4)
+    plans = plans_of_ticks(planned(ticks, layouts, [2] * 4))
     assert balancing.call_count == 6 + 4 - 1
     forward = [depths[0] for tick, depths in enumerate(plans) if not ticks.phase(tick)]
     backward = [depths[0] for tick, depths in enumerate(plans) if ticks.phase(tick)]
@@ -144,7 +153,7 @@ def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch: py
         assert one.summary().bytes_total == other.summary().bytes_total
     balancing.reset_mock()
     slow_first = np.array([0.5] * 2 + [1.0] * 6)                 # another pool from the first stage than from the last
-    for depths in plan_ticks(ticks, layouts, LLAMA, layers=[2] * 4, speed=slow_first):
+    for depths in plans_of_ticks(planned(ticks, layouts, [2] * 4, speed=slow_first)):
         depths[0].validate()
         assert max_over_mean(depths[0].work(), slow_first) <= 1.05 + 1e-9
     assert balancing.call_count == 2 * (6 + 4 - 1)
@@ -152,7 +161,7 @@ def test_the_same_micro_batches_on_other_stages_are_planned_once(monkeypatch: py
 
 def test_a_limit_names_the_rank_that_has_it() -> None:
     ticks = same_phase_ticks(3, 1)                               # F on stages 0, 1, 2 and B on 2, 1, 0
-    plans = plan_ticks(ticks, [layout_from_rows([[100]])], LLAMA, layers=(1, 1, 1))
+    plans = plans_of_ticks(planned(ticks, [layout_from_rows([[100]])], (1, 1, 1)))
     for (plan,), stage in zip(plans, (0, 1, 2, 2, 1, 0), strict=True):
         assert plan.limit is not None and plan.limit.startswith(f"rank {stage} keeps")
 
@@ -170,16 +179,14 @@ def test_documents_are_numbered_by_micro_batch_and_ranks_by_stage() -> None:
 def test_bubbles_and_work_by_hand() -> None:
     one = [layout_from_rows([[256]])]
     pairs = 256 * 257 // 2
-    at = plan_ticks_by(partial(at_home, model=LLAMA), same_phase_ticks(2, 1), one, layers=(2, 1))
-    assert [len(depths) for depths in at] == [2, 1, 1, 2]
-    assert work_over_ticks(at) == (6 * pairs, 3 * pairs)         # 6 layers on one of two ranks each
-    assert served_in_bubbles(same_phase_ticks(2, 1), at) == 0
+    at = planned(same_phase_ticks(2, 1), one, (2, 1), partial(at_home, model=LLAMA))
+    assert [len(depths) for depths in plans_of_ticks(at)] == [2, 1, 1, 2]
+    assert at.work_over_ticks() == (6 * pairs, 3 * pairs, 0.0)   # 6 layers on one of two ranks each
 
     ticks, two = same_phase_ticks(2, 2), [*one, layout_from_rows([[512]])]
-    moved = plan_ticks_by(partial(misplaced_plan, servers=2, model=LLAMA), ticks, two, layers=(1, 1))
-    assert served_in_bubbles(ticks, moved) == 0.5                # ends alone on a stage: all of it on the idle one
-    dedicated = plan_ticks_by(partial(misplaced_plan, servers=3, model=LLAMA), ticks, two, layers=(1, 1))
-    assert served_in_bubbles(ticks, dedicated) == 0.25           # stage 1's documents go to the server behind the ranks
+    for servers, share in ((2, 0.5), (3, 0.25)):                 # alone on a stage: all of it on the idle one; with a
+        step = planned(ticks, two, (1, 1), partial(misplaced_plan, servers=servers, model=LLAMA))
+        assert step.work_over_ticks()[2] == share                # third server stage 1's documents go there
 
 
 @pytest.mark.parametrize("num_layers, num_stages, expected", [
@@ -197,22 +204,10 @@ def test_layers_are_all_there_and_even(num_layers: int, data: st.DataObject) -> 
 
 
 def test_bad_inputs_are_named() -> None:
-    layout = layout_from_rows([[128], [128]])
-    good: dict[str, Any] = {"ticks": same_phase_ticks(2, 2), "layouts": [layout] * 2, "layers": (1, 1)}
-    plan_ticks(**good, model=LLAMA)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"ticks": one_forward_one_backward(2, 2)}, r"^ticks mix forward with backward.*use same_phase_ticks$"),
-        ({"layouts": [layout]}, r"^layouts has 1 micro-batches but ticks has 2; give one layout per micro-batch$"),
-        ({"layouts": [layout, layout_from_rows([[9]])]}, r"^layouts\[1\] has 1 ranks but layouts\[0\] has 2; lay "),
-        ({"layers": (1,)}, r"^layers is \(1,\) but there are 2 stages; give each stage"),
-        ({"layers": (1, 0)}, r"^layers is \(1, 0\) but there are 2 stages; give each stage"),
-        ({"layers": (1, 1.5)}, r"^layers is \(1, 1.5\) but there are 2 stages; give each stage"),
-        ({"speed": (1, 1, 1)}, r"^speed has shape \(3,\) but there are 4 ranks; give one speed per rank"),
-        ({"tolerance": -1}, r"^tolerance is -1; give a number from 0 to 1"),
-    ]
-    for change, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            plan_ticks(**{**good, **change}, model=LLAMA)
+    with pytest.raises(ValueError, match=r"^layers of a stage is 0; give a whole number of at least 1$"):
+        choose.plan_step([np.array([128])], LLAMA, num_data=1, layers=(1, 0))
+    with pytest.raises(ValueError, match=r"^speed has shape \(3,\) but there are 4 ranks; give one speed per rank"):
+        choose.plan_step([np.array([128])], LLAMA, num_data=2, layers=(1, 1), speed=(1, 1, 1))
     with pytest.raises(ValueError, match=r"^num_stages is 5 but the model has 4 layers; use at most 4 stages"):
         layers_of_stages(4, 5)
     with pytest.raises(ValueError, match=r"^num_layers is 0; give a whole number of at least 1$"):

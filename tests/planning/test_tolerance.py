@@ -13,8 +13,8 @@ import distca
 from distca.cli import main
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
-from distca.planning.balance import AUTO, TOLERANCES, asked_tolerance
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.choose import AUTO, TOLERANCES, asked_tolerance, plan_step
+from distca.planning.step import StepPlan
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
@@ -43,11 +43,11 @@ def planned(cluster: ClusterShape, **options: object) -> StepPlan:
 
 def test_free_links_take_the_tightest_and_slow_links_a_looser_one() -> None:
     free, slow = planned(links(1e9)), planned(links(0.02))
-    assert free.plans()[0].tolerance == TOLERANCES[0] < slow.plans()[0].tolerance
+    assert free.plans[0].tolerance == TOLERANCES[0] < slow.plans[0].tolerance
     for step in (free, slow):
         step.validate()
         assert [one for one, _ in step.tried] == list(TOLERANCES)
-        assert min(seconds for _, seconds in step.tried) == dict(step.tried)[step.plans()[0].tolerance]
+        assert min(seconds for _, seconds in step.tried) == dict(step.tried)[step.plans[0].tolerance]
 
 
 def test_the_seconds_are_those_of_each_step_executed() -> None:
@@ -60,7 +60,7 @@ def test_the_seconds_are_those_of_each_step_executed() -> None:
 
 def test_equal_seconds_leave_the_network_to_others() -> None:
     step = plan_step([LENGTHS], LLAMA, num_data=8, layers=(1,), tolerance=lambda _: 1.0)
-    assert step.plans()[0].tolerance == TOLERANCES[-1]
+    assert step.plans[0].tolerance == TOLERANCES[-1]
 
 
 def test_a_run_chooses_what_the_api_does_from_lengths_alone() -> None:
@@ -69,7 +69,7 @@ def test_a_run_chooses_what_the_api_does_from_lengths_alone() -> None:
     trained = [step_plan([LENGTHS], run, LLAMA, 8, attention_time(run, LLAMA)) for _ in range(2)]
     asked = distca.plan_step([LENGTHS], 8, tp=8, tolerance="auto", cost=TABLE)
     assert trained[0].tried == trained[1].tried == asked.tried
-    assert trained[0].plans()[0].tolerance == asked.plans()[0].tolerance
+    assert trained[0].plans[0].tolerance == asked.plans[0].tolerance
 
 
 def test_a_strategy_chooses_among_the_same_and_a_number_is_that_number() -> None:

@@ -14,9 +14,10 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.balance import balance
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.plan_bytes import plan_from_bytes, plan_to_bytes
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.planning.windows import windowed, windows_by_depth, with_windows
 from distca.workload.packing import pack
 from tests.support.plans import LAYOUT_KINDS, LayoutKind, random_layout, random_lengths, random_speeds
@@ -114,9 +115,9 @@ def test_a_step_has_each_layers_window(windows: list[int | None], layers: list[i
     first = np.cumsum(layers) - layers
     for stage, num_layers in enumerate(layers):
         for tick in np.flatnonzero(step.ticks.active[:, stage]).tolist():
-            for depths in step.by_stage[stage][tick]:
+            for depths in step.plans_of(stage)[tick]:
                 assert [plan.window for plan in depths[:num_layers]] == windows[first[stage]:first[stage] + num_layers]
-    assert len({id(plan) for plan in step.plans()}) <= 2 * 2 * step.ticks.num_ticks * len(set(windows))
+    assert len(step.plans) <= 2 * 2 * step.ticks.num_ticks * len(set(windows))
     summary = step.summary()
     assert summary.work_before >= 1.0 and summary.work_after >= 1.0
 

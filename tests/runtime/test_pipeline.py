@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from distca.baselines import at_home_step, per_document_cp_step
 from distca.kernels import dense_attention
+from distca.planning.choose import distinct_calls, plan_step
 from distca.planning.plan import Plan
 from distca.planning.schedule import IDLE, same_phase_ticks
-from distca.planning.step import StepPlan, plan_step
-from distca.planning.tick_plans import plan_ticks_by
+from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.pipeline import Pipeline
@@ -93,10 +93,9 @@ class Step:
         if self.planning == "balanced":
             return plan
         seeds = count()
-        by_nano = [plan_ticks_by(lambda layout: scattered_plan(next(seeds), layout, num_servers, self.model),
-                                 plan.ticks, [micro_batch.layouts[nano] for micro_batch in plan.micro_batches],
-                                 layers=self.layers) for nano in range(plan.num_nano_batches)]
-        return replace(plan, by_stage=(tuple(zip(*by_nano, strict=True)),) * self.num_stages)
+        calls, number = distinct_calls(plan.ticks, plan.micro_batches, self.layers, phases_differ=False)
+        return replace(plan, calls=number, plans=tuple(
+            scattered_plan(next(seeds), call.layout, num_servers, self.model) for call in calls))
 
 
 class Work(StageWork):
@@ -138,8 +137,8 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
         neighbours = LoopbackPointToPoint(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
             work.begin(batch_of(plan, data, SHAPE.model.vocab))
-            Pipeline(work, attention, neighbours).step(plan.ticks, plan.by_stage[stage])
-        stop_servers(attention, plan.plans()[0])
+            Pipeline(work, attention, neighbours).step(plan.ticks, plan.plans_of(stage))
+        stop_servers(attention, plan.plans[0])
         return work
 
     works = world.run(body)
@@ -280,7 +279,7 @@ def test_a_trace_shows_every_tick_and_what_bubbles_served() -> None:
     recorders = [Recorder(CPU) for _ in range(step.num_ranks)]
     on_fake_ranks(step, recorders=recorders)
     plan = step.plan()
-    ticks, plans = plan.ticks, plan.by_stage[0]
+    ticks, plans = plan.ticks, plan.plans_of(0)
     assert plan.summary().served_in_bubbles > 0
     for rank, recorder in enumerate(recorders):
         spans = recorder.end_step(rank, 1).spans
@@ -314,6 +313,6 @@ def test_ticks_and_plans_that_do_not_fit_are_refused() -> None:
     nothing: Any = None
     pipeline = Pipeline(nothing, nothing, LoopbackPointToPoint(LoopbackWorld(2), [0, 1], 0))
     with pytest.raises(ValueError, match="the ticks are for 3 stages but the pipeline has 2; make them with as many"):
-        pipeline.step(same_phase_ticks(3, 2), plan.by_stage[0])
+        pipeline.step(same_phase_ticks(3, 2), plan.plans_of(0))
     with pytest.raises(ValueError, match="there are plans for 5 ticks of 6; plan every tick"):
-        pipeline.step(plan.ticks, plan.by_stage[0][1:])
+        pipeline.step(plan.ticks, plan.plans_of(0)[1:])

@@ -14,7 +14,7 @@ from distca.baselines import fixed_packing_step, head_tail_layout, per_document_
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs, pairs_of_shard
 from distca.models import model_named
-from distca.planning.step import plan_step
+from distca.planning.choose import plan_step
 from distca.simulate import calls
 from distca.simulate.calls import Calls, ChunkTasks, PlanCosts, RingCall, token_bytes
 from distca.simulate.costs import Costs
@@ -52,14 +52,13 @@ def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backw
     long, short = (per_document_cp_step([np.array(lengths)], MODEL, num_data=4, layers=(1,), tp=8)
                    for lengths in ([131_072], [512] * 256))
     for step, hides in ((long, True), (short, False)):
-        plan = step.plans()[0]
         known = PlanCosts(step, COSTS.attention)
-        call = Calls(known, COSTS, 4).of(((0, plan, backward),))
-        waits = Calls(PlanCosts(step, COSTS.attention, hides=False), COSTS, 4).of(((0, plan, backward),))
+        call = Calls(known, COSTS, 4).of(((0, 0, backward),))
+        waits = Calls(PlanCosts(step, COSTS.attention, hides=False), COSTS, 4).of(((0, 0, backward),))
         assert isinstance(call, RingCall) and isinstance(waits, RingCall)
         travel = COSTS.ring_seconds(131_072 * MODEL.kv_token_bytes(8), 4)
         np.testing.assert_allclose(waits.ring.travel, travel)
-        np.testing.assert_allclose(waits.ring.lead, travel + known.seconds(plan, backward))
+        np.testing.assert_allclose(waits.ring.lead, travel + known.seconds(0, backward))
         ends = [max(ring.lead.max(), (ring.seconds + ring.tail).max() if backward else 0.0)
                 for ring in (call.ring, waits.ring)]
         if hides:
@@ -85,9 +84,9 @@ def test_bytes_are_those_of_the_wire() -> None:
     assert token_bytes(MODEL, 8, False) == ((q, kv), (out + lse, 0))
     assert token_bytes(MODEL, 8, True) == ((q + 2 * out + lse, kv), (q, kv))
     step = plan_step([np.array([196_608, *[1024] * 64])], MODEL, num_data=4, layers=(1,), tp=8)
-    for plan in step.plans():
+    for at, plan in enumerate(step.plans):
         moved = plan.traffic()
-        found = PlanCosts(step, COSTS.attention).messages(plan, False)
+        found = PlanCosts(step, COSTS.attention).messages(at, False)
         assert found.going_bytes.sum() == moved.q_tokens.sum() * q + moved.kv_tokens.sum() * kv
         assert found.coming_bytes.sum() == moved.q_tokens.sum() * (out + lse)
-    assert any(len(plan.layout.key_only) for plan in step.plans())  # pong reads ping's keys, from their homes
+    assert any(len(plan.layout.key_only) for plan in step.plans)  # pong reads ping's keys, from their homes

@@ -12,9 +12,10 @@ from distca.baselines import at_home_step, per_document_cp_step
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import activation_bytes
 from distca.models import model_named
+from distca.planning.choose import plan_step
 from distca.planning.plan import server_work
 from distca.planning.schedule import one_forward_one_backward, same_phase_ticks
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs, peak_live
 from distca.simulate.execute import execute
@@ -35,7 +36,7 @@ def _seconds(tokens: float, backward: bool) -> float:
 def test_one_rank_alone_takes_the_sum_of_its_parts() -> None:
     step = plan_step([np.array([16_384] * 2)], MODEL, num_data=1, layers=(4,), tp=8, ping_pong=False,
                      cost=COSTS.attention)
-    plan = step.plans()[0]
+    plan = step.plans[0]
     wanted = sum(4 * (_seconds(32_768.0, way) + float(server_work(plan.tasks, 1, COSTS.attention, way)[0]))
                  + float(COSTS.head_seconds(np.array([32_768.0]), way)[0]) for way in (False, True))
     found = execute(step, FREE)
@@ -45,7 +46,7 @@ def test_one_rank_alone_takes_the_sum_of_its_parts() -> None:
 
 def test_a_pipeline_of_equal_micro_batches_takes_as_long_as_1f1b_says() -> None:
     step = at_home_step([EVEN] * 8, MODEL, num_data=2, layers=(8,) * 4, tp=8)
-    attention = sum(float(server_work(step.plans()[0].tasks, 2, COSTS.attention, way)[0]) for way in (False, True))
+    attention = sum(float(server_work(step.plans[0].tasks, 2, COSTS.attention, way)[0]) for way in (False, True))
     tokens = EVEN.sum() / 2
     slot = 8 * (_seconds(tokens, False) + _seconds(tokens, True) + attention)
     head = sum(float(COSTS.head_seconds(np.array([tokens]), way)[0]) for way in (False, True))
@@ -99,7 +100,7 @@ def test_dedicated_servers_only_serve() -> None:
 def test_forward_and_backward_go_by_their_own_plans() -> None:
     step = plan_step([SKEWED], MODEL, num_data=4, layers=(2,), tp=8, tolerance=0.0, cost=COSTS.attention)
     expected = sum(2 * server_work(depths[0].tasks, 4, COSTS.attention, backward)
-                   for tick, backward in ((0, False), (1, True)) for depths in step.by_stage[0][tick])
+                   for tick, backward in ((0, False), (1, True)) for depths in step.plans_of(0)[tick])
     np.testing.assert_allclose(execute(step, COSTS).attention_seconds, expected)
 
 

@@ -22,8 +22,9 @@ import torch
 
 from distca.baselines import at_home_step
 from distca.cost.latency_table import analytic_table
+from distca.planning.choose import plan_step
 from distca.planning.plan import Plan, server_work
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.runtime import ping_pong
 from distca.runtime.attention import Pending, _Finish, _Serve, _Start
 from distca.runtime.call import Phase
@@ -186,7 +187,7 @@ def noted(step: StepPlan) -> list[list[Note]]:
         attention = Attention(notes)
         parts: tuple[Any, ...] = (Stage(notes, attention, step, stage), attention,
                                   Neighbours(notes, stage, step.num_stages))
-        Pipeline(*parts).step(step.ticks, step.by_stage[stage])
+        Pipeline(*parts).step(step.ticks, step.plans_of(stage))
         found.append(notes)
     return found
 

@@ -11,7 +11,7 @@ import pytest
 from distca.cost.latency_table import analytic_table
 from distca.cost.network import find_cluster, read_cluster
 from distca.models import model_named
-from distca.planning.balance import AUTO
+from distca.planning.choose import AUTO
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.outcomes import Comparison

@@ -14,8 +14,9 @@ import pytest
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.models import MODELS
+from distca.planning.choose import plan_step
 from distca.planning.plan_bytes import STEP_MAGIC, step_from_bytes, step_to_bytes
-from distca.planning.step import StepPlan, plan_step
+from distca.planning.step import StepPlan
 from distca.planning.windows import with_windows
 from distca.runtime.transport.c10d import C10dTransport
 from distca.train.agreement import Agreement, StepDigests
@@ -89,7 +90,7 @@ def test_a_step_comes_back_as_it_went(options: dict[str, Any], windows: bool) ->
     got = step_from_bytes(step_to_bytes(first), own)
     assert StepDigests.of(got) == StepDigests.of(first)
     assert got.summary().bytes_per_layer == first.summary().bytes_per_layer
-    assert got.plans()[0].cost is own.plans()[0].cost
+    assert got.plans[0].cost is own.plans[0].cost
 
 
 def test_bytes_that_are_no_such_step_are_refused() -> None:
@@ -103,10 +104,10 @@ def test_bytes_that_are_no_such_step_are_refused() -> None:
         text = json.dumps(header | values).encode()
         return STEP_MAGIC + len(text).to_bytes(8, "little") + text + content[end:]
 
-    calls = header["calls"]
+    wrong = (own.calls[:, ::-1], own.calls[:, :1], own.calls + 10**6, own.calls - 1, own.calls[:0])
     shorter = step_to_bytes(step_by(0.0, layers=[1]))
-    for bad in (b"", content[:-8], with_header(calls=[]), with_header(calls=[10**6]), with_header(calls="many"),
-                with_header(tried=[1]), with_header(columns={}), with_header(calls=calls[::-1]), shorter,
+    for bad in (b"", content[:-8], with_header(tried=[1]), with_header(columns={}), shorter,
+                *(step_to_bytes(replace(own, calls=calls)) for calls in wrong),
                 step_to_bytes(step_by(0.0, [LENGTHS[1], LENGTHS[0]]))):
         with pytest.raises(ValueError):
             step_from_bytes(bad, own)

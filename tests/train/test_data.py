@@ -93,7 +93,7 @@ def test_rows_follow_their_plan_which_is_valid_and_the_same_on_all_ranks(seed: i
         assert len({batch.summary for batch in batches}) == 1
         batches[0].plan.validate()
         for number, rows in enumerate(zip(*(batch.rows for batch in batches), strict=True)):
-            plans = [batch.plan.by_stage[0][0][number][0] for batch in batches]
+            plans = [batch.plan.plans_of(0)[0][number][0] for batch in batches]
             plan = plans[0]
             plan.validate()
             assert plan.layout.num_ranks == plan.num_servers == world
@@ -166,7 +166,7 @@ def test_what_balancing_gains_is_measured() -> None:
         loader = Loader(corpus, chosen, rank=0, world=4, model=MODEL)
         batch = next(batch for batch in (loader.next() for _ in range(4))
                      if batch.plan.micro_batches[0].lengths.max() > 1500)
-        step, plan = batch.summary, batch.plan.by_stage[0][0][0][0]
+        step, plan = batch.summary, batch.plan.plans_of(0)[0][0][0]
         assert step.work_before > 2.0
         assert step.bytes_per_layer == plan.summary().bytes_total
         after[mode, placement] = step.work_after
@@ -184,7 +184,7 @@ def test_the_default_run_is_balanced_on_real_documents() -> None:
     for _ in range(3):
         batches = [loader.next() for loader in ranks]
         assert sum(len(row.tokens) for batch in batches for row in batch.rows) == 2 * chosen.batch.tokens_per_rank
-        plans = [row[0] for row in batches[0].plan.by_stage[0][0]]
+        plans = [row[0] for row in batches[0].plan.plans_of(0)[0]]
         assert batches[0].summary.work_after <= 1.05 or any(plan.limit is not None for plan in plans)
 
 

@@ -136,9 +136,9 @@ def test_a_plan_has_the_servers_of_one_tensor_rank(tensor: int, pipeline: int, d
                                        "attention.dedicated": dedicated})
     step = step_plan([np.array([3000, 1096])], settings, model_named("tiny"), num_data=2)
     step.validate()
-    assert {plan.num_servers for plan in step.plans()} == {servers}
-    assert {plan.layout.num_ranks for plan in step.plans()} == {2 * pipeline}
-    for plan in step.plans():                                    # all serve alike, so dedicated ones too
+    assert {plan.num_servers for plan in step.plans} == {servers}
+    assert {plan.layout.num_ranks for plan in step.plans} == {2 * pipeline}
+    for plan in step.plans:                                    # all serve alike, so dedicated ones too
         assert set(range(2 * pipeline, servers)) <= set(plan.tasks.server.tolist())
 
 

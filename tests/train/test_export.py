@@ -245,7 +245,7 @@ def save_on_a_mesh(transport: Any, folder: str, family: str, tensor: int, stages
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from distca.planning.tick_plans import layers_of_stages
+    from distca.planning.schedule import layers_of_stages
     from distca.train.model.parallel import parallelize
     from distca.train.stages import stage_of
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from distca.kernels import dense_attention
 from distca.models import MODELS
 from distca.planning.plan import Plan, max_over_mean
+from distca.planning.schedule import layers_of_stages
 from distca.planning.step import StepPlan
-from distca.planning.tick_plans import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.transport.c10d import C10dTransport
@@ -104,7 +104,7 @@ class Rank:
 
     def step(self, work: StageWork, plan: StepPlan) -> None:
         work.begin(batch_of(plan, self.data, SHAPE.model.vocab))
-        Pipeline(work, work.attention, self.neighbours).step(plan.ticks, plan.by_stage[self.stage])
+        Pipeline(work, work.attention, self.neighbours).step(plan.ticks, plan.plans_of(self.stage))
 
 
 def on_ranks(transport: C10dTransport, num_stages: int, num_data: int, cases: list[tuple[Any, ...]],
@@ -236,8 +236,8 @@ def test_every_tick_of_a_step_is_level(seed: int, num_stages: int, num_data: int
     chosen = settings_for(num_stages, "disaggregated", ping_pong).with_values({"attention.tolerance": tolerance})
     plan = step_plan(lengths, chosen, MODELS["llama3-8b"], num_data)
     plan.ticks.validate()
-    plans = [of_depth for rows in plan.by_stage[0] for row in rows for of_depth in row]
-    assert all(of_stage is plan.by_stage[0] for of_stage in plan.by_stage)
+    plans = [of_depth for rows in plan.plans_of(0) for row in rows for of_depth in row]
+    assert (plan.calls == plan.calls[0]).all()
     level = [max_over_mean(one.work(), one.speed) for one in plans if one.limit is None]
     assert max(level, default=1.0) <= 1.0 + tolerance + 1e-9
     if max(documents.max() for documents in lengths) >= 4096:    # long enough to be cut

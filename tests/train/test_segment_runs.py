@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from distca.kernels import dense_attention
-from distca.planning.tick_plans import layers_of_stages
+from distca.planning.schedule import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
@@ -179,7 +179,7 @@ def step_on(mesh_shape: tuple[int, int, int], way: dict[str, Any]) -> list[torch
                      offload=offload)
     work.begin(batch_of(plan, mesh["data"].get_local_rank(), SHAPE.model.vocab))
     Pipeline(work, attention, connect(mesh["pipeline"], timedelta(seconds=100))).step(
-        plan.ticks, plan.by_stage[mesh["pipeline"].get_local_rank()])
+        plan.ticks, plan.plans_of(mesh["pipeline"].get_local_rank()))
     if offload is not None:
         assert not offload.sent and not offload.resident
     grads = [parameter.grad for parameter in part.parameters()]

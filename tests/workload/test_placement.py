@@ -9,8 +9,8 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
 from distca.models import MODELS
 from distca.planning.balance import balance
+from distca.planning.choose import work_of_documents
 from distca.planning.plan import max_over_mean, server_work
-from distca.planning.step import work_of_documents
 from distca.planning.tasks import tasks_at_home
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout

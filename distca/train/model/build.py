@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca.planning.tick_plans import layers_of_stages
+from distca.planning.schedule import layers_of_stages
 from distca.runtime.transport import C10dPointToPoint
 from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import load_hf

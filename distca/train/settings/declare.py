@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from distca.planning.tick_plans import layers_of_stages
+from distca.planning.schedule import layers_of_stages
 from distca.planning.windows import windows_by_depth
 from distca.train.model.shape import DecoderShape, check_model, decoder_shape
 from distca.validation import MAX_NUMBER, UserError, parse_count, short
