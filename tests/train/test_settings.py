@@ -265,11 +265,11 @@ def test_settings_are_shown_and_refused_without_torch() -> None:
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
-def test_the_guide_lists_every_setting() -> None:
-    guide = (ROOT / "docs/guide/train.md").read_text(encoding="utf-8")
+def test_the_reference_lists_every_setting() -> None:
+    guide = (ROOT / "docs/reference/settings.md").read_text(encoding="utf-8")
     _, _, rest = guide.partition("<!-- settings -->\n")
     table, _, _ = rest.partition("<!-- /settings -->")
-    assert table == settings_table(), "write distca.train.settings.settings_table() between the guide's two marks"
+    assert table == settings_table(), "write distca.train.settings.settings_table() between the page's two marks"
 
 
 def _commands(text: str) -> list[list[str]]:
