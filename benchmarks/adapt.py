@@ -74,9 +74,9 @@ def one_rank(settings: Settings) -> int:
             dist.barrier()
             records[name].append(trainer.one_step())
             if name != "adapt":
-                trainer.loader.speed = None                      # measured all the same
+                trainer.batches.speed = None                      # measured all the same
     for trainer in trainers.values():
-        trainer.loader.close()
+        trainer.batches.close()
     if rank == 0:
         settled = slice(settings.run.steps // 2, None)
         results = [asdict(Result(

@@ -18,7 +18,8 @@ from distca.planning.micro_batch import MicroBatch
 from distca.planning.step import StepPlan
 from distca.runtime.liveness import one_worker_per_group
 from distca.spec import ModelShape
-from distca.train.data import Batch, Row, step_plan
+from distca.train.batches import Batch, step_plan
+from distca.train.data import Row
 from distca.train.settings import Settings
 from distca.workload.documents import IGNORED
 
@@ -74,14 +75,14 @@ def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:
 
 
 class GivenBatches:
-    """A loader that gives what it was given last."""
+    """Batches that return the one that was set last."""
 
     batch: Batch
 
+    def __init__(self) -> None:
+        self.position: dict[str, int | str] = {}
+
     def next(self) -> Batch:
         return self.batch
-
-    def state(self) -> dict[str, int | str]:
-        return {}
 
     def close(self) -> None: ...

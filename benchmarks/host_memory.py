@@ -69,7 +69,7 @@ def rank_main(settings: Settings) -> int:
         seen.append((resident, used.ru_utime, used.ru_stime, used.ru_minflt))
     if here.rank == 0:
         Path(settings.log.folder, "seen.json").write_text(json.dumps(seen), encoding="utf-8")
-    trainer.loader.close()
+    trainer.batches.close()
     return 0
 
 

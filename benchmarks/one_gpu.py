@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
-from distca.train.data import Batch, step_plan
+from distca.train.batches import Batch, step_plan
 from distca.train.model.build import build_optimizer, connect
 from distca.train.model.decoder import Decoder, DecoderShape
 from distca.train.model.offload import Offload

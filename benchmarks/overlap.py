@@ -159,7 +159,7 @@ class VariantTrainer(Trainer):
 
     def __init__(self, settings: Settings, device: torch.device, batch_tokens: int, short: int) -> None:
         super().__init__(settings, device)
-        self.loader = loader = GivenBatches()  # type: ignore[assignment]
+        self.batches = loader = GivenBatches()  # type: ignore[assignment]
         loader.batch = skewed_batch(self.rank, RANKS, batch_tokens, short, settings, self.decoder.shape.model)
         self.one_byte = OneByteTransport(self.pool)
         few = CoreAttention(self.pool, kernel=settings.attention.kernel, state=settings.attention.state,
@@ -212,7 +212,7 @@ def rank_main(settings: Settings) -> int:
     tell(["tc", "qdisc", "change", "dev", INTERFACE, "root", *limit(options["discipline"], rate_mbit)])
     calibration = {
         "rate_mbit": rate_mbit, "measured_mbit": measured_mbit(rate_mbit), "compute_seconds": compute_seconds,
-        "work_max_over_mean": trainer.loader.next().summary.work_after,
+        "work_max_over_mean": trainer.batches.next().summary.work_after,
         "travel_seconds": sum(trip.num_bytes for trip in trips) * 8 / rate_mbit / 1e6,
         "sticking_out_seconds": sticking_out_seconds(trips, rate_mbit * 1e6 / 8),
         "trips": [asdict(trip) for trip in trips],

@@ -42,7 +42,7 @@ from distca.models import MODELS
 from distca.planning.schedule import one_forward_one_backward
 from distca.spec import ModelShape
 from distca.trace import StepTrace
-from distca.train.data import step_plan
+from distca.train.batches import step_plan
 from distca.train.launch import here, launch
 from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
@@ -178,14 +178,14 @@ class StageTrainer(Trainer):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         super().__init__(settings, device)
-        self.loader = GivenBatches()                             # type: ignore[assignment]
+        self.batches = GivenBatches()                             # type: ignore[assignment]
         self.uncounted = self.work
         self.counted = CountedWork(self.decoder, self.attention, tensor=1, dtype=self.work.shapes.dtype, device=device,
                                    loss_chunk_tokens=settings.optimizer.loss_chunk_tokens)
 
     def take(self, documents: Sequence[np.ndarray]) -> None:
         plan = step_plan(documents, self.settings, self.decoder.shape.model, self.num_data)
-        self.loader.batch = random_batch(plan, 0)                # type: ignore[attr-defined]
+        self.batches.batch = random_batch(plan, 0)                # type: ignore[attr-defined]
 
     def counted_step(self) -> dict[str, int]:
         self.work, kept = self.counted, self.counted.count()
@@ -193,7 +193,7 @@ class StageTrainer(Trainer):
         self.work = self.uncounted
         if kept.bytes:
             raise ValueError(f"{kept.bytes} bytes are kept after the step; nothing may be")
-        ticks = self.loader.next().plan.ticks
+        ticks = self.batches.next().plan.ticks
         one_by_one = one_forward_one_backward(ticks.num_stages, ticks.num_micro_batches)
         bound = int(ticks.peak_live()[self.rank])
         return {"stage": self.rank, "live": kept.peak_live, "live_bound": bound,

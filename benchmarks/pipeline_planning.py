@@ -10,7 +10,7 @@ from statistics import median
 from rich.table import Table
 
 from distca.models import model_named
-from distca.train.data import step_plan
+from distca.train.batches import step_plan
 from distca.train.settings import load_settings
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import PLACEMENTS

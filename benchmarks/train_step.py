@@ -57,7 +57,7 @@ def rank_main(settings: Settings) -> int:
         for mode in MODES:
             chosen = settings.with_values({"attention.mode": mode})
             trainer = Trainer(chosen, device)
-            trainer.loader = loader = GivenBatches()  # type: ignore[assignment]
+            trainer.batches = loader = GivenBatches()  # type: ignore[assignment]
             loader.batch = skewed_batch(here.rank, here.world, options["tokens"] // 2, options["short"], chosen,
                                         trainer.decoder.shape.model)
             trainer.one_step()                                   # warm-up

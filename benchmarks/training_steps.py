@@ -32,7 +32,7 @@ from host_costs import MODEL, Launches, Machine, Probe, launches_of, on_cores, p
 from distca.models import MODELS
 from distca.planning.step import StepPlan
 from distca.trace import StepTrace
-from distca.train.data import step_plan
+from distca.train.batches import step_plan
 from distca.train.launch import here, launch
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
@@ -71,12 +71,12 @@ class VariantTrainer(Trainer):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         super().__init__(settings, device)
-        self.loader.close()
-        self.loader = GivenBatches()                             # type: ignore[assignment]
+        self.batches.close()
+        self.batches = GivenBatches()                             # type: ignore[assignment]
 
     def take(self, documents: Sequence[np.ndarray]) -> None:
         plan = plan_of(documents, self.settings, self.world)
-        self.loader.batch = random_batch(plan, self.mesh["data"].get_local_rank())  # type: ignore[attr-defined]
+        self.batches.batch = random_batch(plan, self.mesh["data"].get_local_rank())  # type: ignore[attr-defined]
 
     def timed_step(self) -> tuple[float, float]:
         """Seconds until the last rank is done, and the loss."""

@@ -215,3 +215,33 @@ def _vocab(given: int, known: int | None, made_by: str) -> int | None:
         raise UserError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
                         "many, or 0")
     return given or known
+
+
+def corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
+    """What is trained on, and what is held out, if anything is."""
+    whole, chosen = corpus_from(settings), settings.eval
+    if chosen.path:
+        return whole, corpus_from(settings.with_values({"data.path": chosen.path, "data.split": ""}))
+    if not chosen.fraction:
+        return whole, None
+    held = held_out(whole.num_documents, chosen.fraction, settings.data.seed)
+    for what, count in (("held out", held.sum()), ("left to train on", (~held).sum())):
+        if count == 0:
+            raise UserError(f"eval.fraction is {chosen.fraction}, by which none of {whole.num_documents} documents is "
+                            f"{what}; choose another fraction, or give eval.path")
+    return PartOfCorpus(whole, np.flatnonzero(~held)), PartOfCorpus(whole, np.flatnonzero(held))
+
+
+def held_out(num_documents: int, fraction: float, seed: int) -> np.ndarray:
+    """[documents] whether each is held out, by a hash (SplitMix64) of its number and the seed."""
+    key = _mixed(np.array([seed], dtype=np.uint64))
+    hashed = _mixed(np.arange(num_documents, dtype=np.uint64) + key)
+    return (hashed >> np.uint64(11)) * 2.0**-53 < fraction
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function, modulo 2**64."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15))
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

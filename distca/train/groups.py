@@ -1,37 +1,41 @@
-"""Which ranks of a run train and which only serve attention, and the process groups that follow from it.
+"""The processes of a run: which train and which only serve attention, their groups, and what they exchange as JSON.
 
-Ranks that train come first, a mesh of pipeline × data × tensor ranks; the last `attention.dedicated` ranks hold no
-layers and serve. Heads are sharded under tensor parallelism, so a server belongs to one tensor index, and since the
-index runs fastest everywhere, the ranks of one index are every `parallel.tensor`-th of all.
+Ranks that train come first, as a mesh of pipeline × data × tensor ranks. The last `attention.dedicated` ranks only
+serve: they have no layers, no data and no checkpoints. Heads are sharded under tensor parallelism, so a server belongs
+to one tensor index; the index runs fastest everywhere, so the ranks of one index are every `parallel.tensor`-th of all.
 
-What a rank does that only serves attention: no layers, no data, no checkpoints, nothing that outlives a call.
-
-It runs whatever the first training rank of its pool announces, until that says that the run is over. Asked to stop, it
-goes on serving: those that train agree on the last step, save, and let it go.
+Besides tensors, ranks exchange JSON, which cannot run code: torch's own object collectives pickle, and a rank that was
+taken over could execute code on all others.
 """
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distca.runtime.attention import CoreAttention
 from distca.runtime.dedicated import serve_until_stopped
 from distca.runtime.transport import C10dTransport, Transport, TransportError, over_nodes
-from distca.train.agreement import set_timeouts
 from distca.train.settings import Settings
+from distca.validation import UserError
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What every rank of a run constructs at the same time."""
+    """The process groups that every rank constructs at the same time."""
 
     mesh: DeviceMesh                        # of the ranks that train; those that serve are outside
     servers: dist.ProcessGroup              # attention's pool: this tensor index's ranks, dedicated ones last
@@ -40,7 +44,7 @@ class Groups:
 
 
 def num_training(settings: Settings, world: int) -> int:
-    """Ranks 0 to this number train, those from it on serve."""
+    """The number of ranks that train; the ranks after them serve."""
     return world - settings.attention.dedicated
 
 
@@ -60,17 +64,20 @@ def groups_of(settings: Settings, device: torch.device) -> Groups:
 
 
 def group_of(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group that only its own ranks construct, as ranks that serve take no part in what trainers do.
+    """A process group that only its own ranks construct: ranks that serve take no part in what trainers do.
 
-    torch names it by its ranks and by the number of groups that a rank is in already: that must be the same on all.
+    torch names the group by its ranks and by the number of groups that a rank is in, which must be the same on all.
     """
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Transport:
-    """As the settings name it, or over nodes of as many ranks as they say; flat where some ranks only serve."""
+    """The transport of `attention.transport`, over nodes of `attention.ranks_per_node` ranks where that is set.
+
+    With dedicated ranks exchanges go in one hop, since those ranks are in no other group.
+    """
     chosen, per_node = settings.attention.transport, settings.attention.ranks_per_node
-    if chosen == "c10d" and settings.attention.dedicated:        # they are in no groups but this
+    if chosen == "c10d" and settings.attention.dedicated:
         return "flat"
     if chosen != "c10d" or not per_node:
         return chosen
@@ -78,7 +85,11 @@ def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Tra
 
 
 def serve(settings: Settings, device: torch.device) -> int:
-    """Serve to the end of the run; how many calls that were. The trainers' failure is an error here too."""
+    """Serve attention until the first training rank of the pool ends the run; returns the number of calls.
+
+    A signal to stop is only noted: the trainers agree on the last step, save, and then release this rank. A failure of
+    theirs is an error here too.
+    """
     asked: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -93,6 +104,76 @@ def serve(settings: Settings, device: torch.device) -> int:
     try:
         return serve_until_stopped(attention, device)
     except TransportError:
-        if asked:  # the trainers were asked too, and some ended before they listened
-            return 0
+        if asked:                                                # so were the trainers, and some ended before they
+            return 0                                             # listened
         raise
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of every process group of this process, also of those that a mesh made with torch's default."""
+    set_one = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # its name before torch 2.15
+    for group in list(distributed_c10d._world.pg_map):
+        set_one(timeout, group)
+
+
+def gather_json(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Every rank's value, on every rank, in rank order; without a process group only this rank's."""
+    if not dist.is_initialized():
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(everyone, padded, group=group)
+    return [json.loads(bytes(part[:int(length)].numpy())) for part, length in zip(everyone, lengths, strict=True)]
+
+
+def on_first(call: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+    """Call on rank 0; its result, or its ValueError, on every rank, so that all agree on what is on disk."""
+    if not dist.is_initialized():
+        return call()
+    answer: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            answer = {"value": call()}
+        except ValueError as error:
+            answer = {"error": str(error)}
+    answer = json.loads(from_first(json.dumps(answer).encode(), group))
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return cast(Value, answer["value"])
+
+
+def from_first(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    """Broadcast rank 0's bytes, at least one."""
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, src=0, group=group)
+    sent = torch.empty(int(length), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    dist.broadcast(sent, src=0, group=group)
+    return sent.numpy().tobytes()
+
+
+def all_equal(numbers: list[int], group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks have the same numbers, of up to 63 bits; one reduction."""
+    most = torch.tensor([[number, -number] for number in numbers])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return bool((most[:, 0] == -most[:, 1]).all())
+
+
+def in_background(call: Callable[..., Value], *args: Any) -> Future[Value]:
+    """Call on a daemon thread, which the end of the process does not wait for."""
+    future: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"distca-{call.__name__}", daemon=True).start()
+    return future

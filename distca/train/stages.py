@@ -24,7 +24,7 @@ from distca.planning.plan import Plan
 from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.prepared import Shapes
-from distca.train.data import Batch
+from distca.train.batches import Batch
 from distca.train.model.decoder import Decoder, First, Last, Middle, Post, Pre, Segment, chunked_cross_entropy
 from distca.train.model.offload import Offload
 from distca.train.model.parallel import accumulating

@@ -1,8 +1,11 @@
-"""Train: documents in, checkpoints out, the same loss wherever attention ran.
+"""Train: documents in, checkpoints out, the same loss on whichever ranks attention ran.
 
-Every rank runs `run`. One step takes a planned batch, sends its micro-batches through this rank's stage of the decoder
-in the batch's ticks, divides the summed loss by the number of labels over all ranks, and updates. Nothing but attention
-knows that other ranks exist, apart from FSDP, the neighbouring stages and the gradient's sum.
+Every rank runs `run`. A batch's way through a step:
+
+    settings → Loader (documents of the corpus) → step_plan (layouts, ticks, plans of attention) → Batches (rows)
+    → Pipeline (ticks) → StageWork (this rank's segments) → CoreAttention (exchange and kernel) → loss → update
+
+Only attention knows that other ranks exist, apart from FSDP, the neighbouring stages and the gradient's sum.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.corpus.corpora import Corpus, corpora
 from distca.cost.work import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
@@ -32,15 +36,15 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
-from distca.train.agreement import Agreement, ServerSpeeds, first_says, gather_json, set_timeouts
+from distca.train.agreement import Agreement, ServerSpeeds
+from distca.train.batches import Batch, Batches, Evaluation, check_fills_a_batch
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError
 from distca.train.checkpoint.export import export_newest, keep_tokenizer, token_ids
 from distca.train.checkpoint.folder import step_folders
-from distca.train.data import Batch, Loader
+from distca.train.data import Loader
 from distca.train.display import Observer
-from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora
 from distca.train.folder_lock import FolderLock, open_log_folder
-from distca.train.groups import groups_of, num_training, serve, transport_between
+from distca.train.groups import gather_json, groups_of, num_training, on_first, serve, set_timeouts, transport_between
 from distca.train.metrics import StepRecord
 from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.model.huggingface import config_of
@@ -111,13 +115,17 @@ class Trainer:
         shared = groups.servers if settings.attention.mode == "disaggregated" else self.mesh["data"].get_group()
         self.attention = CoreAttention(shared, kernel=settings.attention.kernel, state=settings.attention.state,
                                        transport=transport_between(shared, settings), recorder=self.recorder)
-        nodes, agree = self.attention.topology, Agreement(settings, self.trainers)
-        self.loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
-                             model=shape.model, topology=nodes, agree=agree)
+        agree = Agreement(settings, self.trainers)
+
+        def batches(corpus: Corpus, trains: bool = True) -> Batches:
+            loader = Loader(corpus, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data,
+                            model=shape.model)
+            return Batches(loader, topology=self.attention.topology, agree=agree, trains=trains)
+
+        self.batches = batches(corpus)
         self.speeds = ServerSpeeds(self.pool, self.trainers) if settings.attention.adapt else None
-        self.evaluation = None if held_out is None or not settings.eval.every else Evaluation(
-            held_out, settings, rank=self.mesh["data"].get_local_rank(), world=self.num_data, model=shape.model,
-            topology=nodes, agree=agree)
+        self.evaluation = (Evaluation(batches(held_out, trains=False))
+                           if held_out is not None and settings.eval.every else None)
         self.decoder = build_decoder(settings, shape, dtype, device, self.mesh)
         compile, host_bytes = compiles(settings, device), int(settings.model.offload * 1e9)
         offload = Offload(device, host_bytes) if host_bytes else None
@@ -146,7 +154,7 @@ class Trainer:
             keep_tokenizer(self.settings, Path(chosen.folder))
         state = checkpoints.resume() if chosen.resume else None
         if state is not None:
-            self.loader.load(state.loader)
+            self.batches.load(state.loader)
             self.step = state.step
         return checkpoints
 
@@ -160,7 +168,7 @@ class Trainer:
     def train(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.ask_to_stop)
-        self.settings = self.settings.with_values({"log.folder": first_says(self.open_log, self.trainers)})
+        self.settings = self.settings.with_values({"log.folder": on_first(self.open_log, self.trainers)})
         observer = Observer(self.settings, self.rank, self.world)
         try:
             while self.step < self.settings.run.steps and not self.agreed_to_stop():
@@ -173,7 +181,7 @@ class Trainer:
             self.release_servers()
             self.save()
         finally:
-            self.loader.close()
+            self.batches.close()
             observer.close(stopped=self.stopping)
             if self.log is not None:
                 self.log.release()
@@ -182,7 +190,7 @@ class Trainer:
 
     def one_step(self) -> StepRecord:
         began = perf_counter()
-        batch = self.loader.next()
+        batch = self.batches.next()
         self.recorder.begin_step()
         lr = learning_rate(self.step, self.settings)
         for group in self.optimizer.param_groups:
@@ -199,7 +207,7 @@ class Trainer:
         loss = total / batch.num_labels
         if self.speeds is not None and batch.server_work is not None:
             self.speeds.learn(batch.server_work, trace.seconds("attention"))
-            self.loader.speed = self.speeds.for_plans
+            self.batches.speed = self.speeds.for_plans
         if self.step == self.settings.log.trace_step:
             self.write_trace(trace)
         seconds = perf_counter() - began
@@ -271,7 +279,7 @@ class Trainer:
     def save(self) -> None:
         if self.checkpoints is not None:
             self.finish_save()
-            self.checkpoints.save(self.step, self.loader.state())
+            self.checkpoints.save(self.step, self.batches.position)
 
     def finish_save(self) -> None:
         """Wait for the save in flight; where it failed, stop or go on as `checkpoint.on_error` says."""

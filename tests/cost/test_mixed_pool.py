@@ -24,7 +24,7 @@ from distca.planning.plan import Plan, max_over_mean
 from distca.simulate.setting import setting
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named
-from distca.train.data import attention_time, step_plan
+from distca.train.batches import attention_time, step_plan
 from distca.train.settings import load_settings
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack

@@ -21,7 +21,7 @@ from distca.simulate.setting import setting
 from distca.simulate.strategies import STRATEGIES, PoolChoice
 from distca.simulate.sweep import Question, compare
 from distca.spec import ClusterShape, cluster_named
-from distca.train.data import attention_time, step_plan
+from distca.train.batches import attention_time, step_plan
 from distca.train.settings import Settings, load_settings
 from distca.workload.documents import sample_lengths
 from distca.workload.sequences import Source

@@ -18,7 +18,7 @@ from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
 from distca.simulate.strategies import STRATEGIES, Pool, PoolChoice, StepDocuments
 from distca.spec import cluster_named
-from distca.train.data import attention_time, step_plan
+from distca.train.batches import attention_time, step_plan
 from distca.train.settings import load_settings
 from distca.workload.sequences import Source, batch_sequences
 from distca.workload.topology import Topology

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from distca.corpus.corpora import Corpus
 from distca.planning.micro_batch import MicroBatch
 from distca.planning.step import StepPlan
-from distca.train.data import Batch, Row
+from distca.spec import ModelShape
+from distca.train.batches import Batch, Batches
+from distca.train.data import Loader, Row
+from distca.train.settings import Settings
 
 
 def nano_index(micro_batch: MicroBatch, nano: int, rank: int) -> torch.Tensor:
@@ -36,3 +41,9 @@ def batch_of(plan: StepPlan, rank: int, vocab: int) -> Batch:
         rows.append(tuple(Row(tokens[index], labels[index], positions[index], micro_batch.key_runs(nano, rank))
                           for nano, index in enumerate(at)))
     return Batch(tuple(rows), plan, plan.summary(), 0.0, 0.0, plan.num_labels)
+
+
+def batches_of(corpus: Corpus, settings: Settings, *, rank: int = 0, world: int = 1, model: ModelShape,
+               **options: Any) -> Batches:
+    """One data rank's batches of a corpus."""
+    return Batches(Loader(corpus, settings, rank=rank, world=world, model=model), **options)

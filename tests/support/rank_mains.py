@@ -244,7 +244,7 @@ def live_memory(settings: Settings) -> int:
     before, after = live_after(50), live_after(settings.run.steps - 20)
     vars(trainer)["forward_backward"] = keep_rows
     _say(settings, before=before, after=after, leaking=live_after(settings.run.steps), trimmed=trimmed)
-    trainer.loader.close()
+    trainer.batches.close()
     return 0
 
 

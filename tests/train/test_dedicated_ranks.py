@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from distca.models import model_named
-from distca.train.data import step_plan
+from distca.train.batches import step_plan
 from distca.train.settings import Settings
 
 STEPS = 6

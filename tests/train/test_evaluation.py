@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distca.corpus.corpora import MemoryCorpus
+from distca.corpus.corpora import MemoryCorpus, corpora, held_out
 from distca.kernels import dense_attention
-from distca.train.data import Loader
-from distca.train.evaluation import Evaluation, check_fills_a_batch, corpora, held_out
+from distca.train.batches import Evaluation, check_fills_a_batch
 from distca.train.model.build import build_optimizer, learning_rate
 from distca.train.model.decoder import Decoder
 from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer
+from tests.support.batches import batches_of
 from tests.support.processes import run_processes
 
 VOCAB = 300
@@ -212,7 +212,7 @@ def refusal(settings: Settings) -> str:
         trained, held = corpora(settings)
         check_fills_a_batch(trained, settings, num_data=2)
         assert held is not None
-        Evaluation(held, settings, rank=0, world=2, model=decoder_shape(settings.model, 257).model)
+        Evaluation(batches_of(held, settings, world=2, model=decoder_shape(settings.model, 257).model))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -230,7 +230,7 @@ def test_an_evaluation_takes_no_document_twice(tmp_path: Path) -> None:
     settings = write_texts(tmp_path, 400).with_values({"batch.tokens_per_rank": 50, "eval.batches": 1000})
     held = corpora(settings)[1]
     assert held is not None
-    evaluation = Evaluation(held, settings, rank=0, world=1, model=decoder_shape(settings.model, 257).model)
+    evaluation = Evaluation(batches_of(held, settings, model=decoder_shape(settings.model, 257).model))
     assert evaluation._num_batches == held.lengths().sum() // 50
     assert [step for step in range(1, 201) if evaluation.is_due(step)] == list(range(1, 201))
 
@@ -243,10 +243,10 @@ def test_a_step_without_a_token_in_the_loss_is_refused_unless_it_only_looks() ->
     corpus = MemoryCorpus(np.arange(64), np.array([64]), 64, loss)
     settings = Settings().with_values({"batch.tokens_per_rank": 32, "batch.ping_pong": False})
     model = decoder_shape(settings.model, 64).model
-    loader = Loader(corpus, settings, rank=0, world=1, model=model)
+    loader = batches_of(corpus, settings, rank=0, world=1, model=model)
     with pytest.raises(ValueError, match="holds tokens that are not in the loss only and nothing to predict"):
         loader.next()
-    looking = Loader(corpus, settings, rank=0, world=1, model=model, trains=False)
+    looking = batches_of(corpus, settings, rank=0, world=1, model=model, trains=False)
     batches = [looking.next(), looking.next()]
     assert [(batch.num_labels, int((batch.rows[0].labels >= 0).sum())) for batch in batches] == [(0, 0), (1, 1)]
     for one in (loader, looking):
@@ -260,7 +260,7 @@ def test_labels_are_the_next_tokens_in_the_loss_wherever_they_live(world: int, p
     corpus = MemoryCorpus(np.arange(lengths.sum()), np.cumsum(lengths), 10_000, loss[:lengths.sum()])
     settings = Settings().with_values({"batch.tokens_per_rank": 480 // world, "batch.ping_pong": ping_pong})
     model = decoder_shape(settings.model, 10_000).model
-    loaders = [Loader(corpus, settings, rank=rank, world=world, model=model) for rank in range(world)]
+    loaders = [batches_of(corpus, settings, rank=rank, world=world, model=model) for rank in range(world)]
     for _ in range(3):
         batches = [loader.next() for loader in loaders]
         tokens, labels = (np.concatenate([getattr(row, name).numpy() for batch in batches for row in batch.rows])

@@ -25,8 +25,8 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.train.agreement import set_timeouts
-from distca.train.data import step_plan
+from distca.train.batches import step_plan
+from distca.train.groups import set_timeouts
 from distca.train.model.build import connect
 from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.model.parallel import parallelize

@@ -21,7 +21,7 @@ from distca.planning.schedule import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
-from distca.train.data import step_plan
+from distca.train.batches import step_plan
 from distca.train.model.build import connect
 from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
 from distca.train.model.offload import HostPages, Offload

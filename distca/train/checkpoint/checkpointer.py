@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from distca.train.agreement import first_says, gather_json
-from distca.train.background import in_background
 from distca.train.checkpoint.files import (
     Held,
     Reader,
@@ -58,7 +56,7 @@ from distca.train.checkpoint.folder import (
     write_manifest,
 )
 from distca.train.folder_lock import FolderLock
-from distca.train.groups import group_of
+from distca.train.groups import gather_json, group_of, in_background, on_first
 from distca.validation import UserError
 
 LOG = logging.getLogger("distca")
@@ -123,9 +121,9 @@ class Checkpointer:
     def resume(self) -> TrainState | None:
         """Go on from the newest good checkpoint, if there is one; a ValueError where going on would lose a run."""
         damaged: list[str] = []
-        for name in first_says(lambda: [path.name for path in reversed(step_folders(self.folder))], self._group):
+        for name in on_first(lambda: [path.name for path in reversed(step_folders(self.folder))], self._group):
             path = self.folder / name
-            content = first_says(lambda path=path: self._candidate(path, damaged), self._group)  # type: ignore[misc]
+            content = on_first(lambda path=path: self._candidate(path, damaged), self._group)  # type: ignore[misc]
             if content is None:
                 continue
             error, state = None, None
@@ -141,7 +139,7 @@ class Checkpointer:
             damaged.append(name)
             if self._rank == 0:
                 LOG.warning("checkpoint %s is damaged and not used: %s", path, errors[0])
-        for name in first_says(lambda: damaged[:1], self._group):
+        for name in on_first(lambda: damaged[:1], self._group):
             raise UserError(f"checkpoint.folder = {str(self.folder)!r} holds {name} but no checkpoint that is whole; "
                             "restore one, or name another folder to begin anew")
         return None
@@ -209,9 +207,9 @@ class Checkpointer:
         """In the background, on every rank, with the same outcome on all of them."""
         target = self.folder / step_name(manifest.step)
         sizes = gather_json(sum(about.num_bytes for about, _ in staged), self._group)
-        first_says(lambda: self._prepare(target, sum(sizes)), self._group)
+        on_first(lambda: self._prepare(target, sum(sizes)), self._group)
         everyone = gather_json(self._write_files(target, staged), self._group)
-        first_says(lambda: self._complete(target, manifest, everyone), self._group)
+        on_first(lambda: self._complete(target, manifest, everyone), self._group)
 
     def _prepare(self, target: Path, num_bytes: int) -> None:
         try:
@@ -265,7 +263,7 @@ class Checkpointer:
         for line in gather_json(error, self._group):
             if line is not None:
                 raise UserError(line)
-        marker = self.folder / first_says(lambda: f".shared-{secrets.token_hex(8)}", self._group)
+        marker = self.folder / on_first(lambda: f".shared-{secrets.token_hex(8)}", self._group)
         if self._rank == 0:
             marker.touch()
         gather_json(None, self._group)                           # nobody looks before it is there
@@ -275,7 +273,7 @@ class Checkpointer:
         if not all(seen):
             raise UserError(f"checkpoint.folder = {str(self.folder)!r} is another folder on rank {seen.index(False)} "
                             "than on rank 0; name one on a file system that all ranks share")
-        first_says(self._take_lock, self._group)
+        on_first(self._take_lock, self._group)
 
     def _take_lock(self) -> None:
         self._lock = FolderLock(self.folder, "checkpoint.folder")

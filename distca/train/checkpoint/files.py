@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from distca.train.background import in_background
 from distca.train.checkpoint.folder import (
     CHUNK_BYTES,
     Block,
@@ -36,6 +35,7 @@ from distca.train.checkpoint.folder import (
     opened,
     read_at,
 )
+from distca.train.groups import in_background
 
 SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
                       "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}

@@ -62,7 +62,7 @@ def check_machine(settings: Settings) -> None:
 
 def _check_cost(settings: Settings, model: ModelShape) -> None:
     """A latency table that can be read and knows the model's heads."""
-    from distca.train.data import attention_time
+    from distca.train.batches import attention_time
 
     try:
         attention_time(settings, model)
