@@ -39,7 +39,8 @@ from distca.simulate.costs import FREE, Costs
 from distca.simulate.execute import Step, execute
 from distca.spec import FLOAT32_BYTES, ModelShape
 from distca.train.launch import here
-from distca.train.model.decoder import Decoder, chunked_cross_entropy
+from distca.train.model.decoder import Decoder
+from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import start_group

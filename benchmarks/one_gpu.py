@@ -18,10 +18,10 @@ from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.train.batches import Batch, step_plan
 from distca.train.model.build import build_optimizer, connect
-from distca.train.model.decoder import Decoder, DecoderShape
-from distca.train.model.offload import Offload
+from distca.train.model.decoder import Decoder
 from distca.train.model.parallel import clip_grad_norm, parallelize
-from distca.train.model.segment_runs import run_segments
+from distca.train.model.segment_runs import Offload, run_segments
+from distca.train.model.shape import DecoderShape
 from distca.train.settings import load_settings
 from distca.train.stages import StageWork
 
@@ -45,7 +45,7 @@ class OneGpu:
         self.model, self.loss_chunk_tokens = model, loss_chunk_tokens
         self.mesh = init_device_mesh(device, (1, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
         self.decoder = Decoder(DecoderShape(model, tied=tied), device="meta").to(torch.float32)
-        parallelize(self.decoder, self.mesh, tensor=1, fsdp=True, dtype=self.dtype)
+        parallelize(self.decoder, self.mesh, fsdp=True, dtype=self.dtype)
         self.decoder.to_empty(device=self.device)
         self.decoder.reset_parameters(torch.Generator(self.device).manual_seed(0))
         self.optimizer = build_optimizer(self.decoder, self.settings)

@@ -48,9 +48,8 @@ from distca.train.groups import gather_json, groups_of, num_training, on_first, 
 from distca.train.metrics import StepRecord
 from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.model.huggingface import config_of
-from distca.train.model.offload import Offload
 from distca.train.model.parallel import clip_grad_norm
-from distca.train.model.segment_runs import run_segments
+from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for

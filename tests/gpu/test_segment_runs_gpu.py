@@ -13,10 +13,11 @@ from torch._dynamo.utils import counters
 
 from distca.kernels import dense_attention
 from distca.spec import ModelShape
-from distca.train.model.decoder import Decoder, DecoderShape
+from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
-from distca.train.model.offload import Offload
-from distca.train.model.segment_runs import run_segments
+from distca.train.model.segment_runs import Offload, run_segments
+from distca.train.model.shape import DecoderShape
+from tests.support.decoders import hidden_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +38,7 @@ def one_step(lengths: Sequence[int], dtype: torch.dtype, offload_bytes: int = 0,
     tokens = torch.randint(0, 1000, (sum(lengths),), generator=torch.Generator().manual_seed(1)).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     with nullcontext() if offload is None else offload.keeping():
-        hidden = decoder.hidden(tokens, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
+        hidden = hidden_of(decoder, tokens, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
     total, _ = chunked_cross_entropy(hidden, decoder.head_weight, tokens.roll(-1), 400, compile)
     (total / len(tokens)).backward()
     assert offload is None or not (offload.sent or offload.resident)

@@ -27,10 +27,14 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
-from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy
-from distca.train.stages import StageWork, stage_of
+from distca.train.model.build import stage_of
+from distca.train.model.decoder import Decoder, Segment
+from distca.train.model.loss import chunked_cross_entropy
+from distca.train.model.shape import DecoderShape
+from distca.train.stages import StageWork
 from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
+from tests.support.decoders import hidden_of
 from tests.support.plans import random_lengths, scattered_plan
 
 SHAPE = DecoderShape(ModelShape("small", 1, 16, 4, 2, 4, 24, 31))
@@ -132,7 +136,7 @@ def on_fake_ranks(step: Step, make: type[Work] = Work, recorders: list[Recorder]
         attention = CoreAttention(
             transport=transport if plan.is_shared else LoopbackTransport(stages[stage], data),
             recorder=None if recorders is None else recorders[transport.rank])
-        part = stage_of(step.decoder(), stage, step.num_stages, step.layers)
+        part = stage_of(step.decoder(), stage, step.layers)
         work = make(part, attention, tensor=1, dtype=torch.float64, device=CPU, loss_chunk_tokens=CHUNK)
         neighbours = LoopbackPointToPoint(world, range(data, step.num_ranks, step.num_data), stage)
         for _ in range(step.num_steps):
@@ -152,7 +156,7 @@ def in_one_process(step: Step) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses = []
     for number, lengths in enumerate(step.documents):
         tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
-        hidden = whole.hidden(tokens, positions, partial(dense_attention, lengths=lengths))
+        hidden = hidden_of(whole, tokens, positions, partial(dense_attention, lengths=lengths))
         total = chunked_cross_entropy(hidden, whole.head_weight, labels, CHUNK)[0] / step.num_labels
         total.backward()
         losses.append(total.item())

@@ -19,6 +19,7 @@ from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer
 from tests.support.batches import batches_of
+from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes
 
 VOCAB = 300
@@ -59,7 +60,7 @@ def masked_loss(decoder: Decoder, documents: list[Document]) -> torch.Tensor:
         place = slice(half * PIECE, (half + 1) * PIECE)
         tokens = torch.tensor(document["input_ids"][place])
         wanted = torch.tensor(document["loss_mask"][place])[1:].bool()
-        hidden = decoder.hidden(tokens, torch.arange(PIECE), lambda q, k, v: dense_attention(q, k, v, [PIECE]))
+        hidden = hidden_of(decoder, tokens, torch.arange(PIECE), lambda q, k, v: dense_attention(q, k, v, [PIECE]))
         logits = hidden[:-1] @ decoder.head_weight.T
         total = total + F.cross_entropy(logits[wanted], tokens[1:][wanted], reduction="sum")
         count += int(wanted.sum())

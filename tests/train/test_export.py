@@ -24,6 +24,7 @@ from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import check_weight_files, config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
 from tests.support.attention import greedy
+from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes
 
 transformers = pytest.importorskip("transformers")
@@ -78,7 +79,7 @@ def test_an_export_opens_with_the_same_logits_and_generates(kind: str, tmp_path:
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
             return dense_attention(q, k, v, [len(tokens)], window=window)
-        return decoder.hidden(tokens, torch.arange(len(tokens)), attend) @ decoder.head_weight.T
+        return hidden_of(decoder, tokens, torch.arange(len(tokens)), attend) @ decoder.head_weight.T
 
     torch.testing.assert_close(model(tokens[None]).logits[0], logits(tokens), rtol=1e-5, atol=1e-5)
     written = model.generate(tokens[None, :40], max_new_tokens=8, do_sample=False)[0]
@@ -174,6 +175,7 @@ import sys, time
 from pathlib import Path
 from distca.train.checkpoint.files import Reader
 from distca.train.checkpoint.export import export_hf
+from tests.support.decoders import hidden_of
 whole, read = Reader.whole, []
 def slow(reader, name):
     read.append(name)
@@ -246,15 +248,15 @@ def save_on_a_mesh(transport: Any, folder: str, family: str, tensor: int, stages
     from torch.distributed.device_mesh import init_device_mesh
 
     from distca.planning.schedule import layers_of_stages
+    from distca.train.model.build import stage_of
     from distca.train.model.parallel import parallelize
-    from distca.train.stages import stage_of
 
     shape = DecoderShape(ModelShape("small", 4, 32, 4, 2, 8, 56, 97), family=family)
     mesh = init_device_mesh("cpu", (stages, dist.get_world_size() // tensor // stages, tensor),
                             mesh_dim_names=("pipeline", "data", "tensor"))
-    part = stage_of(Decoder(shape, device="meta"), mesh["pipeline"].get_local_rank(), stages,
+    part = stage_of(Decoder(shape, device="meta"), mesh["pipeline"].get_local_rank(),
                     layers_of_stages(4, stages))
-    parallelize(part, mesh, tensor=tensor, fsdp=fsdp, dtype=torch.float32)
+    parallelize(part, mesh, fsdp=fsdp, dtype=torch.float32)
     part.to_empty(device="cpu")
     part.reset_parameters(torch.Generator().manual_seed(11))
     saver = Checkpointer(folder, part, torch.optim.AdamW(part.parameters()), config=config_of(shape, "float32"))

@@ -15,11 +15,12 @@ from torch.nn.functional import cross_entropy
 from distca.kernels import dense_attention
 from distca.models import MODELS, TRAINABLE
 from distca.spec import ModelShape
+from distca.train.model.build import stage_of
 from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape, named_decoder
 from distca.train.settings import Model, Settings
-from distca.train.stages import stage_of
+from tests.support.decoders import hidden_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -80,7 +81,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
 
 def our_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return decoder.hidden(tokens, positions, attend) @ decoder.head_weight.T
+    return hidden_of(decoder, tokens, positions, attend) @ decoder.head_weight.T
 
 
 def their_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -148,7 +149,7 @@ def test_a_stage_loads_its_own_part(tmp_path: Path) -> None:
         whole = dict(loaded(tmp_path / family).named_parameters())
         seen = set()
         for stage in range(2):
-            part = stage_of(Decoder(shape_from_hf(tmp_path / family), device="meta"), stage, 2, (2, 1))
+            part = stage_of(Decoder(shape_from_hf(tmp_path / family), device="meta"), stage, (2, 1))
             load_hf(tmp_path / family, part.to_empty(device="cpu"))
             for name, parameter in part.named_parameters():
                 assert torch.equal(parameter, whole[name])       # copies

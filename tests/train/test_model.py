@@ -18,6 +18,7 @@ from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape
 from distca.train.settings import Model
 from distca.workload.packing import pack
 from tests.support.attention import gradient, on_fake_ranks
+from tests.support.decoders import hidden_of
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
 
@@ -27,7 +28,7 @@ def positions_of(lengths: list[int]) -> torch.Tensor:
 
 
 def logits_of(decoder: Decoder, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    hidden = decoder.hidden(tokens, positions_of(lengths), lambda q, k, v: dense_attention(q, k, v, lengths))
+    hidden = hidden_of(decoder, tokens, positions_of(lengths), lambda q, k, v: dense_attention(q, k, v, lengths))
     return hidden @ decoder.head_weight.T
 
 
@@ -68,10 +69,10 @@ def test_rotation_depends_on_distance_alone() -> None:
     decoder = Decoder(replace(SHAPE, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)))
     lengths = [12]
     tokens = random_tokens(12)
-    shifted = decoder.hidden(tokens, positions_of(lengths) + 1000,
+    shifted = hidden_of(decoder, tokens, positions_of(lengths) + 1000,
                              lambda q, k, v: dense_attention(q, k, v, lengths)) @ decoder.head_weight.T
     torch.testing.assert_close(shifted, logits_of(decoder, tokens, lengths), rtol=1e-3, atol=1e-5)
-    unrotated = decoder.hidden(tokens, torch.zeros(12, dtype=torch.int64),
+    unrotated = hidden_of(decoder, tokens, torch.zeros(12, dtype=torch.int64),
                                lambda q, k, v: dense_attention(q, k, v, lengths)) @ decoder.head_weight.T
     assert (unrotated - shifted).abs().max() > 1e-4
 
@@ -87,7 +88,8 @@ def test_runs_with_a_plan_on_fake_ranks() -> None:
         row = layout.tokens(attend.transport.rank)
         begin = torch.tensor([0, *lengths]).cumsum(0)[torch.from_numpy(row.document)]
         index = begin + torch.from_numpy(row.position)
-        hidden = decoder.hidden(tokens[index], torch.from_numpy(row.position), lambda q, k, v: attend(q, k, v, plan))
+        hidden = hidden_of(decoder, tokens[index], torch.from_numpy(row.position),
+                           lambda q, k, v: attend(q, k, v, plan))
         return float((hidden @ decoder.head_weight.T - logits_of(decoder, tokens, lengths)[index]).abs().max())
 
     assert max(on_fake_ranks(plan, body)) < 1e-12

@@ -27,13 +27,16 @@ from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.train.batches import step_plan
 from distca.train.groups import set_timeouts
-from distca.train.model.build import connect
-from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
+from distca.train.model.build import connect, stage_of
+from distca.train.model.decoder import Decoder
+from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import parallelize
+from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
-from distca.train.stages import StageWork, stage_of
+from distca.train.stages import StageWork
 from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
+from tests.support.decoders import hidden_of
 from tests.support.plans import random_lengths
 from tests.support.processes import run_processes
 
@@ -70,7 +73,7 @@ def in_one_process(plan: StepPlan) -> tuple[float, dict[str, torch.Tensor]]:
     for number, micro_batch in enumerate(plan.micro_batches):
         lengths = micro_batch.lengths.tolist()
         tokens, labels, positions = document_columns(lengths, SHAPE.model.vocab, number)
-        hidden = whole.hidden(tokens, positions, partial(dense_attention, lengths=lengths))
+        hidden = hidden_of(whole, tokens, positions, partial(dense_attention, lengths=lengths))
         losses.append(chunked_cross_entropy(hidden, whole.head_weight, labels, 50)[0] / plan.num_labels)
     loss = torch.stack(losses).sum()
     loss.backward()
@@ -96,9 +99,9 @@ class Rank:
 
     def work(self, mode: str, dtype: torch.dtype, *, fsdp: bool = True, recompute: bool = False,
              make: type[StageWork] = StageWork) -> StageWork:
-        part = stage_of(decoder(dtype), self.stage, self.num_stages,
+        part = stage_of(decoder(dtype), self.stage,
                         layers_of_stages(SHAPE.model.num_layers, self.num_stages))
-        parallelize(part, self.mesh, tensor=1, fsdp=fsdp, dtype=dtype, recompute="full" if recompute else "none")
+        parallelize(part, self.mesh, fsdp=fsdp, dtype=dtype, recompute="full" if recompute else "none")
         attention = CoreAttention(self.pool if mode == "disaggregated" else self.mesh["data"].get_group())
         return make(part, attention, tensor=1, dtype=dtype, device=torch.device("cpu"), loss_chunk_tokens=50)
 

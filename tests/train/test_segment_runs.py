@@ -22,14 +22,16 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
 from distca.train.batches import step_plan
-from distca.train.model.build import connect
-from distca.train.model.decoder import Decoder, DecoderShape, chunked_cross_entropy
-from distca.train.model.offload import HostPages, Offload
+from distca.train.model.build import connect, stage_of
+from distca.train.model.decoder import Decoder
+from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import parallelize
-from distca.train.model.segment_runs import run_segments
+from distca.train.model.segment_runs import HostPages, Offload, run_segments
+from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
-from distca.train.stages import StageWork, stage_of
+from distca.train.stages import StageWork
 from tests.support.batches import batch_of
+from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes
 
 SHAPE = DecoderShape(ModelShape("small", 3, 24, 4, 2, 8, 40, 61))
@@ -51,7 +53,7 @@ def one_step(lengths: Sequence[int], recompute: str = "none", offload: Offload |
     tokens = torch.randint(0, 61, (sum(lengths),), generator=torch.Generator().manual_seed(len(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])
     with nullcontext() if offload is None else offload.keeping():
-        hidden = decoder.hidden(tokens, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
+        hidden = hidden_of(decoder, tokens, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
     total, _ = chunked_cross_entropy(hidden, decoder.head_weight, tokens.roll(-1), 7)
     total.backward()
     grads = [parameter.grad for parameter in decoder.parameters()]
@@ -81,7 +83,7 @@ def test_offloading_keeps_x_and_attentions_output_alone() -> None:
     decoder = Decoder(SHAPE).double()
     run_segments(decoder, offload=offload)
     with offload.keeping():
-        hidden = decoder.hidden(torch.arange(num_tokens) % 61, torch.arange(num_tokens), attend_and_save)
+        hidden = hidden_of(decoder, torch.arange(num_tokens) % 61, torch.arange(num_tokens), attend_and_save)
     assert sum(kept.shape.numel() for kept in offload.sent) == 3 * num_tokens * (24 + 32)
     assert all(kept.tensor is None for kept in offload.sent)
     staying = {kept.shape for kept in offload.resident.values()}
@@ -147,7 +149,7 @@ def test_host_pages_run_out_and_come_back() -> None:
     first = pages.take(7 * 256 - 3)
     assert first is not None and len(first) == 7
     assert pages.take(4 * 256) is None
-    pages.give(first)
+    pages.free += first
     assert len(pages.take(10 * 256) or []) == 10
 
 
@@ -168,8 +170,8 @@ def step_on(mesh_shape: tuple[int, int, int], way: dict[str, Any]) -> list[torch
     lengths = [np.array([90, 31, 7]) * num_data, np.array([128]) * num_data]
     plan = step_plan(lengths, chosen, SHAPE.model, num_data)
     whole = Decoder(SHAPE, generator=torch.Generator().manual_seed(3)).double()
-    part = stage_of(whole, mesh["pipeline"].get_local_rank(), stages, layers_of_stages(3, stages))
-    parallelize(part, mesh, tensor=tensor, fsdp=True, dtype=torch.float64, recompute=way.get("recompute", "none"))
+    part = stage_of(whole, mesh["pipeline"].get_local_rank(), layers_of_stages(3, stages))
+    parallelize(part, mesh, fsdp=True, dtype=torch.float64, recompute=way.get("recompute", "none"))
     offload = small_offload() if way.get("offload") else None
     torch._dynamo.reset()
     run_segments(part, compile=way.get("compile", False), backend="aot_eager", offload=offload,

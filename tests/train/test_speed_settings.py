@@ -12,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import distca
 from distca.spec import ModelShape
-from distca.train.model.decoder import Decoder, DecoderShape
+from distca.train.model.decoder import Decoder
+from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings, preflight
 from distca.train.settings.preflight import check_machine, compiles
+from tests.support.decoders import hidden_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -64,7 +66,7 @@ def test_the_benchmark_counts_what_a_decoder_multiplies(monkeypatch: pytest.Monk
     decoder, num_tokens = Decoder(DecoderShape(model)), 20
     with FlopCounterMode(display=False) as counted:
         tokens = torch.arange(num_tokens)
-        x = decoder.hidden(tokens, tokens, lambda q, k, v: q + (k + v).repeat(1, 2, 1))
+        x = hidden_of(decoder, tokens, tokens, lambda q, k, v: q + (k + v).repeat(1, 2, 1))
         (x @ decoder.head_weight.T).sum().backward()
     pairs = num_tokens * (num_tokens + 1) // 2
     assert model_flops(model, [num_tokens]) == counted.get_total_flops() + 12 * 3 * 4 * 8 * pairs

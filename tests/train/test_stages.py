@@ -16,10 +16,13 @@ from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from distca.train.checkpoint.checkpointer import Checkpointer
-from distca.train.model.decoder import Decoder, DecoderShape, Segment, chunked_cross_entropy, write_parameter
+from distca.train.model.build import stage_of
+from distca.train.model.decoder import Decoder, Segment, write_parameter
+from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import accumulating, clip_grad_norm, parallelize
-from distca.train.stages import stage_of
+from distca.train.model.shape import DecoderShape
 from tests.support.attention import gradient
+from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -39,7 +42,7 @@ def with_layers(num_layers: int, tied: bool = False) -> DecoderShape:
 def through(part: Decoder, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """One row straight through a decoder or a stage of one."""
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return part.hidden(x, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
+    return hidden_of(part, x, positions, lambda q, k, v: dense_attention(q, k, v, lengths))
 
 
 @settings(max_examples=15, deadline=None)
@@ -49,7 +52,7 @@ def test_stages_one_after_the_other_are_the_whole_decoder(layers: list[int], len
                                                           recompute: bool) -> None:
     """Bit for bit: cut or not, the same operations on the same shapes make one graph."""
     whole = Decoder(with_layers(sum(layers)), generator=generator())
-    stages = [stage_of(whole, stage, len(layers), layers) for stage in range(len(layers))]
+    stages = [stage_of(whole, stage, layers) for stage in range(len(layers))]
     assert [len(list(stage.segments)) for stage in stages] == [num + 1 for num in layers]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
@@ -72,26 +75,17 @@ def test_stages_one_after_the_other_are_the_whole_decoder(layers: list[int], len
     assert all(torch.equal(gradient(whole.get_parameter(name)), grad) for name, grad in expected.items())
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_one_stage_is_the_decoder_and_only_the_last_has_the_head() -> None:
     tied = Decoder(with_layers(3, tied=True), device="meta")
-    assert stage_of(tied, 0, 1, (3,)) is tied
-    with pytest.raises(ValueError, match=r"model.tied is true but 2 pipeline stages .*; set model.tied = false"):
-        stage_of(tied, 0, 2, (2, 1))
-    whole = Decoder(SHAPE, device="meta")
-    for layers in ((3, 0), (2, 2), (1, 1, 1), (2,)):
-        with pytest.raises(ValueError, match=r"layers is .* for 2 stages of model 'small' with 3 layers"):
-            stage_of(whole, 0, 2, layers)
-    for stage in (-1, 2):
-        with pytest.raises(ValueError, match=f"stage is {stage}; give one of 0 to 1"):
-            stage_of(whole, stage, 2, (2, 1))
+    assert stage_of(tied, 0, (3,)) is tied
     with pytest.raises(AssertionError, match="only the last stage has the head"):
-        _ = stage_of(whole, 0, 2, (2, 1)).head_weight
+        _ = stage_of(Decoder(SHAPE, device="meta"), 0, (2, 1)).head_weight
 
 
 def test_a_stage_without_memory_draws_the_whole_decoders_weights() -> None:
     """Bit for bit: it draws the other stages' too, into the same shapes."""
     whole = Decoder(SHAPE, generator=generator())
-    stage = stage_of(Decoder(SHAPE, device="meta"), 1, 3, (1, 1, 1))
+    stage = stage_of(Decoder(SHAPE, device="meta"), 1, (1, 1, 1))
     assert all(parameter.is_meta for parameter in stage.parameters())
     stage.to_empty(device="cpu").reset_parameters(generator())
     assert all(torch.equal(parameter, whole.get_parameter(name)) for name, parameter in stage.named_parameters())
@@ -236,9 +230,9 @@ def on_ranks(case: Case) -> dict[str, float]:
         stages, group = [mesh["pipeline"].get_local_rank()], mesh["pipeline"].get_group()
         order = ORDERS[stages[0]]
     whole = Decoder(SHAPE, generator=generator()).to(own_dtype(case))
-    parts = {stage: stage_of(whole, stage, 2, LAYERS) for stage in stages}
+    parts = {stage: stage_of(whole, stage, LAYERS) for stage in stages}
     for part in parts.values():
-        parallelize(part, mesh, tensor=case.tensor, fsdp=case.fsdp, dtype=case.dtype,
+        parallelize(part, mesh, fsdp=case.fsdp, dtype=case.dtype,
                     recompute="full" if case.recompute else "none")
     named = {name: parameter for part in parts.values() for name, parameter in part.named_parameters()}
     optimizer = torch.optim.SGD(named.values(), lr=1.0)
@@ -284,8 +278,8 @@ def build(layers: tuple[int, ...] | None = None, data: int = 1, seed: int = 3) -
     whole = Decoder(SHAPE, generator=generator(seed))
     if layers is not None:
         mesh = init_device_mesh("cpu", (len(layers), data, 1), mesh_dim_names=("pipeline", "data", "tensor"))
-        whole = stage_of(whole, mesh["pipeline"].get_local_rank(), len(layers), layers)
-        parallelize(whole, mesh, tensor=1, fsdp=True, dtype=torch.float32)
+        whole = stage_of(whole, mesh["pipeline"].get_local_rank(), layers)
+        parallelize(whole, mesh, fsdp=True, dtype=torch.float32)
     return whole, torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
 
 
@@ -347,7 +341,7 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path) -> None:
     for layers, data in (((1, 1, 1), 1), ((1, 2), 2)):
         ranks = run_processes(len(layers) * data, resume_cut_otherwise, str(tmp_path), layers, data, **PATIENT)
         assert values(ranks) == [0.0] * (len(layers) * data)
-    alone = stage_of(Decoder(SHAPE), 0, 2, LAYERS)
+    alone = stage_of(Decoder(SHAPE), 0, LAYERS)
     saver = Checkpointer(tmp_path / "staged", alone, torch.optim.AdamW(alone.parameters()))
     with pytest.raises(ValueError, match=r"of another run: .* and nothing here"):
         saver.resume()

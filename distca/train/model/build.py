@@ -1,26 +1,66 @@
-"""What a rank trains with: its share of the decoder, the optimizer and its schedule, and the neighbouring stages."""
+"""Build what a rank trains: its stage of the decoder, the optimizer and its schedule, and the neighbouring stages.
+
+A stage holds whole layers, from attention's entry to its exit. At a cut the segment that joins two layers falls into
+the half that ends the earlier stage and the half that begins the later one; x travels between them. Every parameter
+keeps its name in the whole decoder, so that a checkpoint knows nothing of stages.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca.planning.schedule import layers_of_stages
 from distca.runtime.transport import C10dPointToPoint
-from distca.train.model.decoder import Decoder
+from distca.train.model.decoder import Decoder, Segment
 from distca.train.model.huggingface import load_hf
 from distca.train.model.parallel import parallelize
 from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
-from distca.train.stages import stage_of
+
+
+class Segments(nn.ModuleList):
+    """Segments of a stage, in order, under their numbers in the whole decoder."""
+
+    def __init__(self, segments: Iterable[nn.Module], first: int) -> None:
+        super().__init__()
+        for number, segment in enumerate(segments, start=first):
+            self.add_module(str(number), segment)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self)[index]
+
+
+def stage_of(decoder: Decoder, stage: int, layers: Sequence[int]) -> Decoder:
+    """Return the part of a whole decoder that one stage runs, with `layers[s]` layers on stage s.
+
+    Its parameters are the decoder's own. Cut first and spread over a mesh then: the whole decoder is of no use after
+    that. Only the first stage takes tokens and only the last has the head; others take and give x.
+    """
+    if len(layers) == 1:
+        return decoder
+    assert min(layers) > 0 and sum(layers) == decoder.shape.model.num_layers and not decoder.shape.tied
+    begin, end = sum(layers[:stage]), sum(layers[:stage + 1])
+    segments: list[Any] = list(decoder.segments)[begin:end + 1]
+    if stage > 0:
+        segments[0] = Segment(pre=segments[0].pre)
+    if stage < len(layers) - 1:
+        segments[-1] = Segment(post=segments[-1].post)
+    part = Decoder(decoder.shape, device="meta")                 # without memory: its own parts are not used
+    part.segments = Segments(segments, first=begin)
+    part.head = decoder.head if end == decoder.shape.model.num_layers else None
+    return part
 
 
 def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
-    """This rank's neighbours: one process group for activations, another for gradients."""
+    """Connect this rank to its neighbours: one process group for activations, another for gradients."""
     chain = pipeline.mesh.flatten().tolist()
     back = dist.new_group(chain, timeout=timeout, use_local_synchronization=True)
     return C10dPointToPoint(chain, down=pipeline.get_group(), up=back)
@@ -29,16 +69,14 @@ def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
 def build_decoder(
     settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
 ) -> Decoder:
-    """This rank's share of the weights, the same on any mesh: drawn from the run's seed, or loaded.
+    """Build this rank's share of the decoder; weights, the same on any mesh, are drawn from the seed or loaded.
 
     No rank ever holds more than its share and one whole tensor.
     """
-    stages = settings.parallel.pipeline
+    layers = layers_of_stages(shape.model.num_layers, settings.parallel.pipeline)
     own = torch.float64 if dtype == torch.float64 else torch.float32
-    decoder = stage_of(Decoder(shape, device="meta").to(own), mesh["pipeline"].get_local_rank(), stages,
-                       layers_of_stages(shape.model.num_layers, stages))
-    parallelize(decoder, mesh, tensor=settings.parallel.tensor, fsdp=settings.parallel.fsdp, dtype=dtype,
-                recompute=settings.model.recompute)
+    decoder = stage_of(Decoder(shape, device="meta").to(own), mesh["pipeline"].get_local_rank(), layers)
+    parallelize(decoder, mesh, fsdp=settings.parallel.fsdp, dtype=dtype, recompute=settings.model.recompute)
     decoder.to_empty(device=device)
     if settings.model.load:
         load_hf(settings.model.load, decoder)

@@ -3,7 +3,7 @@
 Between two attention calls stands one segment: what follows attention in layer i (output projection, feed-forward)
 joined with what precedes it in layer i + 1 (norm, projections, rotation). A decoder of L layers has L + 1 segments:
 
-    First   tokens -> x, q, k, v       Middle   x, out -> x, q, k, v       Last   x, out -> hidden
+    first   tokens -> x, q, k, v       middle   x, out -> x, q, k, v       last   x, out -> hidden
 
 Rows are packed: no batch dimension, and every token is rotated by its position in its own document. q, k, v and out
 are plain tensors with this rank's heads of all the row's tokens. x belongs to the segments: under tensor parallelism a
@@ -13,7 +13,7 @@ rank holds only its share of the tokens, padded to whole shares.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from math import ceil, floor, log, pi, sqrt
 from typing import Any, TypeVar
 
 import torch
@@ -21,160 +21,134 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from distca.spec import ModelShape
-from distca.train.model.loss import chunked_cross_entropy
-from distca.train.model.recompute import again
-from distca.train.model.rotary import Rotary, rotary_table
-from distca.train.model.shape import DecoderShape
+from distca.train.model.recompute import again, pad_tokens
+from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
 
-__all__ = ["Decoder", "DecoderShape", "Rotary", "chunked_cross_entropy", "write_parameter"]
-
-Attend = Callable[..., torch.Tensor]                             # of q, k, v, and of `window` where the layer has one
+Rotary = tuple[torch.Tensor, torch.Tensor]                       # cos, sin [tokens, dim], float32
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]            # [tokens, heads or kv_heads, dim]
 Result = TypeVar("Result")
 
 
 class Pre(nn.Module):
     """What precedes attention: norm, projections, rotation."""
 
-    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.head_dim = shape.model.head_dim
-        self.norm = _norm(shape, device)
-        self.qkv = Projections(shape, device)
-        self.q_norm = _norm(shape, device, self.head_dim) if shape.qk_norm else None
-        self.k_norm = _norm(shape, device, self.head_dim) if shape.qk_norm else None
+        self.norm = nn.RMSNorm(shape.model.hidden, eps=shape.norm_eps)
+        self.qkv = Projections(shape)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, rotary: Rotary) -> QKV:
         num_tokens = rotary[0].shape[0]
         q, k, v = (y[:num_tokens].unflatten(1, (-1, self.head_dim)) for y in self.qkv(self.norm(x)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rotary), rotate(k, rotary), v.clone()   # [tokens, heads or kv_heads, dim]; FSDP wants no views
+        return rotate(q, rotary), rotate(k, rotary), v.clone()   # FSDP wants no views
 
 
 class Projections(nn.Module):
-    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        model, bias = shape.model, shape.qkv_bias
-        self.q = _linear(model.hidden, model.num_heads * model.head_dim, device, bias)
-        self.k = _linear(model.hidden, model.num_kv_heads * model.head_dim, device, bias)
-        self.v = _linear(model.hidden, model.num_kv_heads * model.head_dim, device, bias)
+        model = shape.model
+        self.q = nn.Linear(model.hidden, model.num_heads * model.head_dim, bias=shape.qkv_bias)
+        self.k = nn.Linear(model.hidden, model.num_kv_heads * model.head_dim, bias=shape.qkv_bias)
+        self.v = nn.Linear(model.hidden, model.num_kv_heads * model.head_dim, bias=shape.qkv_bias)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> QKV:
         return self.q(x), self.k(x), self.v(x)
 
 
 class Post(nn.Module):
     """What follows attention: output projection and feed-forward, each added to x."""
 
-    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         model = shape.model
-        self.output = _linear(model.num_heads * model.head_dim, model.hidden, device)
-        self.norm = _norm(shape, device)
-        self.mlp = SwiGlu(model, device)
+        self.output = nn.Linear(model.num_heads * model.head_dim, model.hidden, bias=False)
+        self.norm = nn.RMSNorm(model.hidden, eps=shape.norm_eps)
+        self.mlp = SwiGlu(model.hidden, model.ffn)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x with attention's part, and the feed-forward's part that is still to be added."""
+        """Return x with attention's output added, and the feed-forward's output, which the caller adds."""
         x = x + self.output(out.flatten(1))
         return x, self.mlp(self.norm(x))
 
 
 class SwiGlu(nn.Module):
-    def __init__(self, model: ModelShape, device: torch.device | str | None) -> None:
+    def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.gate = _linear(model.hidden, model.ffn, device)
-        self.up = _linear(model.hidden, model.ffn, device)
-        self.down = _linear(model.ffn, model.hidden, device)
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Segment(nn.Module):
-    """What runs between two attention calls. `compute` is the work, `run` another way to do it: compiled, in tiles."""
+    """What runs between two attention calls; `run`, where set, replaces `compute`: compiled, or in tiles.
 
-    recompute: str = "none"                                      # how much is computed again in backward
-    rows_multiple: int = 1                                       # tokens are padded to a multiple of this
+    A segment has the parts that it is given, which run in this order. The first has an embedding, the last a norm. One
+    that is cut between two pipeline stages becomes a segment with `post` alone and a segment with `pre` alone.
+    """
+
+    recompute: str = "none"                                      # how much backward computes again
+    num_shares: int = 1                                          # of the tokens: tensor ranks
     run: Callable[..., Any] | None = None
-    post: Post
-    pre: Pre
+
+    def __init__(
+        self, *, embed: nn.Embedding | None = None, post: Post | None = None, pre: Pre | None = None,
+        norm: nn.RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed, self.post, self.pre, self.norm = embed, post, pre, norm
+        self.whole = nn.Identity() if norm else None             # where tensor ranks gather their shares of the tokens
 
     def forward(self, *inputs: Any) -> Any:
         return self.compute(*inputs) if self.run is None else self.run(*inputs)
 
-    def compute(self, *inputs: Any) -> Any:
-        raise NotImplementedError
-
-    def after(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """What follows attention."""
-        x, added = again(self.recompute, self.post, x, self.pad(out))
-        return x + added
-
-    def before(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What precedes attention; of it "selective" would keep all the same."""
-        return again("none" if self.recompute == "selective" else self.recompute, self.pre, x, rotary)
-
-    def pad(self, rows: torch.Tensor) -> torch.Tensor:
-        missing = -rows.shape[0] % self.rows_multiple
-        return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, missing]) if missing else rows
-
-
-class First(Segment):
-    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(shape.model.vocab, shape.model.hidden, device="meta")
-        self.embed.to_empty(device=device or "cpu")              # never spends time on a random start of its own
-        self.pre = Pre(shape, device)
-
-    def compute(self, tokens: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
-        x = self.embed(self.pad(tokens))
-        return x, *self.before(x, rotary)
-
-
-class Middle(Segment):
-    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.post = Post(shape, device)
-        self.pre = Pre(shape, device)
-
-    def compute(self, x: torch.Tensor, out: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, ...]:
-        x = self.after(x, out)
-        return x, *self.before(x, rotary)
-
-
-class Last(Segment):
-    def __init__(self, shape: DecoderShape, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.post = Post(shape, device)
-        self.norm = _norm(shape, device)
-        self.whole = nn.Identity()                               # where shares of the tokens come together again
-
-    def compute(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        hidden = self.whole(self.norm(self.after(x, out)))
-        return hidden if self.rows_multiple == 1 else hidden[: out.shape[0]].clone()
+    def compute(self, x: torch.Tensor, *inputs: Any) -> Any:
+        """Take tokens or x, then attention's output after `post`, then the rotary table before `pre`."""
+        if self.embed is not None:
+            x = self.embed(pad_tokens(x, self.num_shares))
+        if self.post is not None:
+            x, added = again(self.recompute, self.post, x, pad_tokens(inputs[0], self.num_shares))
+            x = x + added
+        if self.pre is not None:                                 # of which "selective" would keep all anyway
+            return x, *again("none" if self.recompute == "selective" else self.recompute, self.pre, x, inputs[-1])
+        if self.norm is not None and self.whole is not None:
+            hidden = self.whole(self.norm(x))
+            return hidden if self.num_shares == 1 else hidden[: inputs[0].shape[0]].clone()
+        return x
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and head. Drive its segments inside `decoder(run)`, where all weights are at hand.
+    """Embedding, layers and head. Run its segments inside `decoder(run)`, where all weights are gathered.
 
     Weights are drawn from `generator` (by default one seeded with 0), equal wherever they are drawn; on the "meta"
     device they are left for `reset_parameters` or `load_hf`.
     """
 
     def __init__(
-        self, shape: DecoderShape, *, generator: torch.Generator | None = None, device: torch.device | str | None = None
+        self, shape: DecoderShape, *, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__()
         self.shape = shape
-        middles = [Middle(shape, device) for _ in range(shape.model.num_layers - 1)]
-        self.segments = nn.ModuleList([First(shape, device), *middles, Last(shape, device)])
-        self.head = None if shape.tied else _linear(shape.model.hidden, shape.model.vocab, device)
-        if not self.head_weight.is_meta:
+        with torch.device("meta"):                               # layers then draw no weights of their own
+            vocab, hidden = shape.model.vocab, shape.model.hidden
+            first = Segment(embed=nn.Embedding(vocab, hidden), pre=Pre(shape))
+            middles = [Segment(post=Post(shape), pre=Pre(shape)) for _ in range(shape.model.num_layers - 1)]
+            last = Segment(post=Post(shape), norm=nn.RMSNorm(hidden, eps=shape.norm_eps))
+            self.segments = nn.ModuleList([first, *middles, last])
+            self.head = None if shape.tied else nn.Linear(hidden, vocab, bias=False)
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
             self.reset_parameters(generator)
 
     def forward(self, run: Callable[[Decoder], Result]) -> Result:
-        """`run(self)`, with the embedding and the head gathered around it where they are sharded."""
+        """Call `run(self)`; FSDP gathers a sharded embedding and head around it."""
         return run(self)
 
     @property
@@ -183,31 +157,20 @@ class Decoder(nn.Module):
         assert self.head is not None or self.shape.tied, "only the last stage has the head"
         return self.segments[0].embed.weight if self.head is None else self.head.weight  # type: ignore[union-attr,return-value]
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of the layers that stand here, in order."""
-        first = int(next(iter(self.segments.named_children()))[0])
-        return self.shape.model.layer_windows[first:first + len(self.segments) - 1]
-
     def rotary(self, positions: torch.Tensor) -> Rotary:
-        """cos and sin [tokens, dim] in float32, by each token's position in its own document."""
-        return rotary_table(self.shape, positions)
-
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One row straight through: tokens [tokens] -> [tokens, hidden]."""
-        rotary = self.rotary(positions)
-        seen = [{} if window is None else {"window": window} for window in self.windows]
-        x, q, k, v = self.segments[0](tokens, rotary)
-        for middle, keys in zip(list(self.segments)[1:-1], seen[:-1], strict=True):
-            x, q, k, v = middle(x, attend(q, k, v, **keys), rotary)
-        return self.segments[-1](x, attend(q, k, v, **seen[-1]))
+        """Return cos and sin by each token's position in its own document."""
+        angles = positions[:, None].float() * rotary_frequencies(self.shape, positions.device)  # [tokens, dim / 2]
+        angles = torch.cat((angles, angles), dim=1)
+        scaling = self.shape.rope_scaling
+        factor = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+        return angles.cos() * factor, angles.sin() * factor
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Norms one, biases zero; matrices normal.
+        """Set norms to one, biases to zero, and draw matrices from a normal distribution.
 
-        Those that write to the residual stream are narrower the more layers add up there. A stage draws the whole
-        decoder's weights and keeps its own.
+        Matrices that write to the residual stream get a smaller deviation the more layers add to it. A stage draws the
+        whole decoder's weights and keeps its own.
         """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         narrow = self.shape.init_std / sqrt(2 * self.shape.model.num_layers)
@@ -246,9 +209,28 @@ def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-def _linear(num_in: int, num_out: int, device: torch.device | str | None, bias: bool = False) -> nn.Linear:
-    return nn.Linear(num_in, num_out, bias=bias, device="meta").to_empty(device=device or "cpu")
+def rotary_frequencies(shape: DecoderShape, device: torch.device) -> torch.Tensor:
+    """Return radians per position [dim / 2], in float32 as models are trained with."""
+    dim, scaling = shape.model.head_dim, shape.rope_scaling
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original_max_positions * frequencies / (2 * pi)  # in the context it was trained with
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:
+        low, high = _yarn_range(dim, shape.rope_theta, scaling)
+        kept = 1.0 - (torch.arange(dim // 2, device=device).float() - low) / (high - low or 0.001)
+    kept = kept.clamp(0.0, 1.0)                                  # 1: a short wavelength stays; 0: a long one stretches
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def _norm(shape: DecoderShape, device: torch.device | str | None, size: int = 0) -> nn.RMSNorm:
-    return nn.RMSNorm(size or shape.model.hidden, eps=shape.norm_eps, device=device)
+def _yarn_range(dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
+    """Return the dimensions that turn `beta_fast` and `beta_slow` times in the original context."""
+    low, high = (dim * log(scaling.original_max_positions / (turns * 2 * pi)) / (2 * log(theta))
+                 for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        low, high = floor(low), ceil(high)
+    return max(low, 0), min(high, dim - 1)

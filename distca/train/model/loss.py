@@ -9,7 +9,7 @@ without one they are several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distca.train.model.recompute import any_rows
+from distca.train.model.recompute import compile_any_length
 from distca.validation import UserError
 from distca.workload.documents import IGNORED
 
@@ -25,7 +25,7 @@ from distca.workload.documents import IGNORED
 def chunked_cross_entropy(
     hidden: torch.Tensor, head_weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, compiled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of -log softmax(hidden · head_weightᵀ)[label] over the tokens that have a label, and how many have one.
+    """Return the sum of -log softmax(hidden · head_weightᵀ)[label] over the tokens with a label, and their number.
 
     hidden [tokens, hidden], head_weight [vocab, hidden], labels [tokens] with -100 where there is none. The sum is
     float32 (float64 where hidden is). A head_weight whose vocabulary is sharded over tensor ranks that hold the same
@@ -48,12 +48,12 @@ def chunked_cross_entropy(
             mesh = head_weight.device_mesh
             begin, group = mesh.get_local_rank() * -(-vocab // mesh.size()), mesh.get_group()
         head_weight = head_weight.to_local()
-    how = _How(chunk_tokens, begin, group, compiled, torch.is_grad_enabled())
+    how = _Options(chunk_tokens, begin, group, compiled, torch.is_grad_enabled())
     total = _ChunkedCrossEntropy.apply(hidden, head_weight, labels, wrong, how)
     return total, (labels != IGNORED).sum()
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     chunk_tokens: int
     begin: int                                                   # of this rank's part of the vocabulary
     group: dist.ProcessGroup | None                              # of the ranks that have the other parts
@@ -64,14 +64,15 @@ class _How(NamedTuple):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wrong: torch.Tensor, how: _How
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wrong: torch.Tensor, how: _Options
     ) -> torch.Tensor:
         wanted = [how.differentiate and needed for needed in ctx.needs_input_grad[:2]]
         dhidden = torch.empty_like(hidden) if wanted[0] else None
         dweight = torch.zeros_like(weight, dtype=_wide(weight)) if wanted[1] else None
         sums, to_gradient = (_compiled() if how.compiled else (_sums, _to_gradient))
         losses = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        for chunk in _chunks(hidden.shape[0], how.chunk_tokens):
+        for begin in range(0, hidden.shape[0], how.chunk_tokens):
+            chunk = slice(begin, begin + how.chunk_tokens)
             logits = hidden[chunk] @ weight.T                    # [chunk, part of the vocabulary]
             column = labels[chunk] - how.begin
             lse, target = sums(logits, column)
@@ -87,20 +88,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if how.group is not None and dhidden is not None:
             dist.all_reduce(dhidden, group=how.group)
         ctx.save_for_backward(dhidden, dweight)
-        ctx.dtype = weight.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype
         losses = losses.masked_fill(labels == IGNORED, 0.0)
-        return losses.masked_fill(wrong, torch.nan).sum()        # on a GPU nobody waits to look at labels: it shows
+        return losses.masked_fill(wrong, torch.nan).sum()        # a GPU's labels are not checked first: NaN shows them
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dhidden, dweight = ctx.saved_tensors
-        return (None if dhidden is None else _times(dhidden, grad, dhidden.dtype),
-                None if dweight is None else _times(dweight, grad, ctx.dtype), None, None, None)
+        scaled = (None if x is None else torch.mul(x, grad, out=torch.empty_like(x, dtype=dtype))
+                  for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return *scaled, None, None, None
 
 
 def _sums(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exp of each row, and its label's logit where the label's column is among these; [chunk] each."""
+    """Return each token's log-sum-exp, and its label's logit where the label's column is here; [chunk] each."""
     wide = logits.to(_wide(logits))
     mine = (column >= 0) & (column < logits.shape[1])
     target = wide.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0] * mine
@@ -108,7 +109,7 @@ def _sums(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _to_gradient(logits: torch.Tensor, lse: torch.Tensor, column: torch.Tensor, counted: torch.Tensor) -> None:
-    """Put softmax minus one-hot where the logits were; zeros in rows that do not count."""
+    """Overwrite the logits with softmax minus one-hot; with zeros for tokens without a label."""
     gradient = (logits.to(_wide(logits)) - lse[:, None]).exp()
     labelled = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     logits.copy_((gradient - labelled.to(gradient.dtype)) * counted[:, None])
@@ -116,25 +117,17 @@ def _to_gradient(logits: torch.Tensor, lse: torch.Tensor, column: torch.Tensor, 
 
 @cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return any_rows(torch.compile(_sums)), any_rows(torch.compile(_to_gradient))
+    return compile_any_length(_sums), compile_any_length(_to_gradient)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, without rounding the product to a's dtype first where the GPU can do so."""
+    """Add a @ b to total, without rounding the product to a's dtype first where the GPU can do so."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
-
-
-def _times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + chunk_tokens, num_tokens)) for begin in range(0, num_tokens, chunk_tokens))
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
@@ -144,7 +137,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 def _over_parts(
     lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole vocabulary's log-sum-exp and label logits from those of its parts."""
+    """Reduce the log-sum-exp and label logits of the vocabulary's parts to those of the whole."""
     largest = lse.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack(((lse - largest).exp(), target))

@@ -15,62 +15,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
-from distca.spec import ModelShape
 from distca.train.model.decoder import Decoder, Segment
-from distca.validation import UserError
 
 
 def parallelize(
-    decoder: Decoder,
-    mesh: DeviceMesh,
-    *,
-    tensor: int,
-    fsdp: bool,
-    dtype: torch.dtype,
-    recompute: str = "none",
+    decoder: Decoder, mesh: DeviceMesh, *, fsdp: bool, dtype: torch.dtype, recompute: str = "none"
 ) -> None:
     """Spread the decoder over a mesh with dimensions ("data", "tensor"), in place.
 
     A pipeline's stage (`stage_of`) spreads over its own part of a mesh ("pipeline", "data", "tensor"): give the whole
-    mesh. Compute runs in `dtype`, parameters and the reduction of gradients stay in the parameters' own; `recompute`
-    says what of it backward does again. Without `fsdp` every data rank keeps whole parameters. A decoder on the "meta"
+    mesh. Compute runs in `dtype`; parameters and the reduction of gradients stay in the parameters' own. `recompute`
+    is what backward computes again. Without `fsdp` every data rank keeps whole parameters. A decoder on the "meta"
     device stays there: follow with `to_empty` and `reset_parameters` or `load_hf`.
     """
-    if mesh.mesh_dim_names not in (("data", "tensor"), ("pipeline", "data", "tensor")):
-        raise UserError(f"mesh has dimensions {mesh.mesh_dim_names}; make it with ('data', 'tensor'), "
-                        "or with 'pipeline' before them")
-    if mesh["tensor"].size() != tensor:
-        raise UserError(f"tensor is {tensor} but the mesh has {mesh['tensor'].size()} tensor ranks; make them equal")
-    check_tensor(decoder.shape.model, tensor)
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
         segment.recompute = recompute
     if not fsdp:                                                 # one shard, replicated: the same engine throughout
         mesh = _with_replicas(mesh)
-    if tensor > 1:
+    if mesh["tensor"].size() > 1:
         _cut_tensors(decoder, mesh["tensor"])
     _shard(decoder, mesh["data"] if fsdp else mesh["replica", "data"], dtype)
 
 
 def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and groups with "replica" in place of "data", and a "data" of one rank after it."""
+    """Return the same ranks and groups with "replica" in place of "data", and a "data" of one rank after it."""
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], "replica", "data", "tensor")
     alone = dist.new_group([dist.get_rank()], timeout=timedelta(minutes=10), use_local_synchronization=True)
@@ -79,47 +59,27 @@ def _with_replicas(mesh: DeviceMesh) -> DeviceMesh:
                                  mesh_dim_names=names)
 
 
-def check_tensor(model: ModelShape, tensor: int) -> None:
-    """Refuse a tensor-parallel size that would cut through a head or leave ranks unequal work."""
-    for field in ("num_heads", "num_kv_heads", "ffn"):
-        if getattr(model, field) % tensor:
-            raise UserError(f"tensor is {tensor} but model {model.name!r} has {field} {getattr(model, field)}; "
-                            "choose a tensor that divides it")
-    if (tensor - 1) * -(-model.vocab // tensor) >= model.vocab:
-        raise UserError(f"tensor is {tensor} but model {model.name!r} has a vocabulary of {model.vocab}, too few to "
-                        "give every tensor rank a part; choose a smaller tensor")
-
-
 def _cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
     # x is cut by tokens, Shard(0); norms run on it so; what multiplies weights gathers it and scatters its sum
-    gather = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-    scatter = RowwiseParallel(output_layouts=Shard(0))
-    by_rows = SequenceParallel(sequence_dim=0)
-    by_heads = SequenceParallel(sequence_dim=1, use_local_output=True)  # a norm's weight is whole on every rank
-    styles: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-        "pre.norm": by_rows,
-        "pre.qkv": gather,
-        "pre.qkv.q": ColwiseParallel(),
-        "pre.qkv.k": ColwiseParallel(),
-        "pre.qkv.v": ColwiseParallel(),
-        "pre.q_norm": by_heads,
-        "pre.k_norm": by_heads,
-        "post.output": scatter,
-        "post.norm": by_rows,
-        "post.mlp": gather,
-        "post.mlp.gate": ColwiseParallel(),
-        "post.mlp.up": ColwiseParallel(),
-        "post.mlp.down": scatter,
-        "norm": by_rows,
-        "whole": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True),
+    gather = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    whole = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+    by_heads = tp.SequenceParallel(sequence_dim=1, use_local_output=True)  # a norm's weight is whole on every rank
+    modules_of_style: dict[tp.ParallelStyle, tuple[str, ...]] = {
+        tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)): ("embed",),
+        tp.SequenceParallel(sequence_dim=0): ("pre.norm", "post.norm", "norm"),
+        gather: ("pre.qkv", "post.mlp"),
+        tp.ColwiseParallel(): ("pre.qkv.q", "pre.qkv.k", "pre.qkv.v", "post.mlp.gate", "post.mlp.up"),
+        by_heads: ("pre.q_norm", "pre.k_norm"),
+        tp.RowwiseParallel(output_layouts=Shard(0)): ("post.output", "post.mlp.down"),
+        whole: ("whole",),
     }
     for segment in decoder.segments:
         names = {name for name, _ in segment.named_modules()}
-        parallelize_module(segment, mesh, {name: style for name, style in styles.items() if name in names})
-        segment.rows_multiple = mesh.size()                      # type: ignore[assignment]
+        tp.parallelize_module(segment, mesh, {name: style for style, modules in modules_of_style.items()
+                                              for name in modules if name in names})
+        segment.num_shares = mesh.size()                         # type: ignore[assignment]
     if decoder.head is not None:
-        parallelize_module(decoder.head, mesh, ColwiseParallel())
+        tp.parallelize_module(decoder.head, mesh, tp.ColwiseParallel())
 
 
 def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -133,11 +93,11 @@ def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         if not alone:                                            # else one more copy of every gradient, divided by one
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)           # gloo knows no other
-    decoder.register_forward_hook(_reshard_after_look)
+    decoder.register_forward_hook(_reshard_without_backward)
 
 
-def _reshard_after_look(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """The root stays gathered for its backward; where none will come, its parameters go back to being shards."""
+def _reshard_without_backward(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Shard the root's parameters again after a forward without backward; otherwise they stay gathered for it."""
     if not torch.is_grad_enabled():
         assert isinstance(decoder, FSDPModule)
         decoder.reshard()
@@ -145,7 +105,7 @@ def _reshard_after_look(decoder: nn.Module, args: tuple[Any, ...], output: Any) 
 
 @contextmanager
 def accumulating(decoder: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around the backward of each micro-batch of a step: gradients add up, and the `last` reduces them.
+    """Wrap the backward of each micro-batch of a step: gradients add up, and the `last` reduces them.
 
     They are reduced once a step, not once a micro-batch: that many times fewer bytes, and in a pipeline no tick in
     which all ranks wait for one stage's reduction. Until then a rank holds the whole gradient of its stage, in the
@@ -153,54 +113,44 @@ def accumulating(decoder: nn.Module, *, last: bool) -> Iterator[None]:
     again for each.
     """
     assert isinstance(decoder, FSDPModule)
-    _finishes_step(decoder, last)
+    decoder.set_requires_gradient_sync(last)
+    decoder.set_is_last_backward(last)                           # else what is prefetched goes on from one to the next
     try:
         yield
     finally:
-        _finishes_step(decoder, True)
-
-
-def _finishes_step(decoder: FSDPModule, last: bool) -> None:
-    decoder.set_requires_gradient_sync(last)
-    decoder.set_is_last_backward(last)                           # else what is prefetched goes on from one to the next
+        decoder.set_requires_gradient_sync(True)
+        decoder.set_is_last_backward(True)
 
 
 @torch.no_grad()
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that.
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before that.
 
     Each rank adds up the squares it holds, a share of them where others hold the same, and one scalar is summed over
     the mesh, then over `group`, a rank of every pipeline stage. All gradients live on one mesh, or on none.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        raise UserError("no parameter has a gradient; call clip_grad_norm after backward")
-    held: dict[int, list[torch.Tensor]] = {}                     # by how many ranks hold the same
+    by_holders: dict[int, list[torch.Tensor]] = {}               # gradients by how many ranks hold the same
     for grad in grads:
-        held.setdefault(_num_holders(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    square = torch.stack([nn.utils.get_total_norm(own).square() / num for num, own in held.items()]).sum()
-    first = grads[0]
-    if isinstance(first, DTensor):
-        assert all(isinstance(grad, DTensor) and grad.device_mesh == first.device_mesh for grad in grads)
-        for axis in range(first.device_mesh.ndim):
-            dist.all_reduce(square, group=first.device_mesh.get_group(axis))
-    if group is not None:
-        dist.all_reduce(square, group=group)
+        by_holders.setdefault(_num_holders(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    square = torch.stack([nn.utils.get_total_norm(own).square() / num for num, own in by_holders.items()]).sum()
+    mesh = grads[0].device_mesh if isinstance(grads[0], DTensor) else None
+    assert all((grad.device_mesh if isinstance(grad, DTensor) else None) == mesh for grad in grads)
+    for among in [*(mesh.get_all_groups() if mesh else ()), *([group] if group else ())]:
+        dist.all_reduce(square, group=among)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for own in held.values():
+    for own in by_holders.values():
         torch._foreach_mul_(own, scale)
     return norm
 
 
-def _num_holders(grad: Any) -> int:
-    """How many ranks hold each element."""
+def _num_holders(grad: torch.Tensor) -> int:
+    """Return how many ranks hold each element."""
     if not isinstance(grad, DTensor):
         return 1
-    holders = 1
-    for axis, placement in enumerate(grad.placements):
-        assert not placement.is_partial()
-        holders *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
-    return holders
+    assert not any(placement.is_partial() for placement in grad.placements)
+    return prod(grad.device_mesh.size(axis) for axis, placement in enumerate(grad.placements)
+                if isinstance(placement, Replicate))

@@ -1,23 +1,26 @@
-"""Keep activations for backward, keep only what was expensive, or keep nothing and compute it again.
+"""Run a part of the decoder so that backward needs less memory: recomputed, a tile of the tokens at a time, compiled.
 
-Residual additions stand outside of what is computed again: their results are the next segment's input, which is kept
-anyway. So a recomputed feed-forward stops before its last product, whose result no gradient needs.
+Recomputation keeps a function's inputs, or those and its matrix products. Residual additions stand outside of it: their
+results are the next segment's input, which is kept anyway, so a recomputed feed-forward stops before its last product.
 
-Compile what runs between attention calls, once for rows of any length.
+Tiles keep the widest activations from ever existing for all tokens. Outside of attention tokens do not see each other:
+a segment over a row is the same segment over its tiles. Forward keeps the inputs alone; backward computes each tile
+again, differentiates it at once, and adds up the weights' gradients in float32 at least. Under tensor parallelism a
+rank holds its share of x and its heads of all tokens: a tile is then the same part of every share.
 
 The compiler sees a segment's `compute` and nothing around it: FSDP gathers before and shards after, attention exchanges
-by lengths that change with every batch. Segments of one class share their graphs, and the number of tokens is marked as
-one that changes, so that new packings compile nothing.
+by lengths that change with every batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Result = TypeVar("Result")
@@ -25,9 +28,9 @@ _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 
 
 def again(recompute: str, function: Callable[..., Result], *inputs: Any) -> Result:
-    """function(*inputs). Of "full" only the inputs are kept for backward, of "selective" also matrix products."""
+    """Call function(*inputs). "full" keeps only the inputs for backward, "selective" also matrix products."""
     if recompute == "selective" and torch.compiler.is_compiling():
-        recompute = "none"                                       # what the compiler does by itself
+        recompute = "none"                                       # the compiler does so by itself
     if recompute == "none" or not torch.is_grad_enabled():
         return function(*inputs)
     kept = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -43,17 +46,111 @@ def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def any_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell the compiler that the first dimension of every tensor it is given changes."""
+def compile_any_length(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """Compile once for rows of any length: the first dimension of every tensor is marked as one that changes."""
+    compiled = torch.compile(function, backend=backend)
 
     def call(*inputs: Any) -> Any:
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return function(*inputs)
+        return compiled(*inputs)
 
     return call
 
 
-def compiled(compute: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    return any_rows(torch.compile(compute, backend=backend))
+def pad_tokens(tensor: torch.Tensor, num_shares: int) -> torch.Tensor:
+    """Append zeros until the tokens, the first dimension, are a multiple of `num_shares`."""
+    missing = -tensor.shape[0] % num_shares
+    return F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing]) if missing else tensor
+
+
+class Tiles:
+    """Cut a row's tensors, each one share of `share_len` tokens or all shares, into `tile_len` tokens of each share."""
+
+    def __init__(self, num_tokens: int, tile_tokens: int, num_shares: int) -> None:
+        self.num_tokens, self.num_shares = num_tokens, num_shares
+        self.share_len = -(-num_tokens // num_shares)
+        self.tile_len = max(1, tile_tokens // num_shares) if tile_tokens else self.share_len
+
+    def __iter__(self) -> Iterator[slice]:
+        return (slice(begin, min(begin + self.tile_len, self.share_len))
+                for begin in range(0, self.share_len, self.tile_len))
+
+    def pad(self, tensor: torch.Tensor) -> torch.Tensor:
+        return pad_tokens(tensor, self.num_shares) if tensor.shape[0] == self.num_tokens else tensor
+
+    def cut(self, tensor: torch.Tensor, tile: slice) -> torch.Tensor:
+        return tensor.unflatten(0, (-1, self.share_len))[:, tile].flatten(0, 1)
+
+    def put(self, tensor: torch.Tensor, tile: slice, part: torch.Tensor) -> None:
+        tensor.unflatten(0, (-1, self.share_len))[:, tile] = part.unflatten(0, (-1, tile.stop - tile.start))
+
+    def run(self, compute: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+        """Compute tile by tile and join the results of all tokens, without padding and not as views."""
+        results: list[torch.Tensor] = []
+        for tile in self:
+            parts, structure = tree_flatten(compute(*(self.cut(tensor, tile) for tensor in inputs)))
+            results = results or [part.new_empty((part.shape[0] // (tile.stop - tile.start) * self.share_len,
+                                                  *part.shape[1:])) for part in parts]
+            for tensor, part in zip(results, parts, strict=True):
+                self.put(tensor, tile, part)
+        unpadded = (self.share_len, self.num_tokens)
+        return tree_unflatten([tensor if tensor.shape[0] in unpadded else tensor[: self.num_tokens].clone()
+                               for tensor in results], structure)
+
+
+def in_tiles(
+    compute: Callable[..., Any], parameters: Sequence[torch.Tensor], tile_tokens: int, num_shares: int, *inputs: Any
+) -> Any:
+    """Return compute(*inputs) by tiles of `tile_tokens` tokens (0: all), differentiable in inputs and parameters.
+
+    The first input is x, one share of the tokens, unless it is tokens; all others have every token of the row.
+    """
+    flat, structure = tree_flatten(inputs)
+    tiles = Tiles(flat[1].shape[0], tile_tokens, num_shares)
+    first = flat[0] if flat[0].is_floating_point() else tiles.pad(flat[0])
+    flat = [first, *(tiles.pad(tensor) for tensor in flat[1:])]
+
+    def on_tile(*parts: torch.Tensor) -> Any:
+        return compute(*tree_unflatten(parts, structure))
+
+    return _InTiles.apply(on_tile, tiles, len(flat), *flat, *parameters)
+
+
+class _InTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Any], tiles: Tiles, num_inputs: int, *tensors: torch.Tensor) -> Any:
+        ctx.about = compute, tiles, tensors[num_inputs:]
+        ctx.save_for_backward(*tensors[:num_inputs])
+        return tiles.run(compute, tensors[:num_inputs])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        compute, tiles, parameters = ctx.about
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        douts = [tiles.pad(dout) for dout in gradients]
+        dinputs = [torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, needed, strict=False)]
+        totals: list[torch.Tensor | None] = [None] * len(parameters)
+        for tile in tiles:
+            with torch.enable_grad():
+                parts = [tiles.cut(tensor, tile).detach().requires_grad_(need)
+                         for tensor, need in zip(inputs, needed, strict=False)]
+                outs = compute(*parts)
+            leaves = [leaf for leaf in (*parts, *parameters) if leaf.requires_grad]
+            found = iter(torch.autograd.grad(outs, leaves, [tiles.cut(dout, tile) for dout in douts],
+                                             allow_unused=True, materialize_grads=True))
+            for dinput in dinputs:
+                if dinput is not None:
+                    tiles.put(dinput, tile, next(found))
+            totals = [_sum(total, next(found)) if parameter.requires_grad else None
+                      for total, parameter in zip(totals, parameters, strict=True)]
+        own = [None if total is None else total.to(parameter.dtype)
+               for total, parameter in zip(totals, parameters, strict=True)]
+        return None, None, None, *dinputs, *own
+
+
+def _sum(total: torch.Tensor | None, addend: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(addend.dtype, torch.float32)
+    return addend.to(wide) if total is None else total.add_(addend)

@@ -158,6 +158,9 @@ def check_degrees(settings: Settings, shape: DecoderShape) -> None:
         if number % tensor:
             raise UserError(f"parallel.tensor is {tensor} but model {model.name!r} has {number} {kind}; choose a size "
                             "that divides them")
+    if (tensor - 1) * -(-model.vocab // tensor) >= model.vocab:
+        raise UserError(f"parallel.tensor is {tensor} but model {model.name!r} has a vocabulary of {model.vocab}, too "
+                        "few to give every tensor rank a part; choose a smaller size")
     if stages > model.num_layers:
         raise UserError(f"parallel.pipeline is {stages} but model {model.name!r} has {model.num_layers} layers; give "
                         "every stage at least one")
