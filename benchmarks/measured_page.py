@@ -108,7 +108,7 @@ def attention(results: Path) -> str:
     return (f"## Attention on a GPU\n\nForward / backward TFLOP/s on one {device} in bf16, 32 query heads, 8 KV heads "
             "and dim 128 unless said, with our own kernel for attention tasks, in which keys that several tasks share "
             f"cost nothing extra. All in one run, in turns ({_source('kernel_rows_nvidia_h200')}, "
-            "`benchmarks/kernel_rows.py`;\n[kernels.md](../design/kernels.md) has the "
+            "`benchmarks/kernel_rows.py`;\n[kernels](../design/kernels.md) has the "
             f"rest).\n\n{_table(('batch', *kernels.values()), table)}")
 
 
