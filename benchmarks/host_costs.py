@@ -230,7 +230,6 @@ def simulated(plan: StepPlan, machine: Machine, launches: Launches) -> Step:
 
 def on_cores(step: Step, machine: Machine) -> float:
     """Its seconds, but no fewer than the cores there are need for the work of all ranks."""
-    assert step.traces is not None
     busy = np.array([sum(trace.seconds(lane) for lane in ("linear", "attention")) for trace in step.traces])
     last = min(trace.seconds("optimizer") for trace in step.traces)
     shares = max(1.0, len(busy) / machine.capacity[min(len(busy), len(machine.capacity)) - 1])
@@ -288,7 +287,6 @@ def travelling_calls(plan: StepPlan, backward: bool) -> int:
 
 def _phases(step: Step) -> Ways:
     """Seconds of the first rank's forward and backward ticks."""
-    assert step.traces is not None
     ticks = [span for span in step.traces[0].spans if span.lane == "pipeline"]
     forward, backward = (sum(span.seconds for span in ticks if span.name.startswith(way))
                          for way in ("forward", "backward"))

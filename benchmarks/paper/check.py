@@ -115,7 +115,6 @@ def _gathered_keys(case: Case, num_batches: int) -> list[Row]:
         known = PlanCosts(plan, costs.attention)
         waits = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False), record=True)
         hides, free = (execute(plan, links, plan_costs=known).seconds for links in (costs, costs.without_network()))
-        assert waits.traces is not None
         spans, held = waits.traces[-1].spans, waits.memory
         shares.append([sum(span.seconds for span in spans if span.name == name) / waits.seconds
                        for name in ("gather keys", "scatter key gradients")]

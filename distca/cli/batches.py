@@ -1,6 +1,6 @@
 """Turn what a user names into batches: a sampler, the standard library, lengths as typed, or a file of them.
 
-A file is a distribution, from which batches are dealt. What is no more than one batch is one batch, and says so.
+A file is a distribution, from which batches are dealt. If it holds less than one batch, it is planned as one batch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from distca.workload.documents import (
     standard_library_lengths,
 )
 from distca.workload.packing import cut_at_ranks
-from distca.workload.sequences import CorpusFigures, deal_batches
+from distca.workload.sequences import CorpusFigures, Source, deal_batches
 
 STANDARD_LIBRARY = "stdlib"
 DEFAULT_RANKS = 8
 DEFAULT_TOKENS_PER_RANK = 65_536
 DEFAULT_BATCHES = 8  # of a file
 MAX_BATCHES = 10_000
+BATCHES_WHY = "more of them change no mean"
 SOURCE_HELP = (
     f"A file or folder of lengths, - for stdin, a workload file, a sampler ({', '.join(SAMPLERS)}), {STANDARD_LIBRARY} "
     "for the files of Python's own library, or the lengths themselves, as in 128k,4k,4k. A bare sampler name is the "
@@ -56,7 +57,7 @@ class DocumentBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchesAsked:
-    """What was said on the command line; None is what was left out."""
+    """Options of the command line that describe batches; None for those left out."""
 
     source: str
     ranks: int | None = None
@@ -65,18 +66,15 @@ class BatchesAsked:
     max_document: int | None = None
     batches: int | None = None
     whole: bool = False
+    no_spanning: bool = False
     reading: Reading = field(default_factory=Reading)
 
     def __post_init__(self) -> None:
-        if self.ranks is not None:
-            check_whole("ranks", self.ranks, most=MAX_RANKS, why=RANKS_WHY)
-        for name in ("tokens_per_rank", "max_document"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name))
-        if self.seed is not None:
-            check_whole("seed", self.seed, least=0)
-        if self.batches is not None:
-            check_whole("batches", self.batches, most=MAX_BATCHES, why="more of them change no mean")
+        for name, least, most, why in (("ranks", 1, MAX_RANKS, RANKS_WHY), ("tokens_per_rank", 1, None, ""),
+                                       ("max_document", 1, None, ""), ("seed", 0, None, ""),
+                                       ("batches", 1, MAX_BATCHES, BATCHES_WHY)):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least=least, most=most, why=why)
         check_whole("ranks times tokens_per_rank", self.batch_tokens, most=MAX_TOKENS,
                     why="the largest batch that is planned")
         check_whole("the number of documents, ranks times tokens_per_rank over max_document,",
@@ -106,17 +104,26 @@ class BatchesAsked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DealtBatches:
-    """One batch or several, and what the corpus behind them looks like, where there is one."""
+    """One batch or several, with statistics of the corpus they come from, if any."""
 
     source: str  # for people
     batches: tuple[DocumentBatch, ...]
     corpus: CorpusFigures | None = None
-    note: str = ""               # how they came about, for people
-    is_dealt: bool = False       # a sample of the corpus, of which means make sense
+    note: str = ""               # how they were made, for people
+    is_dealt: bool = False       # a sample of the corpus, so that means are meaningful
 
 
 def read_batches(asked: BatchesAsked, heard: Heard = lambda _: None) -> DealtBatches:
-    """The batches that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
+    """Read the batches that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
+    dealt = _read(asked, heard)
+    if not asked.no_spanning:
+        return dealt
+    return replace(dealt, batches=tuple(
+        replace(batch, source=f"{batch.source}, cut at ranks",
+                lengths=cut_at_ranks(batch.lengths, batch.tokens_per_rank)) for batch in dealt.batches))
+
+
+def _read(asked: BatchesAsked, heard: Heard) -> DealtBatches:
     source = asked.source
     if source in SAMPLERS:
         asked.refuse("is a sampler", "whole")
@@ -127,28 +134,42 @@ def read_batches(asked: BatchesAsked, heard: Heard = lambda _: None) -> DealtBat
         most = int(lengths.sum()) // asked.num_ranks
         return _one(_batch_of_lengths("Python's standard library, a token per byte", lengths, asked,
                                       asked.tokens_per_rank or min(DEFAULT_TOKENS_PER_RANK, most)))
-    content = read_named(source, asked.reading, heard)
+    content = _read_named(source, asked.reading, heard)
     if isinstance(content, Workload):
         asked.refuse("is a workload, one batch", "seed", "batches", "whole")
-        return _one(_batch_of_workload(source, content, asked.ranks, asked.tokens_per_rank, asked.max_document))
-    if are_typed(source):
+        return _one(_batch_of_workload(content, asked))
+    if _are_typed(source):
         asked.refuse("are lengths as typed, one batch", "seed", "batches", "whole")
         return _one(_batch_of_lengths("lengths as typed", content, asked, asked.tokens_per_rank))
     return _of_file(asked, "stdin" if source == STDIN else plain(source), content)
 
 
-def read_named(source: str, reading: Reading, heard: Heard = lambda _: None, field: str = "SOURCE"
-               ) -> Workload | IntArray:
-    """Lengths as typed, or what a file, a folder or stdin holds."""
-    if are_typed(source):
+def read_lengths(data: str, reading: Reading, heard: Heard) -> Source:
+    """Read the distribution of lengths that --data names, by the rules of `read_batches`."""
+    if data in SAMPLERS:
+        return Source(data)
+    if data == STANDARD_LIBRARY:
+        return Source(STANDARD_LIBRARY, standard_library_lengths())
+    content = _read_named(data, reading, heard, "data")
+    name = "lengths as typed" if _are_typed(data) else "stdin" if data == STDIN else plain(data)
+    return Source(name, np.concatenate(content.sequences) if isinstance(content, Workload) else content)
+
+
+def _read_named(source: str, reading: Reading, heard: Heard, field: str = "SOURCE") -> Workload | IntArray:
+    """Read lengths as typed, or from a file, a folder or stdin."""
+    if _are_typed(source):
         return check_lengths([length_of_text(part, f"{field}, length {number},")
                               for number, part in enumerate(_typed(source), 1)])
-    if source != STDIN and not (source and Path(source).exists()):
-        refuse_source(source, field)
-    return read_source(source, reading, heard)
+    if source == STDIN or (source and Path(source).exists()):
+        return read_source(source, reading, heard)
+    names = (*SAMPLERS, STANDARD_LIBRARY)
+    if Path(source).name != source or Path(source).suffix:
+        raise UserError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
+    raise UserError(f"{unknown_name(field, source, names)}, or give the path of a workload or lengths file; no "
+                    "file of this name is here")
 
 
-def are_typed(source: str) -> bool:
+def _are_typed(source: str) -> bool:
     """Whether a source is lengths themselves: numbers with commas or spaces between them, and no file's name."""
     return all(map(is_count, _typed(source))) and not Path(source).exists()
 
@@ -168,12 +189,13 @@ def _sampled(asked: BatchesAsked) -> DealtBatches:
     lengths = sample_lengths(asked.source, count * asked.batch_tokens, seed=seed, max_document=asked.max_document)
     name = f"{asked.source}, seed {seed}"
     batches = _batches(asked, name, deal_batches(lengths, asked.batch_tokens, count, None))
-    note = f"{count} batches, sampled one after the other" if count > 1 else ""
-    return DealtBatches(name, batches, CorpusFigures.of(lengths) if count > 1 else None, note, count > 1)
+    if count == 1:
+        return DealtBatches(name, batches)
+    return DealtBatches(name, batches, CorpusFigures.of(lengths), f"{count} batches, sampled one after the other", True)
 
 
 def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
-    """Batches dealt from a file's documents; all of them as one batch where that is asked for or all that there is."""
+    """Deal batches from a file's documents, or make one batch of them all if that is asked or if they are too few."""
     corpus = CorpusFigures.of(lengths)
     cut = lengths if asked.max_document is None else np.minimum(lengths, asked.max_document)
     total = int(cut.sum())
@@ -200,31 +222,20 @@ def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
 
 
 def _batches(asked: BatchesAsked, name: str, dealt: Sequence[IntArray]) -> tuple[DocumentBatch, ...]:
-    several = len(dealt) > 1
-    return tuple(DocumentBatch(f"{name}, batch {number}" if several else name, check_lengths(lengths), asked.num_ranks,
-                               asked.row_tokens) for number, lengths in enumerate(dealt, 1))
+    return tuple(DocumentBatch(f"{name}, batch {number}" if len(dealt) > 1 else name, check_lengths(lengths),
+                               asked.num_ranks, asked.row_tokens) for number, lengths in enumerate(dealt, 1))
 
 
-def refuse_source(source: str, field: str = "SOURCE") -> None:
-    """The error for a source that is neither a name nor a file."""
-    names = (*SAMPLERS, STANDARD_LIBRARY)
-    if Path(source).name != source or Path(source).suffix:
-        raise UserError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")
-    raise UserError(f"{unknown_name(field, source, names)}, or give the path of a workload or lengths file; no "
-                    "file of this name is here")
-
-
-def _batch_of_workload(
-    path: str, workload: Workload, ranks: int | None, tokens_per_rank: int | None, max_document: int | None
-) -> DocumentBatch:
-    for name, asked, said in (("ranks", ranks, workload.ranks),
-                              ("tokens_per_rank", tokens_per_rank, workload.tokens_per_rank)):
-        if asked is not None and asked != said:
-            raise UserError(f"{name} is {asked} but {path} says {said}; leave the option out or change the file")
+def _batch_of_workload(workload: Workload, asked: BatchesAsked) -> DocumentBatch:
+    path = asked.source
+    for name in ("ranks", "tokens_per_rank"):
+        wanted, found = getattr(asked, name), getattr(workload, name)
+        if wanted is not None and wanted != found:
+            raise UserError(f"{name} is {wanted} but {path} says {found}; leave the option out or change the file")
     lengths = np.concatenate(workload.sequences)
-    if max_document is not None and lengths.max() > max_document:
-        raise UserError(f"max_document is {max_document} but {path} holds a document of {lengths.max()} tokens, and "
-                        "cutting it would leave its ranks unfilled; leave the option out or change the file")
+    if asked.max_document is not None and lengths.max() > asked.max_document:
+        raise UserError(f"max_document is {asked.max_document} but {path} holds a document of {lengths.max()} tokens, "
+                        "and cutting it would leave its ranks unfilled; leave the option out or change the file")
     check_whole("ranks", workload.ranks, most=MAX_RANKS, why=RANKS_WHY)
     return DocumentBatch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank)
 
@@ -232,9 +243,8 @@ def _batch_of_workload(
 def _batch_of_lengths(
     name: str, lengths: IntArray, asked: BatchesAsked, tokens_per_rank: int | None
 ) -> DocumentBatch:
-    """As many leading documents as fill the ranks, the last one cut; all of them where nothing else is asked."""
-    ranks = asked.num_ranks
-    whole = len(lengths)
+    """Take leading documents until the ranks are full, and cut the last; all of them without tokens_per_rank."""
+    ranks, num_documents = asked.num_ranks, len(lengths)
     if asked.max_document is not None:
         lengths = np.minimum(lengths, asked.max_document)
     total = int(lengths.sum())
@@ -242,10 +252,5 @@ def _batch_of_lengths(
     if tokens_per_rank == 0:
         raise UserError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
     lengths = fill(lengths, ranks * tokens_per_rank)
-    return DocumentBatch(f"{plain(name)}: {len(lengths):,} of {whole:,} documents", lengths, ranks, tokens_per_rank)
-
-
-def without_spanning(batch: DocumentBatch) -> DocumentBatch:
-    """The same tokens with every document cut at its rank's end."""
-    return replace(batch, source=f"{batch.source}, cut at ranks",
-                   lengths=cut_at_ranks(batch.lengths, batch.tokens_per_rank))
+    return DocumentBatch(f"{plain(name)}: {len(lengths):,} of {num_documents:,} documents", lengths, ranks,
+                         tokens_per_rank)

@@ -1,8 +1,6 @@
-"""Options that several commands have: numbers as people type them, and how a file of lengths is read.
+"""Options that several commands share, checks of files that commands write, and progress on stderr.
 
-Files that commands write: what would fail after long work is refused before it.
-
-Show that long work moves on, without a flicker for what is quick.
+Output paths are checked before the long work whose result they receive.
 """
 
 from __future__ import annotations
@@ -22,64 +20,63 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from distca.corpus.lengths import FORMATS
 from distca.planning.choose import TOLERANCES, asked_tolerance
 from distca.report.figures import PlannedBatch, ReportData
+from distca.report.page import write_page
 from distca.validation import UserError, is_count, parse_count, short
 
-COUNT = "COUNT"
-TOLERANCE = "0…1|auto"
-TOLERANCE_HELP = "How far above the mean the largest work may be, 0 to 1"
 AUTO_HELP = f"{', '.join(f'{one:g}' for one in TOLERANCES[:-1])} or {TOLERANCES[-1]:g}"
-COLUMN_HELP = ("Column of a table, or key of JSON objects, that holds a document's length, its tokens as a list, or "
-               "with --tokenizer its text; `length` or `input_ids` unless given.")
+PAGE_SUFFIXES = (".html", ".htm")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+PROGRESS_AFTER_SECONDS = 1.0
+
+Column = Annotated[str | None, typer.Option(
+    help="Column of a table, or key of JSON objects, that holds a document's length, its tokens as a list, or with "
+         "--tokenizer its text; `length` or `input_ids` unless given.")]
+Format = Annotated[str | None, typer.Option(
+    "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}.")]
+Tokenizer = Annotated[str | None, typer.Option(
+    help="A tokenizer.json, or a folder with one: lengths are then those of the texts, as `text` or --column say.")]
+T = TypeVar("T")
 
 
-def count(value: Any) -> Any:
-    """A whole number as people type it; defaults are numbers already."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_count("the value", value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+def number(help_text: str) -> Any:
+    """An option whose value is a whole number as people type it: 128k, 64_000."""
+    return typer.Option(parser=_parsed(lambda text: parse_count("the value", text)), metavar="COUNT", help=help_text)
+
+
+def tolerance_option(auto: str) -> Any:
+    """An option whose value is a number from 0 to 1 or `auto`, whose meaning is given."""
+    return typer.Option(parser=_parsed(asked_tolerance), metavar="0…1|auto",
+                        help=f"How far above the mean the largest work may be, 0 to 1; auto: {auto}")
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Parse text for typer, which also passes defaults that are values already."""
+    def parsed(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parsed
 
 
 def counts(field: str, text: str) -> list[int]:
-    """One number or several with commas between them."""
+    """Parse one whole number, or several with commas between them."""
     try:
         return [parse_count(field, part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"{field} is {text!r}; give a whole number, or several with commas between them") from None
 
 
-def tolerance_option(value: Any) -> Any:
-    """A number from 0 to 1, or auto; defaults are either already."""
-    try:
-        return asked_tolerance(value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 def one_source(words: Sequence[str]) -> str:
-    """SOURCE, which is one word, or lengths in several."""
+    """Join the words of SOURCE: one file or name, or lengths in several words."""
     if len(words) > 1 and not all(is_count(part) for word in words for part in word.split(",")):
         raise UserError(f"SOURCE is {' and '.join(map(short, words[:3]))}; give one file or name, or lengths alone")
     return ",".join(words)
 
 
-Column = Annotated[str | None, typer.Option(help=COLUMN_HELP)]
-Format = Annotated[str | None, typer.Option(
-    "--format", help=f"What the file is where its name does not say: {', '.join(FORMATS)}.")]
-Tokenizer = Annotated[str | None, typer.Option(
-    help="A tokenizer.json, or a folder with one: lengths are then those of the texts, as `text` or --column say.")]
-
-
-PAGE_SUFFIXES = (".html", ".htm")
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-
-T = TypeVar("T")
-
-
 def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
-    """A file of this name can be made: it is in a folder, is no folder itself and ends as it should."""
+    """Refuse a path at which no file can be written, or whose suffix is wrong."""
     if not str(path).isprintable():
         raise UserError(f"{option} is {short(str(path))}; give a name that can be printed")
     if suffixes and path.suffix not in suffixes:
@@ -97,15 +94,15 @@ def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> Non
         raise _not_writable(option, path, error) from None
 
 
-def page_writer(option: str, path: Path) -> Callable[[ReportData], None]:
-    """What writes a report page into `path`."""
-    from distca.report.page import write_page
-
+def page_writer(option: str, path: Path | None) -> Callable[[ReportData], None]:
+    """Return a function that writes a report page to the path, if there is one."""
     return _writer(option, path, PAGE_SUFFIXES, write_page)
 
 
-def plot_writer(option: str, path: Path) -> Callable[[PlannedBatch], None]:
-    """What draws a plan into `path`."""
+def plot_writer(option: str, path: Path | None) -> Callable[[PlannedBatch], None]:
+    """Return a function that plots a plan into the path, if there is one."""
+    if path is None:
+        return lambda _: None
     check_output(option, path, PLOT_SUFFIXES)
     try:
         from distca.report.plots import save_plot
@@ -116,8 +113,10 @@ def plot_writer(option: str, path: Path) -> Callable[[PlannedBatch], None]:
 
 
 def _writer(
-    option: str, path: Path, suffixes: tuple[str, ...], write: Callable[[T, Path], None]
+    option: str, path: Path | None, suffixes: tuple[str, ...], write: Callable[[T, Path], None]
 ) -> Callable[[T], None]:
+    if path is None:
+        return lambda _: None
     check_output(option, path, suffixes)
 
     def guarded(content: T) -> None:
@@ -129,42 +128,35 @@ def _writer(
     return guarded
 
 
-def _not_writable(option: str, path: Path, error: OSError) -> ValueError:
+def _not_writable(option: str, path: Path, error: OSError) -> UserError:
     return UserError(f"{option} is {str(path)!r} and cannot be written ({error.strerror}); give a file in a folder "
                      "that you may write to")
 
 
-PROGRESS_AFTER_SECONDS = 1.0
-
-
-class StepHeard(Protocol):
-    """Is told what is being done now."""
-
-    def __call__(self, name: str, advance: int = 1) -> None: ...
-
-
 def say(line: str) -> None:
-    """A first line on the screen where what follows takes a while to begin; files and pipes are spared it."""
+    """Print a first line on a terminal before a slow start; files and pipes do not get it."""
     if sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
 
 
+class OnProgress(Protocol):
+    """Progress callback: the name of what is done now."""
+
+    def __call__(self, name: str, advance: int = 1) -> None: ...
+
+
 @contextmanager
-def progress(num_steps: int = 5) -> Iterator[StepHeard]:
-    """A progress bar on stderr that appears when the steps take longer than a second."""
+def progress(num_steps: int = 5) -> Iterator[OnProgress]:
+    """Show a progress bar on stderr if the work takes longer than a second."""
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
     with_bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = with_bar.add_task("", total=num_steps)
     timer = Timer(PROGRESS_AFTER_SECONDS, with_bar.start)
     timer.daemon = True
-
-    def step(name: str, advance: int = 1) -> None:
-        with_bar.update(task, description=name, advance=advance)
-
     if with_bar.console.is_terminal:
         timer.start()
     try:
-        yield step
+        yield lambda name, advance=1: with_bar.update(task, description=name, advance=advance)
     finally:
         timer.cancel()
         if with_bar.live.is_started:

@@ -7,23 +7,20 @@ from typing import Annotated
 
 import typer
 
-from distca.cli.options import COUNT, check_output, count, progress, say
+from distca.cli.options import check_output, number, progress, say
 from distca.validation import MAX_LOCAL_RANKS, UNITS_HELP, UserError, check_whole
 
 
 def profile_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     model: Annotated[str, typer.Option(help="Named model, for heads and layer widths.")] = "llama3-8b",
-    tp: Annotated[int, typer.Option(
-        parser=count, metavar=COUNT, help="Tensor-parallel size: heads and layers are divided by it.")] = 1,
+    tp: Annotated[int, number("Tensor-parallel size: heads and layers are divided by it.")] = 1,
     kernel: Annotated[str, typer.Option(help="Attention kernel; auto is what training would use.")] = "auto",
-    max_kv_len: Annotated[int | None, typer.Option(
-        parser=count, metavar=COUNT,
-        help=f"Longest document to measure; 524288 on a GPU, 2048 on a CPU. {UNITS_HELP}")] = None,
-    ranks: Annotated[int | None, typer.Option(
-        parser=count, metavar=COUNT,
-        help="Also start this many local processes and measure exchanges between them; under torchrun its own "
-             "processes are measured.")] = None,
+    max_kv_len: Annotated[int | None, number(
+        f"Longest document to measure; 524288 on a GPU, 2048 on a CPU. {UNITS_HELP}")] = None,
+    ranks: Annotated[int | None, number(
+        "Also start this many local processes and measure exchanges between them; under torchrun its own processes "
+        "are measured.")] = None,
     output: Annotated[Path, typer.Option(help="Where the latency table goes.")] = Path("latency_table.json"),
     quick: Annotated[bool, typer.Option("--quick", help="Every second length, few samples.")] = False,
 ) -> None:

@@ -1,14 +1,14 @@
 """`distca report`: one file that shows a run, a prediction of it and its plan, and opens without anything installed.
 
-Read what commands left behind, for the report: a run's traces, log and summary, a comparison of strategies.
-
-The files may come from elsewhere, so everything in them is checked before it is drawn.
+It reads what other commands wrote: a run's traces, log and summary, a comparison of strategies. The files may come from
+elsewhere, so everything in them is checked before it is drawn.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,81 +18,23 @@ import numpy as np
 import typer
 
 from distca.cli.batches import BatchesAsked
-from distca.cli.options import COUNT, Column, Format, Tokenizer, count, page_writer
+from distca.cli.options import Column, Format, Tokenizer, number, page_writer
 from distca.cli.plan import PlanPool, plan_asked
 from distca.corpus.lengths import Reading
 from distca.models import model_named
-from distca.report.figures import ReportData, RunFigures, StrategyFigures, Timeline, byte_text, strategies_from_json
-from distca.report.page import verdict
+from distca.report.figures import (
+    ReportData,
+    RunFigures,
+    StrategyFigures,
+    Timeline,
+    byte_text,
+    strategies_from_json,
+    verdict,
+)
 from distca.trace import MAX_COUNT, StepTrace
 from distca.validation import UserError, check_number, check_whole, parse_json, read_json, read_text
 
 MAX_TIMELINES = 2
-
-
-def report_command(
-    paths: Annotated[list[Path] | None, typer.Argument(metavar="PATH...", help=(
-        "A folder that `distca train` logged into, files of it (step_N.json, steps.jsonl, summary.json), or what "
-        "`distca simulate --json` printed."))] = None,
-    predicted: Annotated[Path | None, typer.Option(
-        help="A simulated step_N.json, to be shown beside the measured one.")] = None,
-    step: Annotated[int | None, typer.Option(help="Which traced step of a folder; the last unless given.")] = None,
-    plan: Annotated[str | None, typer.Option(
-        metavar="SOURCE", help="Also plan this batch and show it; what `distca plan` takes as SOURCE.")] = None,
-    model: Annotated[str, typer.Option(help="Named model of --plan.")] = "llama3-8b",
-    tolerance: Annotated[float, typer.Option(help="Tolerance of --plan.")] = 0.05,
-    placement: Annotated[str, typer.Option(help="Placement of --plan: given or balanced.")] = "given",
-    ranks: Annotated[int | None, typer.Option(parser=count, metavar=COUNT, help="Ranks of --plan.")] = None,
-    tokens_per_rank: Annotated[int | None, typer.Option(
-        parser=count, metavar=COUNT, help="Tokens per rank of --plan.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler, or of a file's order.")] = None,
-    column: Column = None,
-    format_: Format = None,
-    tokenizer: Tokenizer = None,
-    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
-) -> None:
-    """Write a report that opens in any browser, offline."""
-    if not (paths or predicted or plan):
-        raise UserError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
-    write = page_writer("out", out)
-    data = ReportData("distca report")
-    if plan:
-        asked = BatchesAsked(plan, ranks, tokens_per_rank, seed, reading=Reading(format_, column, tokenizer))
-        data = plan_asked(asked, PlanPool(model_named(model), 1, tolerance, 0, None), placement).page()
-    logs = [(path, read_log(path)) for path in paths or ()]
-    comparison = next((log.comparison for _, log in logs if log.comparison), ())
-    data = replace(
-        data,
-        title=title or (f"Report of {', '.join(map(str, paths))}" if paths else data.title),
-        facts=(*(fact for _, log in logs for fact in log.facts), *data.facts),
-        timelines=_timelines(logs, predicted, step),
-        comparison=comparison,
-        verdict=verdict(comparison) or data.verdict,
-        run=next((log.run for _, log in logs if log.run is not None), None))
-    write(data)
-    print(f"Written to {out}.")
-
-
-def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: int | None) -> tuple[Timeline, ...]:
-    traced = [(path, log.traces) for path, log in logs if log.traces]
-    if step is not None and not any(step in traces for _, traces in traced):
-        known = sorted({number for _, traces in traced for number in traces})
-        raise UserError(f"step is {step} but the traced steps are: {', '.join(map(str, known)) or 'none'}; name one "
-                        "of them, or trace it with --log.trace_step")
-    timelines = []
-    for path, traces in traced:
-        chosen = max(traces) if step is None else step
-        if chosen in traces:
-            name = "measured" if len(traced) == 1 else str(path)
-            timelines.append(Timeline(f"{name}, step {chosen}", read_traces(traces[chosen])))
-    if predicted is not None:
-        timelines.append(Timeline("predicted", read_traces(predicted)))
-    if len(timelines) > MAX_TIMELINES:
-        raise UserError(f"PATH and --predicted hold {len(timelines)} timelines; give at most {MAX_TIMELINES}")
-    return tuple(timelines)
-
-
 MAX_TRACE_BYTES = 2**28  # about two million spans
 MAX_LOG_BYTES = 2**26    # about a hundred thousand steps
 MAX_SPEEDS = 8           # servers whose speeds are drawn
@@ -115,13 +57,70 @@ SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the un
     "grad_norm": "gradient norm",
     "lr": "learning rate",
 }
-
 T = TypeVar("T")
+
+
+def report_command(
+    paths: Annotated[list[Path] | None, typer.Argument(metavar="PATH...", help=(
+        "A folder that `distca train` logged into, files of it (step_N.json, steps.jsonl, summary.json), or what "
+        "`distca simulate --json` printed."))] = None,
+    predicted: Annotated[Path | None, typer.Option(
+        help="A simulated step_N.json, to be shown beside the measured one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Which traced step of a folder; the last unless given.")] = None,
+    plan: Annotated[str | None, typer.Option(
+        metavar="SOURCE", help="Also plan this batch and show it; what `distca plan` takes as SOURCE.")] = None,
+    model: Annotated[str, typer.Option(help="Named model of --plan.")] = "llama3-8b",
+    tolerance: Annotated[float, typer.Option(help="Tolerance of --plan.")] = 0.05,
+    placement: Annotated[str, typer.Option(help="Placement of --plan: given or balanced.")] = "given",
+    ranks: Annotated[int | None, number("Ranks of --plan.")] = None,
+    tokens_per_rank: Annotated[int | None, number("Tokens per rank of --plan.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler, or of a file's order.")] = None,
+    column: Column = None,
+    format_: Format = None,
+    tokenizer: Tokenizer = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+) -> None:
+    """Write a report that opens in any browser, offline."""
+    if not (paths or predicted or plan):
+        raise UserError("nothing to report; give the log folder of a run, a step_N.json, or --plan SOURCE")
+    write = page_writer("out", out)
+    data = ReportData("distca report")
+    if plan:
+        asked = BatchesAsked(plan, ranks, tokens_per_rank, seed, reading=Reading(format_, column, tokenizer))
+        data = plan_asked(asked, PlanPool(model_named(model), tolerance=tolerance, placement=placement)).page()
+    logs = [(path, read_log(path)) for path in paths or ()]
+    comparison = next((log.comparison for _, log in logs if log.comparison), ())
+    write(replace(
+        data, title=title or (f"Report of {', '.join(map(str, paths))}" if paths else data.title),
+        facts=(*(fact for _, log in logs for fact in log.facts), *data.facts), comparison=comparison,
+        timelines=_timelines(logs, predicted, step), verdict=verdict(comparison) or data.verdict,
+        run=next((log.run for _, log in logs if log.run is not None), None)))
+    print(f"Written to {out}.")
+
+
+def _timelines(logs: list[tuple[Path, RunLog]], predicted: Path | None, step: int | None) -> tuple[Timeline, ...]:
+    traced = [(path, log.traces) for path, log in logs if log.traces]
+    if step is not None and not any(step in traces for _, traces in traced):
+        known = sorted({number for _, traces in traced for number in traces})
+        raise UserError(f"step is {step} but the traced steps are: {', '.join(map(str, known)) or 'none'}; name one "
+                        "of them, or trace it with --log.trace_step")
+    timelines = []
+    for path, traces in traced:
+        chosen = max(traces) if step is None else step
+        if chosen in traces:
+            name = "measured" if len(traced) == 1 else str(path)
+            timelines.append(Timeline(f"{name}, step {chosen}", read_traces(traces[chosen])))
+    if predicted is not None:
+        timelines.append(Timeline("predicted", read_traces(predicted)))
+    if len(timelines) > MAX_TIMELINES:
+        raise UserError(f"PATH and --predicted hold {len(timelines)} timelines; give at most {MAX_TIMELINES}")
+    return tuple(timelines)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunLog:
-    """What was found in one path."""
+    """Contents of one PATH."""
 
     traces: dict[int, Path] = field(default_factory=dict)  # by step
     run: RunFigures | None = None
@@ -130,7 +129,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> RunLog:
-    """A folder that `distca train` logged into, or one of its files."""
+    """Read a folder that `distca train` logged into, or one of its files."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; give the log.folder of a run, or a file of it")
     if path.is_dir():
@@ -139,7 +138,7 @@ def read_log(path: Path) -> RunLog:
         return RunLog(run=_read_steps(path))
     content = read_json(path, MAX_TRACE_BYTES)
     if isinstance(content, list):
-        return RunLog(traces={_traces(content, path)[0].step: path})
+        return RunLog(traces={_named(path, _traces, content)[0].step: path})
     if isinstance(content, dict) and "strategies" in content:
         return RunLog(comparison=_named(path, strategies_from_json, content))
     if isinstance(content, dict) and "tokens_per_second" in content:
@@ -150,10 +149,10 @@ def read_log(path: Path) -> RunLog:
                     "steps.jsonl, summary.json, their folder, or what distca simulate --json printed")
 
 
-def _named(path: Path, check: Callable[[Any], T], content: Any) -> T:
-    """What the check makes of a file's content; its refusals name the file."""
+def _named(path: Path, parse: Callable[[Any], T], content: Any) -> T:
+    """Parse a file's content; errors name the file."""
     try:
-        return check(content)
+        return parse(content)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -169,46 +168,38 @@ def _read_folder(folder: Path) -> RunLog:
 
 
 def read_traces(path: Path) -> tuple[StepTrace, ...]:
-    return _traces(read_json(path, MAX_TRACE_BYTES), path)
+    """Read one step's traces, one per rank."""
+    return _named(path, _traces, read_json(path, MAX_TRACE_BYTES))
 
 
-def _traces(content: Any, path: Path) -> tuple[StepTrace, ...]:
-    return _named(path, traces_from_json, content)
-
-
-def traces_from_json(content: Any) -> tuple[StepTrace, ...]:
-    """One step's traces, of different ranks, with spans that a chart can draw."""
+def _traces(content: Any) -> tuple[StepTrace, ...]:
     if not isinstance(content, list) or not content:
         raise UserError("not a list of step traces, one per rank; trace a step with --log.trace_step N")
     traces = tuple(StepTrace.from_json(one) for one in content)
-    seen: set[int] = set()
-    for trace in traces:
-        if trace.rank in seen:
-            raise UserError(f"rank {trace.rank} is there twice; write the trace again")
-        seen.add(trace.rank)
+    if twice := [rank for rank, count in Counter(trace.rank for trace in traces).items() if count > 1]:
+        raise UserError(f"rank {twice[0]} is there twice; write the trace again")
     return traces
 
 
 def _read_steps(path: Path) -> RunFigures | None:
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(read_text(path, MAX_LOG_BYTES).splitlines(), 1):
+    for at, line in enumerate(read_text(path, MAX_LOG_BYTES).splitlines(), 1):
         try:
             record = parse_json(line)
             check_whole("step", record["step"], least=0, most=MAX_COUNT)
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: line {number} is not a step's record; remove the line") from None
+            raise UserError(f"{path}: line {at} is not a step's record; remove the line") from None
         records.append(record)
     if not records:
         return None
-    found = [name for name in SERIES if all(name in record for record in records)]
-    curves = [(SERIES[name], np.array([_figure(record[name], f"{path}: {name}") for record in records]))
-              for name in found]
+    curves = [(label, np.array([_figure(record[name], f"{path}: {name}") for record in records]))
+              for name, label in SERIES.items() if all(name in record for record in records)]
     return RunFigures(np.array([record["step"] for record in records], dtype=np.int64),
                       (*curves, *_server_speeds(path, records)))
 
 
 def _server_speeds(path: Path, records: list[dict[str, Any]]) -> list[tuple[str, np.ndarray]]:
-    """A curve for each server that differs most from the median, where all steps know the speeds of as many servers."""
+    """Curves of the servers that differ most from the median, if every step has the speeds of the same servers."""
     lists = [record.get("server_speed") for record in records]
     if not all(isinstance(speeds, list) and len(speeds) == len(lists[0] or []) for speeds in lists):
         return []
@@ -224,17 +215,14 @@ def _summary_facts(content: Any) -> tuple[tuple[str, str], ...]:
         return _figure(content[name], name)
 
     return (
-        ("steps", f"{figure('steps'):,.0f}"),
-        ("tokens/s", f"{figure('tokens_per_second'):,.0f}"),
+        ("steps", f"{figure('steps'):,.0f}"), ("tokens/s", f"{figure('tokens_per_second'):,.0f}"),
         ("busiest rank's work, × mean", f"{figure('work_before'):.2f} → {figure('work_after'):.2f}"),
         ("waiting for exchanges", f"{figure('exposed_share'):.1%} of the steps"),
-        ("memory", byte_text(figure("memory_bytes"))),
-        ("last loss", f"{figure('final_loss'):.4f}"),
-    )
+        ("memory", byte_text(figure("memory_bytes"))), ("last loss", f"{figure('final_loss'):.4f}"))
 
 
 def _figure(value: Any, field: str) -> float:
-    """A number; a run that diverged has steps without one."""
+    """Check a number; steps of a run that diverged have none, which is NaN."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return math.nan
     return check_number(field, value)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import distca
-from distca.cli.options import COUNT, count
+from distca.cli.options import number
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
 from distca.validation import UNITS_HELP, UserError
 
@@ -28,9 +28,8 @@ def _train(settings: Settings) -> int:
 
 def train_command(
     context: typer.Context,
-    ranks: Annotated[int | None, typer.Option(
-        parser=count, metavar=COUNT,
-        help="Ranks to start on this machine, short for --run.ranks; not used under torchrun or srun.")] = None,
+    ranks: Annotated[int | None, number(
+        "Ranks to start on this machine, short for --run.ranks; not used under torchrun or srun.")] = None,
     show_settings: Annotated[bool, typer.Option(
         "--show-settings", help="Print the settings as a documented TOML file, and stop.")] = False,
 ) -> None:

@@ -1,7 +1,6 @@
-"""What pages, pictures and tables show: a batch before and after planning, strategies, timelines, a run.
+"""Figures that pages, plots and tables show: a batch before and after planning, strategies, timelines, a run.
 
-One type per thing, made once and shared by the report and the command line. A page leaves out the sections for which
-it gets no figures.
+One type per thing, shared by the report and the command line. A page leaves out sections without figures.
 """
 
 from __future__ import annotations
@@ -17,42 +16,43 @@ from distca.planning.plan import Plan, PlanSummary
 from distca.planning.tasks import tasks_at_home
 from distca.simulate.costs import Memory
 from distca.simulate.outcomes import Comparison, Outcome
+from distca.simulate.strategies import BOUND, STRATEGIES
 from distca.trace import StepTrace
 from distca.validation import UserError, check_name, check_number, short
 
+OURS = "distca"
+NO_GAIN = 1.005  # a speedup that rounds to 1.00 is no gain
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedBatch:
-    """A batch before, with documents in order and every query computed at home, and after planning."""
+    """A batch before planning (documents in order, queries computed on their home ranks) and after."""
 
     source: str           # where the documents come from, for people
     placement: str        # as asked
     plan: Plan
     before: PlanSummary   # over the ranks that own tokens
     after: PlanSummary    # over all servers: the ranks, then the dedicated ones
-    backward: PlanSummary  # by a plan of its own where work is seconds, else forward's
+    backward: PlanSummary  # of backward's own plan where work is seconds, else of forward's
     plan_seconds: float = 0.0
-    invalid: str | None = None  # why the plan failed its proof
-    placement_used: str | None = None  # given where balanced was asked for and would send more
-    tried: tuple[tuple[float, float], ...] = ()  # tolerances the plan's was chosen from, with the step's seconds
+    invalid: str | None = None  # why the plan failed validation
+    placement_used: str | None = None  # `given` if `balanced` was asked for and would send more
+    tried: tuple[tuple[float, float], ...] = ()  # candidate tolerances with the step's seconds
 
     @classmethod
     def of(
         cls, plan: Plan, source: str, *, before: Plan | None = None, backward: Plan | None = None,
-        placement: str = "given", plan_seconds: float = 0.0, invalid: str | None = None,
-        placement_used: str | None = None, tried: tuple[tuple[float, float], ...] = (),
+        placement: str = "given", invalid: str | None = None,
     ) -> PlannedBatch:
-        """Measure every plan once; `before` is the layout's attention at home unless given."""
+        """Summarize every plan once; `before` computes each query on its home rank unless given."""
         if before is None:
             ranks = plan.layout.num_ranks
             speed = np.ones(ranks) if plan.cost is None else plan.cost.speeds(ranks)
             before = replace(plan, tasks=tasks_at_home(plan.layout), speed=speed, limit=None)
         after = plan.summary()
         return cls(source, placement, plan, before.summary(), after,
-                   after if backward is None or backward is plan else backward.summary(), plan_seconds, invalid,
-                   placement if placement_used is None else placement_used, tried)
+                   after if backward is None or backward is plan else backward.summary(), invalid=invalid)
 
     @property
     def num_ranks(self) -> int:
@@ -68,8 +68,7 @@ class PlannedBatch:
 
     @property
     def exchange_seconds(self) -> float | None:
-        """The busiest rank's, forward, over the network that the table's profile measured, flat and both ways at once;
-        None where there was none."""
+        """Forward exchange of the busiest rank at the profile's measured bandwidth; None if no network was measured."""
         network = None if self.plan.cost is None else MeasuredNetwork.of(self.plan.cost.table)
         busiest = float(max(self.after.bytes_sent.max(), self.after.bytes_received.max()))
         return None if network is None else network.seconds(busiest)
@@ -100,44 +99,30 @@ class PlannedBatch:
         return f" (a step of {1e3 * seconds[self.plan.tolerance]:.4g} ms, {others})"
 
     def as_json(self) -> dict[str, object]:
+        plan, after, backward, topology = self.plan, self.after, self.backward, self.plan.topology
         return {
-            "ranks": self.num_ranks,
-            "servers": self.num_servers,
-            "tokens_per_rank": self.tokens_per_rank,
-            "documents": self.plan.layout.num_documents,
-            "model": self.plan.model.name,
-            "tp": self.plan.tp,
-            "placement": self.placement,
-            "placement_used": self.placement_used or self.placement,
-            "tasks": self.after.num_tasks,
-            "valid": self.invalid is None,
-            "tolerance": self.plan.tolerance,
+            "ranks": self.num_ranks, "servers": self.num_servers, "tokens_per_rank": self.tokens_per_rank,
+            "documents": plan.layout.num_documents, "model": plan.model.name, "tp": plan.tp,
+            "placement": self.placement, "placement_used": self.placement_used or self.placement,
+            "tasks": after.num_tasks, "valid": self.invalid is None, "tolerance": plan.tolerance,
             "step_seconds_by_tolerance": {f"{one:g}": seconds for one, seconds in self.tried} or None,
             "work_max_over_mean_before": self.before.work_max_over_mean,
-            "work_max_over_mean": self.after.work_max_over_mean,
-            "limit": self.plan.limit,
-            "bytes_total": self.after.bytes_total,
-            "bytes_sent_max": int(self.after.bytes_sent.max()),
-            "bytes_received_max": int(self.after.bytes_received.max()),
-            "ranks_per_node": None if self.plan.topology is None else self.plan.topology.ranks_per_node,
-            "bytes_between_nodes": self.after.bytes_between_nodes,
-            "bytes_between_nodes_max": self.after.bytes_between_nodes_max,
-            "bytes_between_pods": self.after.bytes_between_pods,
-            "bytes_between_pods_max": self.after.bytes_between_pods_max,
-            "bytes_all_gather": self.after.bytes_all_gather,
-            "bytes_backward_total": self.after.backward_bytes_total,
-            "smallest_shard": self.after.smallest_shard,
-            "plan_seconds": self.plan_seconds,
-            "attention_seconds": self.after.seconds,
-            "attention_seconds_backward": self.backward.seconds,
-            "work_max_over_mean_backward": self.backward.work_max_over_mean,
-            "exchange_seconds": self.exchange_seconds,
+            "work_max_over_mean": after.work_max_over_mean, "limit": plan.limit,
+            "bytes_total": after.bytes_total, "bytes_sent_max": int(after.bytes_sent.max()),
+            "bytes_received_max": int(after.bytes_received.max()),
+            "ranks_per_node": None if topology is None else topology.ranks_per_node,
+            "bytes_between_nodes": after.bytes_between_nodes, "bytes_between_nodes_max": after.bytes_between_nodes_max,
+            "bytes_between_pods": after.bytes_between_pods, "bytes_between_pods_max": after.bytes_between_pods_max,
+            "bytes_all_gather": after.bytes_all_gather, "bytes_backward_total": after.backward_bytes_total,
+            "smallest_shard": after.smallest_shard, "plan_seconds": self.plan_seconds,
+            "attention_seconds": after.seconds, "attention_seconds_backward": backward.seconds,
+            "work_max_over_mean_backward": backward.work_max_over_mean, "exchange_seconds": self.exchange_seconds,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A mean and the range around it that the batches covered."""
+    """A mean, and the range over the batches."""
 
     mean: float
     low: float
@@ -146,7 +131,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategyFigures:
-    """One strategy of a comparison. Shares are of the step."""
+    """One strategy of a comparison; shares are of the step's time."""
 
     name: str
     tokens_per_second: Spread
@@ -168,7 +153,7 @@ class StrategyFigures:
 
     @classmethod
     def from_json(cls, name: str, content: Any, num_tokens: float | None) -> StrategyFigures:
-        """A strategy as `distca simulate --json` prints it; `num_tokens` of a step turn its range into a speed's."""
+        """Read a strategy as `distca simulate --json` prints it; a step's `num_tokens` give the range of speeds."""
         where = f"strategies.{check_name('the name of a strategy', name)}"
         one = _object(where, content)
 
@@ -190,7 +175,7 @@ class StrategyFigures:
 
 
 def strategies_from_json(content: Any) -> tuple[StrategyFigures, ...]:
-    """The strategies that `distca simulate --json` compares, or a ValueError that names the field."""
+    """Read the strategies that `distca simulate --json` printed; a UserError names the field that is wrong."""
     tokens = content.get("tokens_per_step")
     if tokens is not None:
         tokens = check_number("tokens_per_step", tokens)
@@ -244,35 +229,13 @@ class ReportData:
     timelines: tuple[Timeline, ...] = ()
     stacked: bool = False                        # timelines one above the other, else side by side
     memory: Memory | None = None
-    memory_capacity_bytes: float | None = None   # of one rank
+    memory_capacity_bytes: float | None = None   # per rank
     run: RunFigures | None = None
-    verdict: str = ""                            # what it comes to, in a sentence or two: the page opens with it
-
-
-def plan_page(batch: PlannedBatch) -> ReportData:
-    """The page of one batch: its work before and after, what travels, and how its documents were cut."""
-    facts = [
-        ("slowest server's work, × mean",
-         f"{batch.before.work_max_over_mean:.2f} → {batch.after.work_max_over_mean:.2f}"),
-        ("bytes a layer, forward", byte_text(batch.after.bytes_total)),
-        ("busiest sender", byte_text(batch.after.bytes_sent.max())),
-        *(() if batch.after.bytes_between_nodes is None else (
-            ("between nodes", byte_text(batch.after.bytes_between_nodes)),
-            ("busiest node", byte_text(batch.after.bytes_between_nodes_max or 0)))),
-        *(() if batch.after.bytes_between_pods is None else (
-            ("between pods", byte_text(batch.after.bytes_between_pods)),)),
-        ("tasks, of which moved", f"{batch.after.num_tasks:,}, {batch.after.num_moved:,}"),
-        ("planning", seconds_text(batch.plan_seconds)),
-    ]
-    if batch.plan.limit is not None:
-        facts.append(("what keeps it above the tolerance", batch.plan.limit))
-    if batch.invalid is not None:
-        facts.append(("THE PLAN IS NOT VALID", batch.invalid))
-    return ReportData(f"Plan of {batch.source}", f"{batch.pool_text}, {batch.options_text}", tuple(facts), plan=batch)
+    verdict: str = ""                            # the result in a sentence or two, at the top of the page
 
 
 def strategies_of(comparison: Comparison) -> tuple[StrategyFigures, ...]:
-    """Every strategy, and the bound where it was asked for, each against the others."""
+    """Figures of every strategy and of the bound, each compared with all others."""
     return tuple(StrategyFigures.of(outcome, comparison.rows) for outcome in comparison.rows)
 
 
@@ -281,9 +244,49 @@ def comparison_page(comparison: Comparison) -> ReportData:
     known = {"model": setting.model.name, "cluster": setting.cluster.name, "gpus": f"{setting.gpus:,}",
              "tp": setting.tp, "pp": setting.pp, "context": f"{setting.context:,}", "data": comparison.source,
              "batches": comparison.num_batches, "tolerance": comparison.tolerance}
+    strategies = strategies_of(comparison)
     return ReportData(
         "Strategies on the same documents", ", ".join(f"{name} {value}" for name, value in known.items()),
-        comparison=strategies_of(comparison))
+        comparison=strategies, verdict=verdict(strategies), stacked=True)
+
+
+def ours_and_best_baseline(
+    strategies: Sequence[StrategyFigures],
+) -> tuple[StrategyFigures | None, StrategyFigures | None]:
+    """Return our strategy (distca if it ran) and the fastest baseline, or None for what did not run."""
+    known = [one for one in strategies if one.name in STRATEGIES]
+    ours = [one for one in known if not STRATEGIES[one.name].is_baseline]
+    baselines = [one for one in known if STRATEGIES[one.name].is_baseline]
+    ours.sort(key=lambda one: one.name == OURS)
+    return ours[-1] if ours else None, max(baselines, key=lambda one: one.tokens_per_second.mean, default=None)
+
+
+def verdict(strategies: Sequence[StrategyFigures]) -> str:
+    """Compare our strategy with the best baseline in one sentence; empty if no strategy ran."""
+    ours, best = ours_and_best_baseline(strategies)
+    if ours is None or best is None:
+        return _alone(ours or best)
+    ratio = ours.tokens_per_second.mean / best.tokens_per_second.mean
+    gain = ours.speedup_over.get(best.name, Spread(ratio, ratio, ratio))
+    spread = "" if gain.low == gain.high else f" ({gain.low:.2f} to {gain.high:.2f} over the batches)"
+    speeds = f"{ours.tokens_per_second.mean:,.0f} tokens/s against {best.tokens_per_second.mean:,.0f}"
+    floor = next((one for one in strategies if one.name == BOUND), None)
+    if floor is not None:
+        speeds += f", {ours.tokens_per_second.mean / floor.tokens_per_second.mean:.0%} of what no strategy can beat"
+    trains = f"trains {gain.mean:.2f}× as fast as {best.name}, the best baseline{spread}"
+    if gain.mean >= NO_GAIN:
+        return f"{ours.name} {trains}: {speeds}."
+    return f"{ours.name} gains nothing here: it {trains}, {speeds}."
+
+
+def _alone(one: StrategyFigures | None) -> str:
+    if one is None:
+        return ""
+    kind, other = "baseline", "strategy of ours"
+    if not STRATEGIES[one.name].is_baseline:
+        kind, other = other, kind
+    return (f"{one.name}, the best {kind}, trains at {one.tokens_per_second.mean:,.0f} tokens/s; no {other} ran and "
+            "fitted to compare it with.")
 
 
 def byte_text(count: float) -> str:

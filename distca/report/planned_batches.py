@@ -1,9 +1,7 @@
-"""Several batches of one corpus, planned: the mean and the worst of them, and what the whole corpus looks like.
+"""Plans of several batches of one corpus: their mean, the worst of them, and statistics of the corpus.
 
-One batch says little about a corpus: whether it holds the rare long document decides everything. Figures of all batches
-are kept, and one of them is shown in full, the one whose slowest rank was furthest above the mean before planning.
-
-Show on a terminal what planning does to a corpus: its lengths, the mean and the worst batch, within 80 columns.
+One batch says little about a corpus: whether it holds a rare long document decides everything. Figures of all batches
+are kept. One batch is shown in full: the one whose slowest rank was furthest above the mean before planning.
 """
 
 from __future__ import annotations
@@ -13,22 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from distca.report.figures import PlannedBatch, ReportData, byte_text, count_text, plan_page, seconds_text
-from distca.report.render import (
-    AFTER_STYLE,
-    BEFORE_STYLE,
-    MAX_BARS,
-    print_plan,
-    print_warnings,
-    work_bars,
-    work_profile,
-)
-from distca.report.render import verdict as verdict_of_one
+from distca.report.figures import PlannedBatch, ReportData, byte_text, count_text, seconds_text
 from distca.validation import unit_text
 from distca.workload.sequences import CorpusFigures
 
@@ -45,11 +29,11 @@ FIELDS: dict[str, Callable[[PlannedBatch], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """What is kept of one of many batches."""
+    """Figures that are kept of every batch."""
 
     documents: int
     is_valid: bool
-    slowest_before: float      # work of the slowest, in the plan's unit
+    slowest_before: float      # work of the slowest server, in the plan's unit
     slowest: float
     figures: dict[str, float]  # by the names of FIELDS
 
@@ -61,12 +45,11 @@ class BatchFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedBatches:
-    """One batch or several. The corpus is None for what is no corpus; `is_dealt` says that the batches are a sample of
-    it, of which means make sense."""
+    """One batch, or several (`is_dealt`) that are a sample of a corpus, so that their mean is meaningful."""
 
     source: str
-    note: str                  # how the batches came about
-    corpus: CorpusFigures | None
+    note: str                  # how the batches were made
+    corpus: CorpusFigures | None  # None if the source is no corpus
     is_dealt: bool
     batches: tuple[BatchFigures, ...]
     shown: PlannedBatch        # the worst before planning
@@ -77,7 +60,7 @@ class PlannedBatches:
         cls, planned: Iterable[PlannedBatch], source: str, *, note: str = "", corpus: CorpusFigures | None = None,
         is_dealt: bool = False,
     ) -> PlannedBatches:
-        """Plans are large: of all but the worst only figures are kept."""
+        """Keep the worst batch and the figures of the others: plans are large."""
         batches: list[BatchFigures] = []
         shown: tuple[int, PlannedBatch] | None = None
         for number, batch in enumerate(planned, 1):
@@ -96,20 +79,20 @@ class PlannedBatches:
         return all(batch.is_valid for batch in self.batches)
 
     def as_json(self) -> dict[str, Any]:
-        """The shown batch, key by key; where there are more, all of them under `batches`, and the `corpus`."""
-        said: dict[str, Any] = self.shown.as_json() | {"valid": self.are_valid}
+        """The shown batch's figures; of several, all batches under `batches`, and the `corpus`."""
+        content: dict[str, Any] = self.shown.as_json() | {"valid": self.are_valid}
         if self.is_dealt:
-            said["batches"] = {
+            content["batches"] = {
                 "count": len(self.batches), "shown": self.shown_number,
                 "mean": {name: float(self.column(name).mean()) for name in FIELDS},
                 "worst": {name: float(self.column(name).max()) for name in FIELDS},
                 "each": [{"documents": batch.documents, **batch.figures} for batch in self.batches]}
         if self.corpus is not None:
-            said["corpus"] = self.corpus.as_json()
-        return said
+            content["corpus"] = self.corpus.as_json()
+        return content
 
     def page(self) -> ReportData:
-        """The page of the shown batch, which opens with what all of them say."""
+        """The page of the shown batch, below the verdict on all batches."""
         data = plan_page(self.shown)
         facts = () if self.corpus is None else _corpus_facts(self.corpus)
         words = [data.subtitle, self.note.rstrip(".")]
@@ -120,9 +103,9 @@ class PlannedBatches:
                        verdict=self.verdict(), facts=(*data.facts, *facts))
 
     def verdict(self) -> str:
-        """What the figures mean, in a sentence or two."""
+        """Sum the figures up in a sentence or two."""
         if not self.is_dealt:
-            return verdict_of_one(self.shown)
+            return verdict_on_batch(self.shown)
         before, after = self.column("work_max_over_mean_before"), self.column("work_max_over_mean")
         time = sum(batch.slowest for batch in self.batches) / sum(batch.slowest_before for batch in self.batches)
         return (f"The slowest rank did {before.mean():.2f}× the mean work, {before.max():.2f}× in the worst of "
@@ -133,13 +116,13 @@ class PlannedBatches:
 
 
 def quantile_words(corpus: CorpusFigures) -> list[tuple[str, int]]:
-    """The quantiles as people call them, and the longest."""
+    """Names and lengths of the quantiles, and of the longest document."""
     names = [(f"{100 * level:g} %" if level != 0.5 else "median", length) for level, length in corpus.quantiles]
     return [*names, ("longest", corpus.longest)]
 
 
 def _badness(batch: PlannedBatch) -> tuple[bool, float]:
-    """A plan that failed its proof is worse than any; then the imbalance before planning counts."""
+    """Sort key: plans that failed validation come last, then those with the worst imbalance before planning."""
     return batch.invalid is not None, batch.before.work_max_over_mean
 
 
@@ -151,61 +134,35 @@ def _corpus_facts(corpus: CorpusFigures) -> tuple[tuple[str, str], ...]:
               for one in corpus.long_documents if one.documents))
 
 
-def print_batches(planned: PlannedBatches, console: Console) -> None:
-    """The whole answer of `distca plan`: one batch in full, or what several say."""
-    if not planned.is_dealt:
-        print_plan(planned.shown, console, planned.note)
-        return
-    shown = planned.shown
-    pool = shown.pool_text.rsplit(", ", 1)[0]  # without the documents, which differ from batch to batch
-    console.print(Text.assemble((planned.source, "bold"), f"\n{planned.note}\n{pool}\n{shown.options_text}"))
-    console.print()
-    if planned.corpus is not None:
-        words = ", ".join(f"{name} {length:,}" for name, length in quantile_words(planned.corpus))
-        console.print(Text(f"Lengths: {words}"))
-        console.print(corpus_table(planned.corpus))
-    console.print(batches_table(planned))
-    console.print("[dim]Bytes are what crosses ranks in one layer's forward pass, in bf16.[/dim]", highlight=False)
-    console.print(f"\nBatch {planned.shown_number}, the worst before planning:", highlight=False)
-    console.print(work_bars(shown) if shown.num_servers <= MAX_BARS else work_profile(shown))
-    console.print()
-    console.print(Text(planned.verdict()))
-    print_warnings(shown, console)
+def plan_page(batch: PlannedBatch) -> ReportData:
+    """The page of one batch: its work before and after planning, its traffic, and how its documents were cut."""
+    facts = [
+        ("slowest server's work, × mean",
+         f"{batch.before.work_max_over_mean:.2f} → {batch.after.work_max_over_mean:.2f}"),
+        ("bytes a layer, forward", byte_text(batch.after.bytes_total)),
+        ("busiest sender", byte_text(batch.after.bytes_sent.max())),
+        *(() if batch.after.bytes_between_nodes is None else (
+            ("between nodes", byte_text(batch.after.bytes_between_nodes)),
+            ("busiest node", byte_text(batch.after.bytes_between_nodes_max or 0)))),
+        *(() if batch.after.bytes_between_pods is None else (
+            ("between pods", byte_text(batch.after.bytes_between_pods)),)),
+        ("tasks, of which moved", f"{batch.after.num_tasks:,}, {batch.after.num_moved:,}"),
+        ("planning", seconds_text(batch.plan_seconds)),
+    ]
+    if batch.plan.limit is not None:
+        facts.append(("what keeps it above the tolerance", batch.plan.limit))
+    if batch.invalid is not None:
+        facts.append(("THE PLAN IS NOT VALID", batch.invalid))
+    return ReportData(f"Plan of {batch.source}", f"{batch.pool_text}, {batch.options_text}", tuple(facts), plan=batch)
 
 
-def corpus_table(corpus: CorpusFigures) -> Table:
-    """Where the attention is."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("documents of at least", "documents", "of tokens", "of attention"):
-        table.add_column(title, justify="left" if title.endswith("least") else "right")
-    for one in corpus.long_documents:
-        if one.documents:
-            table.add_row(f"{unit_text(one.least)} tokens", f"{one.documents:,}", f"{one.token_share:.1%}",
-                          f"{one.attention_share:.1%}")
-    if not table.rows:
-        table.add_row("8K tokens", "none", "", "")
-    return table
-
-
-def batches_table(planned: PlannedBatches) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(count_text(len(planned.batches), "batch", "batches"))
-    for title, style in (("before, mean", BEFORE_STYLE), ("worst", BEFORE_STYLE), ("after, mean", AFTER_STYLE),
-                         ("worst", AFTER_STYLE)):
-        table.add_column(title, justify="right", style=style)
-
-    def both(name: str | None, text: Callable[[float], str]) -> tuple[str, str]:
-        if name is None:
-            return "", ""
-        column = planned.column(name)
-        return text(float(column.mean())), text(float(column.max()))
-
-    rows: tuple[tuple[str, str | None, str, Callable[[float], str]], ...] = (
-        ("slowest server's work, × mean", "work_max_over_mean_before", "work_max_over_mean", "{:.2f}".format),
-        ("bytes in all", "bytes_total_before", "bytes_total", byte_text),
-        ("busiest sender", None, "bytes_sent_max", byte_text),
-        ("busiest receiver", None, "bytes_received_max", byte_text),
-        ("planning", None, "plan_seconds", seconds_text))
-    for label, before, after, text in rows:
-        table.add_row(label, *both(before, text), *both(after, text))
-    return table
+def verdict_on_batch(batch: PlannedBatch) -> str:
+    """Sum one batch up in a sentence or two."""
+    before, after = batch.before, batch.after
+    if after.num_moved == 0 and before.work_max_over_mean <= 1 + batch.plan.tolerance:
+        return (f"The slowest rank does {before.work_max_over_mean:.2f}× the mean work, inside the tolerance: "
+                "no query has to move.")
+    share = after.work.max() / before.work.max()
+    return (f"The slowest rank did {before.work_max_over_mean:.2f}× the mean work; now the slowest server does "
+            f"{after.work_max_over_mean:.2f}×. Core attention takes {share:.0%} of the time it took, if what travels "
+            f"(at most {byte_text(after.bytes_sent.max())} a layer from one rank) hides behind other work.")

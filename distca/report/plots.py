@@ -1,7 +1,7 @@
-"""Draw a plan as one picture: who waited for whom before, who does what after, and what travels for it.
+"""Plot a plan: work per server before and after planning, and the bytes that each rank sends for it.
 
-Colours are from the Okabe–Ito palette, which colour-blind readers can tell apart. A few servers get bars side by
-side; many get outlines over rank, which stay legible at hundreds.
+Colours are from the Okabe–Ito palette, which colour-blind readers can distinguish. A few servers get bars side by side;
+many get outlines over rank, which stay legible at hundreds.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _draw_bytes(axes: Axes, batch: PlannedBatch) -> None:
 
 
 def _series(axes: Axes, before: np.ndarray, after: np.ndarray, servers: int) -> None:
-    """Both sides over rank; the ranks before may be fewer than the servers after."""
+    """Draw both sides over rank; there may be fewer ranks before than servers after."""
     if servers <= MAX_BARS:
         axes.bar(np.arange(len(before)) - _BAR_WIDTH / 2, before, _BAR_WIDTH, color=BEFORE_COLOR, label="before")
         axes.bar(np.arange(len(after)) + _BAR_WIDTH / 2, after, _BAR_WIDTH, color=AFTER_COLOR, label="after")

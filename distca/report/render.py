@@ -1,10 +1,13 @@
-"""Show a plan on a terminal: what it was, what it is, and what that means, within 80 columns.
+"""Print plans and comparisons of strategies on a terminal, within 80 columns.
 
-Up to 16 servers each get a bar. Beyond that one column stands for a group of neighbours and shows the busiest of
-them, because the busiest is what everybody waits for.
+Up to 16 servers each get a bar. Beyond that a column stands for a group of neighbours and shows the busiest of them,
+because all ranks wait for the busiest.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -12,10 +15,24 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distca.report.figures import PlannedBatch, byte_text, over_mean, seconds_text
+from distca.report.figures import (
+    PlannedBatch,
+    byte_text,
+    count_text,
+    over_mean,
+    seconds_text,
+    strategies_of,
+    verdict,
+)
+from distca.report.planned_batches import PlannedBatches, quantile_words, verdict_on_batch
+from distca.simulate.outcomes import Comparison
+from distca.simulate.strategies import STRATEGIES
+from distca.validation import unit_text
+from distca.workload.sequences import CorpusFigures
 
 MAX_BARS = 16
 BEFORE_STYLE, AFTER_STYLE = "yellow", "cyan"
+BYTES_NOTE = "[dim]Bytes are what crosses ranks in one layer's forward pass, in bf16.[/dim]"
 
 _BAR_WIDTH = 22
 _PROFILE_WIDTH = 64
@@ -25,40 +42,40 @@ _PARTS = "▏▎▍▌▋▊▉█"
 
 
 def print_plan(batch: PlannedBatch, console: Console, note: str = "") -> None:
-    """One batch in full; the note says how it came about."""
-    console.print(heading(batch))
+    """Print one batch in full; the note says how it was made."""
+    console.print(Text.assemble((batch.source, "bold"), f"\n{batch.pool_text}\n{batch.options_text}"))
     if note:
         console.print(Text(note))
     console.print()
-    console.print(comparison(batch))
-    console.print("[dim]Bytes are what crosses ranks in one layer's forward pass, in bf16.[/dim]", highlight=False)
+    console.print(plan_table(batch))
+    console.print(BYTES_NOTE, highlight=False)
     console.print()
+    _print_work(batch, verdict_on_batch(batch), console)
+
+
+def _print_work(batch: PlannedBatch, words: str, console: Console) -> None:
+    """Print work per server, the verdict, and what keeps the plan from its tolerance or from being valid."""
     console.print(work_bars(batch) if batch.num_servers <= MAX_BARS else work_profile(batch))
     console.print()
-    console.print(Text(verdict(batch)))
-    print_warnings(batch, console)
-
-
-def print_warnings(batch: PlannedBatch, console: Console) -> None:
-    """What keeps the plan from its tolerance, or from being one."""
+    console.print(Text(words))
     if batch.plan.limit is not None:
         console.print(Text(f"max/mean stays above 1 + tolerance: {batch.plan.limit}.", style="bold"))
     if batch.invalid is not None:
         console.print(Text(f"THE PLAN IS NOT VALID: {batch.invalid}", style="bold red"))
 
 
-def heading(batch: PlannedBatch) -> Text:
-    return Text.assemble((batch.source, "bold"), f"\n{batch.pool_text}\n{batch.options_text}")
+def _table(titles: Sequence[str], styles: Sequence[str] = (), title: str | None = None) -> Table:
+    """An empty table, whose first column is left-aligned and the others right-aligned."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for at, (name, style) in enumerate(zip_longest(titles, styles)):
+        table.add_column(name, justify="right" if at else "left", style=style)
+    return table
 
 
-def comparison(batch: PlannedBatch) -> Table:
+def plan_table(batch: PlannedBatch) -> Table:
     before, after = batch.before, batch.after
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("before", justify="right", style=BEFORE_STYLE)
-    table.add_column("after", justify="right", style=AFTER_STYLE)
-    table.add_row("slowest server's work, × mean", f"{before.work_max_over_mean:.2f}",
-                  f"{after.work_max_over_mean:.2f}")
+    table = _table(("", "before", "after"), ("", BEFORE_STYLE, AFTER_STYLE))
+    table.add_row("slowest server's work, × mean", *(f"{side.work_max_over_mean:.2f}" for side in (before, after)))
     for label, value in (("bytes in all", lambda side: side.bytes_total),
                          ("busiest sender", lambda side: side.bytes_sent.max()),
                          ("busiest receiver", lambda side: side.bytes_received.max()),
@@ -84,7 +101,7 @@ def comparison(batch: PlannedBatch) -> Table:
 
 
 def work_bars(batch: PlannedBatch) -> Table:
-    """One line per server. Lengths are comparable across both columns, numbers are each column's own × mean."""
+    """One line per server. Bars have one scale in both columns; numbers are relative to their column's mean."""
     longest = max(batch.before.work.max(), batch.after.work.max(), np.finfo(float).tiny)
     columns = []
     for side, style in ((batch.before, BEFORE_STYLE), (batch.after, AFTER_STYLE)):
@@ -104,7 +121,7 @@ def work_bars(batch: PlannedBatch) -> Table:
 
 
 def work_profile(batch: PlannedBatch) -> RenderableType:
-    """Work over all servers in rank order, and its spread in numbers."""
+    """Work over all servers in rank order, with its quantiles."""
     longest = max(batch.before.work.max(), batch.after.work.max(), np.finfo(float).tiny)
     spread = Table(box=None, pad_edge=False)
     for title in ("work, × mean", "min", "10 %", "median", "90 %", "max"):
@@ -120,16 +137,90 @@ def work_profile(batch: PlannedBatch) -> RenderableType:
     return Group(*parts, Text(note, style="dim"), Text(), spread)
 
 
-def verdict(batch: PlannedBatch) -> str:
-    """What the numbers mean, in a sentence or two."""
-    before, after = batch.before, batch.after
-    if after.num_moved == 0 and before.work_max_over_mean <= 1 + batch.plan.tolerance:
-        return (f"The slowest rank does {before.work_max_over_mean:.2f}× the mean work, inside the tolerance: "
-                "no query has to move.")
-    share = after.work.max() / before.work.max()
-    return (f"The slowest rank did {before.work_max_over_mean:.2f}× the mean work; now the slowest server does "
-            f"{after.work_max_over_mean:.2f}×. Core attention takes {share:.0%} of the time it took, if what travels "
-            f"(at most {byte_text(after.bytes_sent.max())} a layer from one rank) hides behind other work.")
+def print_batches(planned: PlannedBatches, console: Console) -> None:
+    """Print the result of `distca plan`: one batch in full, or the mean and the worst of several."""
+    if not planned.is_dealt:
+        print_plan(planned.shown, console, planned.note)
+        return
+    shown = planned.shown
+    pool = shown.pool_text.rsplit(", ", 1)[0]  # without the documents, which differ from batch to batch
+    console.print(Text.assemble((planned.source, "bold"), f"\n{planned.note}\n{pool}\n{shown.options_text}"))
+    console.print()
+    if planned.corpus is not None:
+        words = ", ".join(f"{name} {length:,}" for name, length in quantile_words(planned.corpus))
+        console.print(Text(f"Lengths: {words}"))
+        console.print(corpus_table(planned.corpus))
+    console.print(batches_table(planned))
+    console.print(BYTES_NOTE, highlight=False)
+    console.print(f"\nBatch {planned.shown_number}, the worst before planning:", highlight=False)
+    _print_work(shown, planned.verdict(), console)
+
+
+def corpus_table(corpus: CorpusFigures) -> Table:
+    """Share of tokens and of attention in documents of at least a length."""
+    table = _table(("documents of at least", "documents", "of tokens", "of attention"))
+    for one in corpus.long_documents:
+        if one.documents:
+            table.add_row(f"{unit_text(one.least)} tokens", f"{one.documents:,}", f"{one.token_share:.1%}",
+                          f"{one.attention_share:.1%}")
+    if not table.rows:
+        table.add_row("8K tokens", "none", "", "")
+    return table
+
+
+def batches_table(planned: PlannedBatches) -> Table:
+    number = count_text(len(planned.batches), "batch", "batches")
+    table = _table((number, "before, mean", "worst", "after, mean", "worst"),
+                   ("", BEFORE_STYLE, BEFORE_STYLE, AFTER_STYLE, AFTER_STYLE))
+
+    def both(name: str | None, text: Callable[[float], str]) -> tuple[str, str]:
+        if name is None:
+            return "", ""
+        column = planned.column(name)
+        return text(float(column.mean())), text(float(column.max()))
+
+    rows: tuple[tuple[str, str | None, str, Callable[[float], str]], ...] = (
+        ("slowest server's work, × mean", "work_max_over_mean_before", "work_max_over_mean", "{:.2f}".format),
+        ("bytes in all", "bytes_total_before", "bytes_total", byte_text),
+        ("busiest sender", None, "bytes_sent_max", byte_text),
+        ("busiest receiver", None, "bytes_received_max", byte_text),
+        ("planning", None, "plan_seconds", seconds_text))
+    for label, before, after, text in rows:
+        table.add_row(label, *both(before, text), *both(after, text))
+    return table
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the table of strategies, and what each one chose."""
+    first = comparison.setting
+    stages = ", ".join(sorted({str(outcome.setting.pp) for outcome in comparison.outcomes}))
+    console.print(Text.assemble(
+        (f"{first.model.name} on {first.gpus:,} GPUs of {first.cluster.name}", "bold"),
+        f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, pp "
+        f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance}"))
+    table = _table(("", "tokens/s", "step", "idle", "exposed", "memory", "work"))
+    for outcome in comparison.rows:
+        table.add_row(outcome.name, f"{outcome.tokens_per_second:,.0f}", f"{outcome.step_seconds:.3g} s",
+                      f"{outcome.idle_share:.1%}", f"{outcome.exposed_communication_share:.1%}",
+                      f"{outcome.peak_memory_gb:.0f} GB", f"{outcome.work_max_over_mean:.2f}")
+    console.print(table)
+    console.print(_ratios(comparison))
+    for outcome in comparison.outcomes:
+        console.print(Text(f"{outcome.name}: {outcome.describe()}", style="dim"))
+    if comparison.too_large:
+        console.print(Text(f"Too large for the memory: {', '.join(comparison.too_large)}.", style="bold"))
+    console.print()
+    console.print(Text(verdict(strategies_of(comparison)), style="bold"))
+
+
+def _ratios(comparison: Comparison) -> Table:
+    """Speed of our strategies over each baseline: the mean, and the range over the batches."""
+    others = [outcome for outcome in comparison.outcomes if STRATEGIES[outcome.name].is_baseline]
+    table = _table(("", *(other.name for other in others)), title="times as fast as (range over batches)")
+    for outcome in [outcome for outcome in comparison.rows if outcome not in others] or others:
+        ratios = [outcome.speedup_over(other) for other in others]
+        table.add_row(outcome.name, *(f"{ratio:.2f} ({low:.2f}-{high:.2f})" for ratio, low, high in ratios))
+    return table
 
 
 def _bar(share: float) -> str:
@@ -139,8 +230,8 @@ def _bar(share: float) -> str:
 
 
 def _profile(shares: np.ndarray, width: int) -> list[str]:
-    """Rows of block characters, top first; each column is the largest share of its group of servers."""
+    """Lines of block characters, top first; each column is the largest share of its group of servers."""
     first = np.arange(width) * len(shares) // width
-    level = np.ceil(np.maximum.reduceat(shares, first) * _PROFILE_HEIGHT * 8).astype(int)
-    return ["".join(_EIGHTHS[min(max(int(eighths) - 8 * row, 0), 8)] for eighths in level)
-            for row in reversed(range(-(-int(level.max()) // 8)))]
+    height = np.ceil(np.maximum.reduceat(shares, first) * _PROFILE_HEIGHT * 8).astype(int)
+    return ["".join(_EIGHTHS[min(max(int(eighths) - 8 * line, 0), 8)] for eighths in height)
+            for line in reversed(range(-(-int(height.max()) // 8)))]

@@ -1,7 +1,7 @@
-"""Make a step's spans small enough to travel inside a page.
+"""Reduce a step's spans to a number that fits a page.
 
-A page holds a bounded number of spans. Where a step has more, the shortest are joined with their neighbours of the
-same rank and lane, a joined span keeps its count, its bytes and the time it was truly busy, and long spans stay exact.
+If a step has more spans than a page holds, the shortest are joined with their neighbours of the same rank and lane. A
+joined span keeps its count, its bytes and the time it was busy; long spans stay exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_NAMES = 2**16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanColumns:
-    """One row per span, ordered by rank and start."""
+    """One entry per span, ordered by rank and start."""
 
     rank: np.ndarray       # [spans] index into the timeline's ranks
     name: np.ndarray       # [spans] index into the timeline's names
@@ -44,7 +44,7 @@ class SpanColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Names:
-    """The distinct (lane, name) pairs of a timeline and its lanes in display order."""
+    """Lanes of a timeline in display order, and its distinct (lane, name) pairs."""
 
     lanes: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...]
@@ -56,7 +56,7 @@ class Names:
 
 
 def timeline_payload(timeline: Timeline, max_spans: int) -> dict[str, Any]:
-    """What the page's script reads. Columns are little-endian and base64, because a JSON list is four times longer."""
+    """Encode a timeline for the page's script; columns are little-endian base64, a quarter the size of JSON lists."""
     traces = sorted(timeline.traces, key=lambda trace: trace.rank)
     names = names_of(traces)
     whole = columns_of(traces, names)
@@ -73,12 +73,9 @@ def timeline_payload(timeline: Timeline, max_spans: int) -> dict[str, Any]:
         "numSpans": len(whole),
         "resolution": resolution,
         "columns": {
-            "start": _packed(drawn.start, "<f4"),
-            "seconds": _packed(drawn.seconds, "<f4"),
-            "bytes": _packed(drawn.num_bytes, "<f4"),
-            "name": _packed(drawn.name, "<u2"),
-            "joined": _packed(joined, "<u4"),
-            "joinedBusy": _packed(drawn.busy[joined], "<f4"),
+            "start": _packed(drawn.start, "<f4"), "seconds": _packed(drawn.seconds, "<f4"),
+            "bytes": _packed(drawn.num_bytes, "<f4"), "name": _packed(drawn.name, "<u2"),
+            "joined": _packed(joined, "<u4"), "joinedBusy": _packed(drawn.busy[joined], "<f4"),
             "joinedCount": _packed(drawn.count[joined], "<u4"),
         },
     }
@@ -106,26 +103,25 @@ def columns_of(traces: Sequence[StepTrace], names: Names) -> SpanColumns:
 
 
 def lane_seconds(spans: SpanColumns, names: Names, num_ranks: int) -> np.ndarray:
-    """[ranks, lanes] time spent."""
+    """[ranks, lanes] seconds spent."""
     num_lanes = len(names.lanes)
     cell = spans.rank * num_lanes + names.lane[spans.name] if len(spans) else spans.rank
     return np.bincount(cell, weights=spans.busy, minlength=num_ranks * num_lanes).reshape(num_ranks, num_lanes)
 
 
 def thinned(spans: SpanColumns, lane: np.ndarray, max_spans: int) -> tuple[SpanColumns, float]:
-    """At most `max_spans` where joining can reach that, and the length below which spans were joined, 0 for none."""
+    """Join short spans until at most `max_spans` are left, if possible; return them and what counts as short, or 0."""
     if len(spans) <= max_spans:
         return spans, 0.0
     stop = float((spans.start + spans.seconds).max())
     resolutions = 2.0 * stop * 2.0 ** np.arange(-17, 0.5, 0.5)   # the last one joins all of a lane
-    level = bisect_left(resolutions, True, hi=len(resolutions) - 1,
-                        key=lambda resolution: len(join_short(spans, lane, resolution)) <= max_spans)
-    return join_short(spans, lane, resolutions[level]), float(resolutions[level])
+    best = bisect_left(resolutions, True, hi=len(resolutions) - 1,
+                       key=lambda resolution: len(join_short(spans, lane, resolution)) <= max_spans)
+    return join_short(spans, lane, resolutions[best]), float(resolutions[best])
 
 
 def join_short(spans: SpanColumns, lane: np.ndarray, resolution: float) -> SpanColumns:
-    """Join spans shorter than `resolution` that share a rank, a lane and a bin of that width; the longest gives the
-    name."""
+    """Join spans shorter than `resolution` of one rank, lane and bin of that width, under the longest one's name."""
     short = spans.seconds < resolution
     bins = (spans.start / resolution).astype(np.int64)
     kind = spans.rank * (int(lane.max()) + 1) + lane[spans.name]  # [spans] rank and lane
@@ -137,15 +133,9 @@ def join_short(spans: SpanColumns, lane: np.ndarray, resolution: float) -> SpanC
     first = np.flatnonzero(opens)
     ordered = spans.take(order)
     start = np.minimum.reduceat(ordered.start, first)
-    joined = SpanColumns(
-        rank=ordered.rank[first],
-        name=ordered.name[first],
-        start=start,
-        seconds=np.maximum.reduceat(ordered.start + ordered.seconds, first) - start,
-        busy=np.add.reduceat(ordered.busy, first),
-        num_bytes=np.add.reduceat(ordered.num_bytes, first),
-        count=np.add.reduceat(ordered.count, first),
-    )
+    stop = np.maximum.reduceat(ordered.start + ordered.seconds, first)
+    joined = SpanColumns(ordered.rank[first], ordered.name[first], start, stop - start, *(
+        np.add.reduceat(column, first) for column in (ordered.busy, ordered.num_bytes, ordered.count)))
     return joined.take(np.lexsort((joined.start, joined.rank)))
 
 

@@ -36,7 +36,7 @@ class Step:
     attention_seconds: np.ndarray  # [ranks] forward and backward, over the step
     memory: Memory
     sent_bytes: float = 0.0        # by attention's exchanges, of one GPU of each rank
-    traces: list[StepTrace] | None = None
+    traces: tuple[StepTrace, ...] = ()  # [ranks] if recorded
 
     @property
     def work_max_over_mean(self) -> float:
@@ -108,7 +108,7 @@ class _Execution:
         held = memory(self.costs, step.layers, step.ticks, self.tokens.sum(axis=1), gather_ranks=step.gather_ranks,
                       buffers=self._buffers() if step.gather_ranks == 1 else None)
         return Step(seconds, float(clock.busy.mean()) / seconds, clock.attention, held, float(clock.sent_bytes.sum()),
-                    clock.traces() if self.record else None)
+                    tuple(clock.traces()) if self.record else ())
 
     def _tick(self, tick: int) -> None:
         number, back = self.step.ticks.micro_batch[tick], self.step.ticks.backward[tick]

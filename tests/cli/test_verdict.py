@@ -12,8 +12,7 @@ import pytest
 
 from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
-from distca.report.figures import Spread, StrategyFigures
-from distca.report.page import ours_and_best_baseline, verdict
+from distca.report.figures import Spread, StrategyFigures, ours_and_best_baseline, verdict
 from distca.simulate.setting import settings
 from distca.simulate.sweep import Question, compare
 from distca.spec import cluster_named

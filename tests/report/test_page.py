@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from distca.planning.tasks import TaskTable
 from distca.report.figures import PlannedBatch, ReportData, RunFigures, Timeline
-from distca.report.page import SCRIPTS, render_page, write_page
-from distca.report.sections import (
+from distca.report.page import (
     MAX_CELLS,
     MAX_PIECES,
+    SCRIPTS,
     documents_section,
     memory_section,
+    render_page,
     transfers_section,
     work_section,
+    write_page,
 )
 from distca.report.timeline import MAX_SPANS, columns_of, names_of, thinned, timeline_payload
 from distca.simulate.costs import Memory

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from distca.report.figures import PlannedBatch, byte_text, seconds_text
-from distca.report.render import print_plan, verdict, work_bars, work_profile
+from distca.report.planned_batches import verdict_on_batch
+from distca.report.render import print_plan, work_bars, work_profile
 
 
 def text(renderable: RenderableType) -> str:
@@ -58,12 +59,12 @@ def test_profile_names_the_group_size(make_batch: Callable[..., PlannedBatch]) -
 
 
 def test_verdict_states_both_loads_and_the_time_that_remains(make_batch: Callable[..., PlannedBatch]) -> None:
-    words = verdict(make_batch([9, 1, 1, 1], [3.15, 2.95, 2.95, 2.95], sent=[4e9, 0, 0, 0], moved=3))
+    words = verdict_on_batch(make_batch([9, 1, 1, 1], [3.15, 2.95, 2.95, 2.95], sent=[4e9, 0, 0, 0], moved=3))
     assert "3.00×" in words and "1.05×" in words and "35%" in words and "4 GB" in words
 
 
 def test_verdict_when_nothing_needs_to_move(make_batch: Callable[..., PlannedBatch]) -> None:
-    assert "no query has to move" in verdict(make_batch([1.0, 1.02], [1.0, 1.02]))
+    assert "no query has to move" in verdict_on_batch(make_batch([1.0, 1.02], [1.0, 1.02]))
 
 
 def test_limit_and_failed_proof_are_shown(make_batch: Callable[..., PlannedBatch]) -> None:

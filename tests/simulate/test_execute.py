@@ -74,7 +74,6 @@ def test_stages_with_fewer_layers_serve_and_add_nothing() -> None:
              for layers in ((4, 4), (5, 3), (2, 6))}
     found = {layers: execute(step, FREE, record=True) for layers, step in steps.items()}
     for layers, done in found.items():
-        assert done.traces is not None
         linear = [trace.seconds("linear") for trace in done.traces]
         head = sum(float(COSTS.head_seconds(np.array([32_768.0]), way)[0]) for way in (False, True))
         each = _seconds(32_768.0, False) + _seconds(32_768.0, True)
@@ -87,7 +86,6 @@ def test_stages_with_fewer_layers_serve_and_add_nothing() -> None:
 def test_dedicated_servers_only_serve() -> None:
     step = plan_step([SKEWED], MODEL, num_data=2, layers=(4,), tp=8, speed=np.ones(3), cost=COSTS.attention)
     done = execute(step, COSTS, record=True)
-    assert done.traces is not None
     assert len(done.traces) == len(done.attention_seconds) == len(done.memory.total) == 3
     server = done.traces[2]
     assert {span.lane for span in server.spans} == {"attention", "wait", "network"}
@@ -110,7 +108,6 @@ def test_forward_and_backward_go_by_their_own_plans() -> None:
     per_document_cp_step([SKEWED] * 3, MODEL, num_data=2, layers=(3, 2), tp=8)], ids=["pool", "home", "ring"])
 def test_lanes_mean_what_they_mean_in_the_runtime(step: StepPlan) -> None:
     done = execute(step, COSTS, record=True)
-    assert done.traces is not None
     assert max(span.stop_seconds for trace in done.traces for span in trace.spans) == pytest.approx(done.seconds)
     for trace in done.traces:
         lanes = {lane: [span for span in trace.spans if span.lane == lane] for lane in LANES}

@@ -293,7 +293,6 @@ SENDS_BEFORE_SERVING = plan_step(  # a stage of one layer sends its activations 
 def test_spans_are_those_of_the_runtimes_own_order(step: StepPlan) -> None:
     timed = Timed(step, COSTS, noted(step)).run()
     found = execute(step, COSTS, record=True)
-    assert found.traces is not None
     for trace, spans in zip(found.traces, timed.spans, strict=True):
         computed = [(span.start_seconds, span.stop_seconds) for span in trace.spans
                     if span.lane in ("linear", "attention")]

@@ -85,7 +85,6 @@ def test_a_replayed_batch_is_the_one_that_was_compared() -> None:
     for name in ("distca", "wlb_ideal"):
         outcome = compared.outcome(name)
         done = replay(question, outcome)
-        assert done.traces is not None
         assert done.seconds == outcome.step_seconds and len(done.traces) == outcome.setting.num_pool
         assert max(span.stop_seconds for trace in done.traces for span in trace.spans) == pytest.approx(done.seconds)
     assert compared.bound is not None
