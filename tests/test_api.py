@@ -11,7 +11,7 @@ import pytest
 import distca
 
 ROOT = Path(distca.__file__).parents[1]
-API_PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+API_PAGE = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
 NAMES = sorted(distca.__all__)
 
 

@@ -12,20 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from distca.corpus.files import STDIN
-from distca.corpus.length_values import length_of_text
-from distca.corpus.lengths import Heard, Reading, read_source
+from distca.corpus.lengths import Progress, Reading, length_of_text, read_source, standard_library_lengths
 from distca.report.figures import count_text
 from distca.spec import unknown_name
 from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, UserError, check_whole, is_count, plain, short
-from distca.workload.documents import (
-    SAMPLERS,
-    IntArray,
-    Workload,
-    check_lengths,
-    fill,
-    sample_lengths,
-    standard_library_lengths,
-)
+from distca.workload.documents import SAMPLERS, IntArray, Workload, check_lengths, fill, sample_lengths
 from distca.workload.packing import cut_at_ranks
 from distca.workload.sequences import CorpusFigures, Source, deal_batches
 
@@ -113,9 +104,9 @@ class DealtBatches:
     is_dealt: bool = False       # a sample of the corpus, so that means are meaningful
 
 
-def read_batches(asked: BatchesAsked, heard: Heard = lambda _: None) -> DealtBatches:
+def read_batches(asked: BatchesAsked, progress: Progress = lambda _: None) -> DealtBatches:
     """Read the batches that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
-    dealt = _read(asked, heard)
+    dealt = _read(asked, progress)
     if not asked.no_spanning:
         return dealt
     return replace(dealt, batches=tuple(
@@ -123,7 +114,7 @@ def read_batches(asked: BatchesAsked, heard: Heard = lambda _: None) -> DealtBat
                 lengths=cut_at_ranks(batch.lengths, batch.tokens_per_rank)) for batch in dealt.batches))
 
 
-def _read(asked: BatchesAsked, heard: Heard) -> DealtBatches:
+def _read(asked: BatchesAsked, progress: Progress) -> DealtBatches:
     source = asked.source
     if source in SAMPLERS:
         asked.refuse("is a sampler", "whole")
@@ -134,7 +125,7 @@ def _read(asked: BatchesAsked, heard: Heard) -> DealtBatches:
         most = int(lengths.sum()) // asked.num_ranks
         return _one(_batch_of_lengths("Python's standard library, a token per byte", lengths, asked,
                                       asked.tokens_per_rank or min(DEFAULT_TOKENS_PER_RANK, most)))
-    content = _read_named(source, asked.reading, heard)
+    content = _read_named(source, asked.reading, progress)
     if isinstance(content, Workload):
         asked.refuse("is a workload, one batch", "seed", "batches", "whole")
         return _one(_batch_of_workload(content, asked))
@@ -144,24 +135,24 @@ def _read(asked: BatchesAsked, heard: Heard) -> DealtBatches:
     return _of_file(asked, "stdin" if source == STDIN else plain(source), content)
 
 
-def read_lengths(data: str, reading: Reading, heard: Heard) -> Source:
+def read_lengths(data: str, reading: Reading, progress: Progress) -> Source:
     """Read the distribution of lengths that --data names, by the rules of `read_batches`."""
     if data in SAMPLERS:
         return Source(data)
     if data == STANDARD_LIBRARY:
         return Source(STANDARD_LIBRARY, standard_library_lengths())
-    content = _read_named(data, reading, heard, "data")
+    content = _read_named(data, reading, progress, "data")
     name = "lengths as typed" if _are_typed(data) else "stdin" if data == STDIN else plain(data)
     return Source(name, np.concatenate(content.sequences) if isinstance(content, Workload) else content)
 
 
-def _read_named(source: str, reading: Reading, heard: Heard, field: str = "SOURCE") -> Workload | IntArray:
+def _read_named(source: str, reading: Reading, progress: Progress, field: str = "SOURCE") -> Workload | IntArray:
     """Read lengths as typed, or from a file, a folder or stdin."""
     if _are_typed(source):
         return check_lengths([length_of_text(part, f"{field}, length {number},")
                               for number, part in enumerate(_typed(source), 1)])
     if source == STDIN or (source and Path(source).exists()):
-        return read_source(source, reading, heard)
+        return read_source(source, reading, progress)
     names = (*SAMPLERS, STANDARD_LIBRARY)
     if Path(source).name != source or Path(source).suffix:
         raise UserError(f"{source}: no such file; check the path, or name one of: {', '.join(names)}")

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distca.corpus.tables import Record
 from distca.corpus.tokenizers import TextTokenizer, Tokens, in_groups, tokenizer_file
-from distca.validation import UserError, plain, read_json, read_text
+from distca.validation import UserError, plain, read_json, read_text, short
 
 LOG = logging.getLogger("distca")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -173,6 +174,22 @@ def _environment() -> Any:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     return environment
+
+
+def messages_of(records: Iterable[Record], field: str) -> Iterator[tuple[str, Messages]]:
+    """Yield each conversation's position for errors, and its messages: each with a role and a content."""
+    for record in records:
+        messages = record.value(field, list, "a list of messages")
+        for number, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise UserError(f"{record.where} has message {number} {short(message)} under {field!r}, which has no "
+                                "role; write {\"role\": \"user\", \"content\": \"…\"}")
+            if not isinstance(message.get("content", ""), str | list | None):
+                raise UserError(f"{record.where} has content {short(message['content'])} in message {number}, not "
+                                "text; repair or drop it")
+        # a table gives every message all keys that any has; templates ask whether a key is there
+        yield record.where, [{"content": "", **{key: value for key, value in message.items() if value is not None}}
+                             for message in messages]
 
 
 def encoded_chats(

@@ -1,43 +1,43 @@
-"""Real documents as tokens.
+"""Open documents as tokens for training: the standard library, texts, JSON lines, tables, and Megatron datasets.
 
-Packing needs to know every document's length before it reads one token, and needs any token of any document later, so
-a corpus answers just that. Most sources are read and tokenized once and then held in memory, every rank for itself: two
-bytes a token where the vocabulary has at most 65,536 tokens and four otherwise, one more where a document says what is
-in the loss, eight a document, and a quarter more of it all while it grows. The texts themselves are never held. What
-does not fit belongs in a Megatron dataset, which is memory-mapped.
+Packing needs every document's length before it reads one token, and any token of any document later. Most sources are
+therefore read and tokenized once and kept in memory, by every rank for itself: two bytes a token if the vocabulary has
+at most 65,536 tokens and four otherwise, one more where documents say which tokens are in the loss, eight a document,
+and up to an eighth more while the arrays grow. The texts themselves are not kept. What does not fit belongs in a
+Megatron dataset, which is memory-mapped.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from distca.corpus.chat import encoded_chats, load_chat_template
-from distca.corpus.megatron_files import MegatronCorpus
-from distca.corpus.sources import (
-    FIELDS,
-    messages_of,
-    records,
-    standard_library_files,
-    text_files,
-    texts_of,
-    tokens_of,
-    whole_files,
-)
-from distca.corpus.tokenizers import Tokens, byte_encoder, encoded, load_tokenizer, open_tokenizer
+from distca.corpus.chat import encoded_chats, load_chat_template, messages_of
+from distca.corpus.files import chunks, standard_library_files
+from distca.corpus.tables import Record, input_files, json_records, table_records
+from distca.corpus.tokenizers import END_OF_DOCUMENT, Text, Tokens, encoded, open_tokenizer
 from distca.spec import unknown_name
-from distca.train.settings import SOURCES, Settings
-from distca.validation import UserError
+from distca.validation import UserError, plain, short
+from distca.workload.documents import IGNORED
 
+SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
+FIELDS = {"text": "text", "chat": "messages", "tokens": "input_ids"}  # kind of content -> its usual key or column
+MASK_FIELDS = ("loss_mask", "labels")  # beside the tokens, the first that a record has
 MAX_TOKEN = 2**31 - 1
-_GROWTH = 1.25
-_FIRST_WORD_SECONDS = 1.0  # of reading; then at every doubling
 LOG = logging.getLogger("distca")
+
+_NAMES_SHOWN = 3
+_FIRST_REPORT_SECONDS = 1.0   # of reading; then at every doubling
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 class Corpus(Protocol):
@@ -48,16 +48,16 @@ class Corpus(Protocol):
 
     @property
     def vocab(self) -> int | None:
-        """Every token is below this; None where only reading all of them could tell."""
+        """Every token is below this; None if only reading all of them could tell."""
 
     def lengths(self) -> np.ndarray:
-        """[documents] tokens of each."""
+        """Return the number of tokens of each document, [documents]."""
 
     def tokens(self, document: int) -> np.ndarray:
-        """[length] of one document, any integer type."""
+        """Return the tokens of one document, [length] of any integer type."""
 
     def in_loss(self, document: int) -> np.ndarray | None:
-        """[length] bool, the tokens of one document that the model is to predict; None where it is all of them."""
+        """Return which tokens of one document the model is to predict, [length] bool; None if all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +65,9 @@ class MemoryCorpus:
     """All documents in one array."""
 
     data: np.ndarray   # [tokens]
-    stops: np.ndarray  # [documents] where each ends in `data`
+    stops: np.ndarray  # [documents] end of each in `data`
     vocab: int | None
-    loss: np.ndarray | None = None  # [tokens] bool, those in the loss; None for all
+    loss: np.ndarray | None = None  # [tokens] bool, those in the loss; None if all
 
     def __post_init__(self) -> None:
         for column in (self.data, self.stops, self.loss):
@@ -82,21 +82,21 @@ class MemoryCorpus:
         return np.diff(self.stops, prepend=0)
 
     def tokens(self, document: int) -> np.ndarray:
-        return self.data[self._place(document)]
+        return self.data[self._slice(document)]
 
     def in_loss(self, document: int) -> np.ndarray | None:
-        return None if self.loss is None else self.loss[self._place(document)]
+        return None if self.loss is None else self.loss[self._slice(document)]
 
-    def _place(self, document: int) -> slice:
+    def _slice(self, document: int) -> slice:
         return slice(int(self.stops[document - 1]) if document else 0, int(self.stops[document]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOfCorpus:
-    """Some documents of another corpus, numbered anew."""
+    """Some documents of another corpus, with numbers of their own."""
 
     whole: Corpus
-    documents: np.ndarray  # [documents] their numbers there
+    documents: np.ndarray  # [documents] their numbers in `whole`
 
     @property
     def num_documents(self) -> int:
@@ -116,89 +116,138 @@ class PartOfCorpus:
         return self.whole.in_loss(int(self.documents[document]))
 
 
-def corpus_from(settings: Settings) -> Corpus:
-    """The corpus that the [data] settings name; whatever is wrong with it is a ValueError of one line."""
-    data = settings.data
-    path = data.path
-    if data.source not in SOURCES:
-        raise unknown_name("data.source", data.source, SOURCES)
-    if data.source == "stdlib":
-        stdlib = byte_encoder()
-        vocab = _vocab(data.vocab, stdlib.vocab, "bytes")
-        return in_memory(encoded(whole_files(standard_library_files()), stdlib), vocab, "the standard library")
+class MegatronIndex(NamedTuple):
+    """The content of an .idx file."""
+
+    dtype: np.dtype
+    lengths: np.ndarray    # [sequences] tokens
+    begins: np.ndarray     # [sequences] offset of each in the .bin file, in bytes
+    documents: np.ndarray  # [documents + 1] first sequence of each document, then the number of sequences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronCorpus:
+    """A memory-mapped .bin/.idx dataset; a document is the tokens of one or several sequences in order."""
+
+    index: MegatronIndex
+    data: np.ndarray           # [bytes] of the .bin file
+    vocab: int | None = None
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.index.documents) - 1
+
+    def lengths(self) -> np.ndarray:
+        before = np.concatenate([[0], np.cumsum(self.index.lengths, dtype=np.int64)])
+        return np.diff(before[self.index.documents])
+
+    def tokens(self, document: int) -> np.ndarray:
+        dtype, lengths, begins, documents = self.index
+        parts = [self.data[begins[one]:begins[one] + int(lengths[one]) * dtype.itemsize].view(dtype)
+                 for one in range(documents[document], documents[document + 1])]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+    def in_loss(self, document: int) -> np.ndarray | None:
+        return None
+
+
+def open_corpus(
+    source: str, path: str = "", *, content: str = "text", field: str = "", split: str = "", tokenizer: str = "",
+    vocab: int = 0,
+) -> Corpus:
+    """Open the documents that the settings [data] name, each parameter by the same name there."""
+    if source not in SOURCES:
+        raise unknown_name("data.source", source, SOURCES)
+    if source == "stdlib":
+        texts = map(_whole_text, standard_library_files())
+        return in_memory(encoded(texts, None), _vocab(vocab, END_OF_DOCUMENT + 1, "bytes"), "the standard library")
     if not path:
-        raise UserError(f"data.path is empty but data.source is {data.source!r}; name the file or folder to read")
-    field = data.field or FIELDS[data.content]
-    if data.source == "megatron" or data.content == "tokens":
-        known = (open_tokenizer(data.tokenizer, "data.tokenizer", special_tokens=False).vocab if data.tokenizer
-                 else None)
-        vocab = _vocab(data.vocab, known, data.tokenizer)
-        if data.source == "megatron":
-            return MegatronCorpus.open(path, vocab)
-        return in_memory(tokens_of(records(data, path), field), vocab, path)
-    if data.content == "chat":
-        tokenizer = open_tokenizer(data.tokenizer, "data.tokenizer", special_tokens=False)
-        template = load_chat_template(data.tokenizer)
-        chats = encoded_chats(messages_of(records(data, path), field), template, tokenizer)
-        return in_memory(chats, _vocab(data.vocab, tokenizer.vocab, data.tokenizer), path)
-    encoder = load_tokenizer(data.tokenizer) if data.tokenizer else byte_encoder()
-    texts = text_files(path) if data.source == "text" else texts_of(records(data, path), field)
-    return in_memory(encoded(texts, encoder), _vocab(data.vocab, encoder.vocab, data.tokenizer or "bytes"), path)
+        raise UserError(f"data.path is empty but data.source is {source!r}; name the file or folder to read")
+    has_texts, is_chat = (source != "megatron" and content == kind for kind in ("text", "chat"))
+    opened = (open_tokenizer(tokenizer, "data.tokenizer", special_tokens=has_texts) if tokenizer or is_chat else None)
+    known = opened.vocab if opened else END_OF_DOCUMENT + 1 if has_texts else None
+    checked_vocab = _vocab(vocab, known, tokenizer or "bytes")
+    if source == "megatron":
+        return open_megatron(path, checked_vocab)
+    field = field or FIELDS[content]
+    beside = MASK_FIELDS if content == "tokens" else ()
+    records = json_records(path) if source == "jsonl" else table_records(path, split, field, beside)
+    if content == "tokens":
+        documents = _tokens_of(records, field)
+    elif opened is not None and is_chat:
+        documents = encoded_chats(messages_of(records, field), load_chat_template(tokenizer), opened)
+    else:
+        documents = encoded(_text_files(path) if source == "text" else _texts_of(records, field), opened)
+    return in_memory(documents, checked_vocab, path)
 
 
 def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> MemoryCorpus:
-    """The documents as they come; those without a token, or without one in the loss, are left out."""
-    data = _Column(np.dtype(np.uint16 if vocab is not None and vocab <= 2**16 else np.int32))
-    stops, loss, without = _Column(np.dtype(np.int64)), _Column(np.dtype(np.bool_)), 0
+    """Collect the documents in order; those without a token, or without one in the loss, are left out."""
+    dtype, code = (np.uint16, "H") if vocab is not None and vocab <= 2**16 else (np.int32, "i")
+    data, stops, loss, num_without = array(code), array("q"), bytearray(), 0
+    most = MAX_TOKEN if vocab is None else vocab - 1
     for ids, in_loss in _with_progress(documents, name):
         if in_loss is not None and not in_loss[1:].any():
-            without += 1
+            num_without += 1
             continue
         if len(ids) == 0:
             continue
-        most = MAX_TOKEN if vocab is None else vocab - 1
         if ids.min() < 0 or ids.max() > most:
             outside = ids[(ids < 0) | (ids > most)][0]
-            raise UserError(f"document {stops.size} of {name} holds token {outside}, where tokens are 0 to {most}; "
+            raise UserError(f"document {len(stops)} of {name} holds token {outside}, where tokens are 0 to {most}; "
                             "give the tokenizer that made them as data.tokenizer, or a larger data.vocab")
-        if in_loss is not None and loss.size < data.size:
-            loss.append(np.ones(data.size - loss.size, dtype=np.bool_))
-        data.append(ids)
-        stops.append(np.array([data.size]))
         if in_loss is not None:
-            loss.append(in_loss)
-    if stops.size == 0:
-        missing = "in the loss" if without else "in it"
+            loss += b"\1" * (len(data) - len(loss)) + in_loss.tobytes()
+        data.frombytes(ids.astype(dtype).tobytes())
+        stops.append(len(data))
+    if not stops:
+        missing = "in the loss" if num_without else "in it"
         raise UserError(f"{name} holds no document with a token {missing}; give at least one")
-    if without:
-        LOG.info("%s: %d of %d documents have no token in the loss and are left out", name, without,
-                 without + stops.size)
-    if loss.size:
-        loss.append(np.ones(data.size - loss.size, dtype=np.bool_))
-    return MemoryCorpus(data.array(), stops.array(), vocab, loss.array() if loss.size else None)
+    if num_without:
+        LOG.info("%s: %d of %d documents have no token in the loss and are left out", name, num_without,
+                 num_without + len(stops))
+    if loss:
+        loss += b"\1" * (len(data) - len(loss))
+    return MemoryCorpus(np.frombuffer(data, dtype), np.frombuffer(stops, np.int64), vocab,
+                        np.frombuffer(loss, np.bool_) if loss else None)
 
 
-class _Column:
-    """An array that grows in place, a quarter at a time."""
+def hold_out(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+    """Divide a corpus into the documents to train on and those to evaluate on."""
+    held = held_out(whole.num_documents, fraction, seed)
+    for what, count in (("held out", held.sum()), ("left to train on", (~held).sum())):
+        if count == 0:
+            raise UserError(f"eval.fraction is {fraction}, by which none of {whole.num_documents} documents is "
+                            f"{what}; choose another fraction, or give eval.path")
+    return PartOfCorpus(whole, np.flatnonzero(~held)), PartOfCorpus(whole, np.flatnonzero(held))
 
-    def __init__(self, dtype: np.dtype) -> None:
-        self._values, self.size = np.empty(1024, dtype), 0
 
-    def append(self, values: np.ndarray) -> None:
-        stop = self.size + len(values)
-        if stop > len(self._values):
-            self._values.resize(max(stop, int(_GROWTH * len(self._values))), refcheck=False)
-        self._values[self.size:stop] = values
-        self.size = stop
+def held_out(num_documents: int, fraction: float, seed: int) -> np.ndarray:
+    """Return which documents are held out, [documents] bool, by a hash (SplitMix64) of their number and the seed."""
+    key = _mixed(np.array([seed], dtype=np.uint64))
+    hashed = _mixed(np.arange(num_documents, dtype=np.uint64) + key)
+    return (hashed >> np.uint64(11)) * 2.0**-53 < fraction
 
-    def array(self) -> np.ndarray:
-        self._values.resize(self.size, refcheck=False)
-        return self._values
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Apply SplitMix64's output function, modulo 2**64."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15))
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _vocab(given: int, known: int | None, made_by: str) -> int | None:
+    """Return data.vocab, or else the vocabulary of the tokenizer; None if neither is known."""
+    if given and known is not None and given < known:
+        raise UserError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
+                        "many, or 0")
+    return given or known
 
 
 def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
-    """The documents; a line now and then where reading them takes longer than a second."""
-    start, due, num_tokens = perf_counter(), _FIRST_WORD_SECONDS, 0
+    """Yield the documents; log a line now and then if reading them takes longer than a second."""
+    start, due, num_tokens = perf_counter(), _FIRST_REPORT_SECONDS, 0
     for number, tokens in enumerate(documents, start=1):
         num_tokens += len(tokens.ids)
         yield tokens
@@ -209,39 +258,140 @@ def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
             due = 2 * seconds
 
 
-def _vocab(given: int, known: int | None, made_by: str) -> int | None:
-    """The vocabulary that `data.vocab` says, or its tokenizer; None where neither does."""
-    if given and known is not None and given < known:
-        raise UserError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
-                        "many, or 0")
-    return given or known
+def _whole_text(file: Path) -> Text:
+    return Text(str(file), b"".join(chunks(file)))
 
 
-def corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
-    """What is trained on, and what is held out, if anything is."""
-    whole, chosen = corpus_from(settings), settings.eval
-    if chosen.path:
-        return whole, corpus_from(settings.with_values({"data.path": chosen.path, "data.split": ""}))
-    if not chosen.fraction:
-        return whole, None
-    held = held_out(whole.num_documents, chosen.fraction, settings.data.seed)
-    for what, count in (("held out", held.sum()), ("left to train on", (~held).sum())):
-        if count == 0:
-            raise UserError(f"eval.fraction is {chosen.fraction}, by which none of {whole.num_documents} documents is "
-                            f"{what}; choose another fraction, or give eval.path")
-    return PartOfCorpus(whole, np.flatnonzero(~held)), PartOfCorpus(whole, np.flatnonzero(held))
+def _text_files(path: str) -> Iterator[Text]:
+    """Yield a file as it is, or the files of a folder that are UTF-8 text without a zero byte, whatever their names.
+
+    A line at the end names the files left out.
+    """
+    found, left_out = input_files(path), []
+    for text in map(_whole_text, found):
+        if Path(path).is_dir() and not _is_text(text.content):
+            left_out.append(Path(text.where).relative_to(path).as_posix())
+        else:
+            yield text
+    names = ", ".join(map(plain, left_out[:_NAMES_SHOWN]))
+    names += f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
+    if len(left_out) == len(found):
+        raise UserError(f"data.path is {path!r}, a folder without a UTF-8 text in it, but with {names}; name another, "
+                        "or set data.source to what these are")
+    if left_out:
+        LOG.info("data.path %r: %d of %d files are not UTF-8 text and left out: %s", path, len(left_out), len(found),
+                 names)
 
 
-def held_out(num_documents: int, fraction: float, seed: int) -> np.ndarray:
-    """[documents] whether each is held out, by a hash (SplitMix64) of its number and the seed."""
-    key = _mixed(np.array([seed], dtype=np.uint64))
-    hashed = _mixed(np.arange(num_documents, dtype=np.uint64) + key)
-    return (hashed >> np.uint64(11)) * 2.0**-53 < fraction
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, modulo 2**64."""
-    values = (values + np.uint64(0x9E3779B97F4A7C15))
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _texts_of(records: Iterable[Record], field: str) -> Iterator[Text]:
+    for record in records:
+        try:
+            yield Text(record.where, record.value(field, str, "text").encode("utf-8"))
+        except UnicodeEncodeError:
+            raise UserError(f"{record.where} has half a surrogate pair under {field!r}; repair or drop it") from None
+
+
+def _tokens_of(records: Iterable[Record], field: str) -> Iterator[Tokens]:
+    """Yield documents that are tokens already, with the loss on all of them or where `loss_mask` or `labels` say."""
+    for record in records:
+        ids = _whole_numbers(record, field)
+        mask_field = next((name for name in MASK_FIELDS if record.fields.get(name) is not None), None)
+        if mask_field is None:
+            yield Tokens(ids, None)
+            continue
+        mask = _whole_numbers(record, mask_field)
+        if len(mask) != len(ids):
+            raise UserError(f"{record.where} has {len(ids)} tokens under {field!r} but {len(mask)} under "
+                            f"{mask_field!r}; give one for each token")
+        in_loss = mask != (IGNORED if mask_field == "labels" else 0)
+        wrong = in_loss & (mask != (ids if mask_field == "labels" else 1))
+        if wrong.any():
+            known = f"the token itself or {IGNORED}" if mask_field == "labels" else "0 or 1"
+            raise UserError(f"{record.where} has {mask[wrong][0]} under {mask_field!r} at token {wrong.argmax()}; "
+                            f"give {known}, not yet shifted")
+        yield Tokens(ids, in_loss)
+
+
+def _whole_numbers(record: Record, field: str) -> np.ndarray:
+    value = record.fields.get(field)
+    try:
+        column = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        column = np.empty(0, dtype=object)
+    if isinstance(value, list | np.ndarray) and len(value) == 0:
+        return np.empty(0, dtype=np.int64)
+    if column.ndim != 1 or column.dtype.kind not in "iub":
+        raise UserError(f"{record.where} has {short(value)} under {field!r}, not a list of whole numbers; its keys "
+                        f"are {short(list(record.fields))}: set data.field to the one that holds tokens")
+    return column.astype(np.int64)
+
+
+def open_megatron(path: str, vocab: int | None = None) -> MegatronCorpus:
+    """Open a Megatron dataset by its path with or without .bin or .idx at the end.
+
+    A torn copy would read as other documents, so every number of the index is compared with the sizes of both files.
+    """
+    prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+    index_path, data_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for file in (index_path, data_path):
+        if not file.is_file():
+            raise UserError(f"data.path is {path!r} but {file} is no file; a Megatron dataset needs .idx and .bin")
+    index, data = _read_index(index_path), _mapped(data_path)
+    ends = index.begins + index.lengths.astype(np.int64) * index.dtype.itemsize
+    if (index.begins < 0).any() or (index.lengths < 0).any():
+        raise _torn(index_path, "holds a negative length or pointer")
+    if len(ends) and ends.max() > len(data):
+        raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {ends.max()}")
+    if not index.lengths.any():
+        raise UserError(f"{prefix} holds no document with a token in it; give at least one")
+    return MegatronCorpus(index, data, vocab)
+
+
+def _read_index(path: Path) -> MegatronIndex:
+    """Read magic, version, type, number of sequences and of bounds; then lengths, pointers and document bounds."""
+    content = _mapped(path)
+    if content[:len(_MAGIC)].tobytes() != _MAGIC:
+        raise UserError(f"{path} does not begin with {_MAGIC[:7].decode()}, as every index does that Megatron has "
+                        "written since 2019; preprocess the text again")
+    header = struct.Struct(f"<{len(_MAGIC)}sQBQQ")
+    if len(content) < header.size:
+        raise _torn(path, f"holds {len(content)} bytes, less than a header of {header.size}")
+    _, version, code, sequences, bounds = header.unpack(content[:header.size].tobytes())
+    if version != _VERSION:
+        raise UserError(f"{path} is of version {version}; only version {_VERSION} is known: preprocess the text again")
+    if code not in _TOKEN_TYPES:
+        known = ", ".join(f"{number} ({np.dtype(kind).name})" for number, kind in _TOKEN_TYPES.items())
+        raise UserError(f"{path} gives its tokens the type code {code}; tokens are one of {known}")
+    size = header.size + 12 * sequences + 8 * bounds
+    if sequences and len(content) == size + sequences:
+        raise UserError(f"{path} is multimodal: it has a mode for each sequence; give a dataset of text alone")
+    if len(content) != size:
+        raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
+    lengths, begins, documents = np.split(content[header.size:], np.cumsum([4 * sequences, 8 * sequences]))
+    index = MegatronIndex(np.dtype(_TOKEN_TYPES[code]).newbyteorder("<"), lengths.view("<i4"), begins.view("<i8"),
+                          documents.view("<i8"))
+    ends = index.documents[[0, -1]].tolist() if bounds else []
+    if ends != [0, sequences] or (np.diff(index.documents) < 0).any():
+        raise _torn(path, f"does not divide its {sequences} sequences into documents")
+    return index
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        if path.stat().st_size == 0:
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
+
+
+def _torn(path: Path, what: str) -> UserError:
+    return UserError(f"{path} {what}; the file is torn: copy or preprocess it again")

@@ -1,53 +1,73 @@
-"""Lines and columns out of files that other tools wrote: text, gzip and Zstandard; parquet and Arrow.
+"""Read columns of users' tables: parquet, Arrow and Hugging Face dataset folders by pyarrow, .npy arrays, and CSV.
 
-What a compressed file is, its first bytes say, so a pipe will do as well as a name. Everything is read in pieces:
-memory holds one line, or one batch of records. pyarrow reads tables and Hugging Face dataset folders; before Python
-3.14 the package zstandard reads .zst. Whatever is missing, torn or foreign becomes a ValueError of one line.
+Memory holds one batch of records: neither the texts of a corpus nor its tokens have to fit. Whatever is missing, torn
+or foreign becomes a UserError of one line.
 """
 
 from __future__ import annotations
 
-import gzip
+import csv
 import importlib
 import io
 import os
 import re
-import sys
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from distca.validation import UserError, plain, read_json, short
+import numpy as np
+from numpy.lib.format import open_memmap, read_array
 
-MAX_LINE_BYTES = 2**28
+from distca.corpus.files import STDIN, chunks, files_below, format_of, named_errors, numbered_lines, parse_json_line
+from distca.validation import UserError, is_count, plain, read_json, short
+
 RECORDS_PER_BATCH = 1_024
+DOCUMENTS_PER_BATCH = 64  # documents may be megabytes
+CELLS_PER_BATCH = 4_096
+MAX_ARRAY_BYTES = 2**28  # of an array that is held in memory: from stdin, or decompressed
+MAX_CELL_BYTES = 2**26
+MAX_NAMES_SHOWN = 20
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
           "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
           "evaluation": "test"}  # words in the path of a file that say which part of a dataset it is
 
-_GZIP, _ZSTD, _PARQUET, _ARROW = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1"
+_ARROW = b"ARROW1"
 _NUMBERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool"}
-_ZSTD_BYTES = 2**12  # read at a time: 32,768 times as many may come out
+
+
+class Record(NamedTuple):
+    """One document of JSON lines or of a table, before it is tokenized."""
+
+    where: str                 # its file and line, for errors
+    fields: Mapping[str, Any]
+
+    def value(self, field: str, kind: type, word: str) -> Any:
+        """Return what stands under a key, or refuse what is not of this kind."""
+        value = self.fields.get(field)
+        if not isinstance(value, kind):
+            raise UserError(f"{self.where} has {short(value)} under {field!r}, not {word}; its keys are "
+                            f"{short(list(self.fields))}: set data.field to the one that holds it")
+        return value
 
 
 class Records(NamedTuple):
     """Some records of a table file."""
 
     file: Path
-    first: int                 # the first one's number in the file, from 0
-    columns: tuple[Any, ...]   # pyarrow arrays, those that were asked for in that order
+    first: int                 # number of the first record in the file, from 0 as data frames count
+    columns: tuple[Any, ...]   # pyarrow arrays, in the order of the names asked for
 
     def where(self, record: int) -> str:
-        """One of these records, for people."""
+        """Name one of these records for errors."""
         return f"{self.file}: row {self.first + record}"
 
     def value(self, column: int, record: int) -> Any:
-        """One value as Python has it; lists of numbers stay arrays."""
-        with _refused(self.where(record)):
+        """Return one value as a Python object; lists of numbers stay arrays."""
+        with named_errors(self.where(record)):
             scalar = self.columns[column][record]
             values = getattr(scalar, "values", None)
             if values is not None and values.null_count == 0 and str(values.type) in _NUMBERS:
@@ -55,58 +75,13 @@ class Records(NamedTuple):
             return scalar.as_py()
 
 
-def text_lines(
-    source: str | Path | BinaryIO, *, name: str = "", max_bytes: int | None = None, max_line_bytes: int = MAX_LINE_BYTES
-) -> Iterator[str]:
-    """The lines of UTF-8 text, decompressed, without their ends; a byte-order mark is dropped.
-
-    `source` is a path or an open stream of bytes that errors call `name`. More than `max_bytes` decompressed bytes in
-    all, or `max_line_bytes` in a line, are refused.
-    """
-    name = name or str(source)
-    left = sys.maxsize if max_bytes is None else max_bytes
-    with _refused(name), _opened(source, name) as stream:
-        number = 0
-        while line := stream.readline(min(left, max_line_bytes) + 1):
-            number += 1
-            left -= len(line)
-            if left < 0:
-                raise UserError(f"{name}: more than {max_bytes} bytes of text, the most that is read of it; give "
-                                "less of it")
-            if len(line) > max_line_bytes:
-                raise UserError(f"{name}: line {number} has more than {max_line_bytes} bytes; write shorter lines")
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError:
-                raise UserError(f"{name}: line {number} is not UTF-8 text; convert or drop it") from None
-            yield text.removesuffix("\n").removesuffix("\r")
-
-
-@contextmanager
-def opened(source: str | Path | BinaryIO, *, name: str = "") -> Iterator[BinaryIO]:
-    """A stream of decompressed bytes; whatever keeps it from being read is a ValueError that begins with `name`."""
-    name = name or str(source)
-    with _refused(name), _opened(source, name) as stream:
-        yield stream
-
-
-def unpacked(path: Path) -> bytes:
-    """All of a file, decompressed."""
-    with _refused(str(path)), _opened(path, str(path)) as stream:
-        return stream.read()
-
-
-def is_table(path: str | Path) -> bool:
-    """Whether `table_files` would find tables here: a parquet or Arrow file, or a folder of some."""
-    path = Path(path)
-    if path.is_dir():
-        return any((path / name).is_file() for name in ("dataset_dict.json", "state.json")) or any(
-            file.suffix in TABLE_SUFFIXES for file in files_below(path))
-    return path.suffix in TABLE_SUFFIXES or (path.is_file() and _first_bytes(path, 6).startswith((_PARQUET, _ARROW)))
+def is_dataset(folder: Path) -> bool:
+    """Return whether `save_to_disk` of Hugging Face datasets wrote this folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def table_files(path: str | Path, *, split: str = "", split_option: str = "") -> list[Path]:
-    """The parquet or Arrow files that are one table: a file, the files of a folder, a Hugging Face dataset's folder.
+    """List the parquet or Arrow files that form one table: a file, those of a folder, or of a Hugging Face dataset.
 
     A dataset of several splits needs the name of one, from the option `split_option` where the caller has one.
     """
@@ -137,7 +112,7 @@ def table_files(path: str | Path, *, split: str = "", split_option: str = "") ->
 
 
 def split_of(path: Path) -> str:
-    """The split that a file's path names, the part nearest its end first; '' where it names none."""
+    """Return the split that a file's path names, nearest its end; '' if it names none."""
     for part in reversed(path.parts):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in SPLITS:
@@ -145,42 +120,112 @@ def split_of(path: Path) -> str:
     return ""
 
 
-def files_below(root: Path) -> list[Path]:
-    """Every file of a folder and those inside it, in order of path; hidden ones are left out."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".") and Path(folder, name).is_file()]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def column_names(file: Path) -> list[str]:
-    """The columns of a parquet or Arrow file."""
-    with _refused(str(file)), _table(file) as table:
+def column_types(file: Path) -> tuple[list[str], list[Any]]:
+    """Return the names and the pyarrow types of the columns of a parquet or Arrow file."""
+    with named_errors(str(file)), _table(file) as table:
         schema = table.schema if _is_arrow(file) else table.schema_arrow
-        return list(schema.names)
+        return list(schema.names), list(schema.types)
 
 
 def read_columns(
     files: Sequence[Path], names: Sequence[str], *, option: str, batch_records: int = RECORDS_PER_BATCH
 ) -> Iterator[Records]:
-    """The named columns of all files, some records at a time; `option` is where the caller names columns."""
+    """Yield the named columns of all files, some records at a time; `option` is where the caller names columns."""
     for file in files:
-        known = column_names(file)
+        known, _ = column_types(file)
         for name in names:
             if known.count(name) != 1:
                 what = "several columns" if name in known else "no column"
                 raise UserError(f"{file}: {what} {name!r}; it has {_listed(known)}: set {option} to one of them")
         first = 0
-        with _refused(str(file)), _table(file) as table:
+        with named_errors(str(file)), _table(file) as table:
             for batch in _batches(file, table, list(names), batch_records):
-                batch.validate(full=True)  # offsets that point outside would be followed
+                batch.validate(full=True)  # pyarrow would follow offsets that point outside
                 yield Records(file, first, tuple(batch.column(name) for name in names))
                 first += batch.num_rows
 
 
+def input_files(path: str, format_: str = "") -> list[Path]:
+    """List the file at data.path itself, or the files of a folder, of one format if one is given."""
+    root = Path(path)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"data.path is {path!r}, which is no file or folder; check the path")
+    found = [file for file in files_below(root) if not format_ or format_of(file.name) == format_]
+    if not found:
+        kind = f".{format_} file" if format_ else "file"
+        raise UserError(f"data.path is {path!r}, a folder without a {kind} in it; name another")
+    return found
+
+
+def json_records(path: str) -> Iterator[Record]:
+    """Yield the JSON objects of a file, or of the .jsonl files of a folder; blank lines are left out."""
+    for file in input_files(path, "jsonl"):
+        for number, line in numbered_lines(file):
+            if line.strip():
+                where = f"{file}: line {number}"
+                fields = parse_json_line(line, where)
+                if not isinstance(fields, dict):
+                    raise UserError(f"{where} holds {short(fields)}, not an object; write {{\"text\": \"…\"}}")
+                yield Record(where, fields)
+
+
+def table_records(path: str, split: str, column: str, beside: Sequence[str]) -> Iterator[Record]:
+    """Yield the records of a table: one column, and the first of those beside it that all files have."""
+    files = table_files(path, split=split, split_option="data.split")
+    names = [column, *[name for name in beside if all(name in column_types(file)[0] for file in files)][:1]]
+    for some in read_columns(files, names, option="data.field", batch_records=DOCUMENTS_PER_BATCH):
+        for record in range(len(some.columns[0])):
+            yield Record(some.where(record), {name: some.value(at, record) for at, name in enumerate(names)})
+
+
+def open_array(path: str) -> np.ndarray:
+    """Open a .npy array, memory-mapped if it is a plain file; nothing is unpickled."""
+    is_plain = path != STDIN and path.lower().endswith(".npy") and os.path.isfile(path)
+    content = None if is_plain else io.BytesIO(b"".join(chunks(path, MAX_ARRAY_BYTES)))
+    try:
+        return open_memmap(path, mode="r") if content is None else read_array(content, allow_pickle=False)
+    except (ValueError, OSError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError) as error:
+        reason = plain(" ".join(str(error).split()))[:200]
+        raise UserError(f"no .npy array ({reason}); save one with numpy.save") from None
+
+
+def read_cells(
+    lines: Iterable[str], delimiter: str, choose: Callable[[Sequence[str]], str]
+) -> Iterator[list[tuple[int, str]]]:
+    """Yield (line number, cell) of one column of CSV, some thousand at a time.
+
+    `choose` picks the column by its name in the first line; if that holds numbers, columns are numbered from 1.
+    """
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    batch = _next_cells(reader, 1)
+    while batch and not batch[0][1]:
+        batch = _next_cells(reader, 1)
+    if not batch:
+        return
+    head = [cell.strip() for cell in batch[0][1]]
+    has_names = not all(map(is_count, head))
+    names = head if has_names else [str(number) for number in range(1, len(head) + 1)]
+    column = names.index(choose(names))
+    batch = batch if not has_names else _next_cells(reader, CELLS_PER_BATCH)
+    while batch:
+        for line, cells in batch:
+            if cells and len(cells) <= column:
+                raise UserError(f"line {line} has {len(cells)} of the {len(names)} columns ({column_list(names)}); "
+                                "repair or drop it")
+        yield [(line, cells[column]) for line, cells in batch if cells]
+        batch = _next_cells(reader, CELLS_PER_BATCH)
+
+
+def column_list(names: Sequence[str]) -> str:
+    """List the names of columns as people type them, for errors."""
+    shown = ", ".join(short(name) if not name.isprintable() else name for name in names[:MAX_NAMES_SHOWN])
+    return plain(shown) + _and_more(names)
+
+
 def pyarrow() -> ModuleType:
-    """pyarrow with its parquet and IPC readers, or the line that says how to get it."""
+    """Import pyarrow with its parquet and IPC readers."""
     try:
         for name in ("pyarrow.parquet", "pyarrow.ipc"):
             importlib.import_module(name)
@@ -191,94 +236,15 @@ def pyarrow() -> ModuleType:
 
 
 @contextmanager
-def _opened(source: str | Path | BinaryIO, name: str) -> Iterator[BinaryIO]:
-    """A buffered stream of decompressed bytes; what the caller opened stays open."""
-    with open(source, "rb") if isinstance(source, str | Path) else nullcontext(source) as raw:
-        file = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, raw))
-        head = file.peek(4)
-        if name.endswith(".gz") and head[:2] != _GZIP:
-            raise UserError(f"{name} does not begin as gzip does; compress it again, or drop .gz from its name")
-        if name.endswith((".zst", ".zstd")) and head[:4] != _ZSTD:
-            raise UserError(f"{name} does not begin as Zstandard does; compress it again, or drop the end of its name")
-        if head[:2] == _GZIP:
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file))
-        elif head[:4] == _ZSTD:
-            yield _zstd(file, name)
-        else:
-            yield file
-
-
-def _zstd(file: BinaryIO, name: str) -> BinaryIO:
-    try:
-        return cast(BinaryIO, importlib.import_module("compression.zstd").ZstdFile(file))
-    except ImportError:
-        pass
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError:
-        raise UserError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; run: pip install "
-                        "zstandard") from None
-    return cast(BinaryIO, io.BufferedReader(_ZstdStream(file, zstandard.ZstdDecompressor())))
-
-
-class _ZstdStream(io.RawIOBase):
-    """Frame after frame. The package's own reader takes a file that was cut short for one that ends."""
-
-    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
-        self._file, self._decompressor = file, decompressor
-        self._frame, self._ready = decompressor.decompressobj(), memoryview(b"")  # a view: its rest is no copy
-        self._frame_bytes = 0  # compressed, of this frame
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            if self._frame.eof:
-                rest = self._frame.unused_data
-                self._frame, self._frame_bytes = self._decompressor.decompressobj(), 0
-            else:
-                rest = b""
-            chunk = rest or self._file.read(_ZSTD_BYTES)
-            if not chunk:
-                if self._frame_bytes:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._frame_bytes += len(chunk)
-            self._ready = memoryview(self._frame.decompress(chunk))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-@contextmanager
-def _refused(name: str) -> Iterator[None]:
-    """Whatever the readers raise about a file, as one line; what we refuse ourselves passes."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"{name}: no such file; check the path") from None
-    except UserError:
-        raise
-    except Exception as error:
-        theirs = isinstance(error, OSError | EOFError | zlib.error | ValueError)
-        if not theirs and not type(error).__module__.startswith(("pyarrow", "zstd", "zstandard", "compression")):
-            raise
-        reason = getattr(error, "strerror", None) or plain(str(error).partition("\n")[0])[:200]
-        raise UserError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None
-
-
-@contextmanager
 def _table(file: Path) -> Iterator[Any]:
-    """A reader of record batches (Arrow, both of its kinds of files) or of a parquet file."""
+    """Open a reader of record batches (both kinds of Arrow files) or of a parquet file."""
     arrow = pyarrow()
     if not _is_arrow(file):
         with arrow.parquet.ParquetFile(file) as table:
             yield table
         return
     with arrow.memory_map(str(file)) as source:
-        reader = arrow.ipc.open_file if _first_bytes(file, 6) == _ARROW else arrow.ipc.open_stream
-        yield reader(source)
+        yield (arrow.ipc.open_file if _begins_as_arrow(file) else arrow.ipc.open_stream)(source)
 
 
 def _batches(file: Path, table: Any, names: list[str], size: int) -> Iterator[Any]:
@@ -294,16 +260,27 @@ def _batches(file: Path, table: Any, names: list[str], size: int) -> Iterator[An
 
 
 def _is_arrow(file: Path) -> bool:
-    return file.suffix == ".arrow" or _first_bytes(file, 6) == _ARROW
+    return file.suffix == ".arrow" or _begins_as_arrow(file)
 
 
-def _first_bytes(file: Path, count: int) -> bytes:
-    with _refused(str(file)), file.open("rb") as opened:
-        return opened.read(count)
+def _begins_as_arrow(file: Path) -> bool:
+    with named_errors(str(file)), file.open("rb") as opened:
+        return opened.read(len(_ARROW)) == _ARROW
+
+
+def _next_cells(reader: Any, count: int) -> list[tuple[int, list[str]]]:
+    """Return the next lines of CSV with their numbers. The csv module limits fields for the whole process."""
+    limit = csv.field_size_limit(MAX_CELL_BYTES)
+    try:
+        return [(reader.line_num, cells) for cells in islice(reader, count)]
+    except csv.Error as error:
+        raise UserError(f"line {reader.line_num} is broken ({error}); repair it") from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The data files of a dataset that `save_to_disk` wrote, in its order."""
+    """List the data files of a dataset that `save_to_disk` wrote, in its order."""
     state = read_json(folder / "state.json")
     listed = state.get("_data_files") if isinstance(state, dict) else None
     names = [one.get("filename") if isinstance(one, dict) else None
@@ -316,7 +293,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _plain_names(names: Any, file: Path, key: str) -> list[str]:
-    """Names inside a folder, of which a file under `key` must have at least one: nothing leads out of the folder."""
+    """Check that a JSON file lists names under `key` that do not lead out of its folder."""
     if not isinstance(names, list) or not names or not all(
             isinstance(name, str) and name and name.isprintable() and Path(name).name == name for name in names):
         raise UserError(f"{file} has {short(names)} under {key!r}, not names of files; save the dataset again")
@@ -324,7 +301,7 @@ def _plain_names(names: Any, file: Path, key: str) -> list[str]:
 
 
 def _chosen(path: Path, names: list[str], split: str, option: str) -> str:
-    """The only split, or the one that was asked for."""
+    """Return the split that was asked for, or the only one."""
     if split in names or (len(names) == 1 and not split):
         return split or names[0]
     known = _listed([name for name in names if name])
@@ -335,6 +312,8 @@ def _chosen(path: Path, names: list[str], split: str, option: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names for an error, not all of very many."""
-    shown = ", ".join(short(name) for name in names[:20])
-    return shown + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return ", ".join(map(short, names[:MAX_NAMES_SHOWN])) + _and_more(names)
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""

@@ -1,13 +1,10 @@
-"""Texts as tokens of a Hugging Face tokenizer, the same in training as in counting: here tokenizers are opened.
+"""Turn texts into tokens, by a Hugging Face tokenizer or byte by byte; training and counting use the same tokens.
 
 A tokenizer.json also holds how it was last called. transformers saves truncation and padding with it, and a BPE may be
-saved with dropout; these would cut documents, lengthen them and make other tokens every time, so none is obeyed. The
-tokens that its post-processor adds to a text stay. Behind them a document ends with the first of `END_NAMES` that the
-tokenizer knows, unless the post-processor has ended it.
-
-How texts become tokens: by a Hugging Face tokenizer, or byte by byte.
-
-Without a tokenizer a token is a byte and 256 ends a document. With one, `token_counts` says what its tokens are.
+saved with dropout. These would cut documents, lengthen them and make other tokens every time, so all are switched off.
+The tokens that its post-processor adds to a text stay. Behind them a document ends with the first of `END_NAMES` that
+the tokenizer knows, unless the post-processor has ended it. Without a tokenizer a byte is a token and 256 ends a
+document.
 """
 
 from __future__ import annotations
@@ -23,14 +20,31 @@ import numpy as np
 from distca.validation import UserError, plain, read_json, short
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+END_OF_DOCUMENT = 256   # behind the bytes 0 to 255
 MAX_TOKENIZER_BYTES = 2**30
+TEXTS_PER_CALL = 512    # the tokenizer spreads the texts of one call over threads
+MAX_CALL_CHARS = 2**24  # and holds all of their tokens, tens of bytes each
 
-TokenCounter = Callable[[Sequence[str]], list[int]]
+Item = TypeVar("Item")
+
+
+class Text(NamedTuple):
+    """A document before it is tokenized."""
+
+    where: str  # its file, and its line if a file holds several; for errors
+    content: bytes
+
+
+class Tokens(NamedTuple):
+    """A document as tokens."""
+
+    ids: np.ndarray             # [tokens]
+    in_loss: np.ndarray | None  # [tokens] bool, whether the model learns to predict the token; None if all
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """An opened tokenizer.json, whose calls depend on nothing but the text."""
+    """An open tokenizer.json, whose tokens depend on nothing but the text."""
 
     name: str                      # "data.tokenizer is '…'", for errors
     tokenizer: Any
@@ -38,11 +52,11 @@ class TextTokenizer:
     end: tuple[str, int] | None    # the token that ends a document
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text as a document: with what the post-processor adds and an end, without a BOM."""
+        """Tokenize documents: without a byte-order mark, with the post-processor's tokens and an end."""
         return [self._ended(one) for one in self._encoded([text.removeprefix("\ufeff") for text in texts])]
 
     def with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The tokens of each text as it stands, and the characters [start, stop) of each token."""
+        """Return the tokens of each text, unchanged, and the characters [start, stop) of each token."""
         return [(one.ids, one.offsets) for one in self._encoded(texts)]
 
     def _encoded(self, texts: Sequence[str]) -> Any:
@@ -57,14 +71,8 @@ class TextTokenizer:
         return ids if added[-1:] == [1] and 0 in added else [*ids, self.end[1]]
 
 
-def token_counter(path: str) -> TokenCounter:
-    """What counts the tokens of texts: `path` is a tokenizer.json, or a folder with one."""
-    tokenizer = open_tokenizer(path, "--tokenizer", special_tokens=True)
-    return lambda texts: [len(ids) for ids in tokenizer.documents(texts)]
-
-
 def tokenizer_file(path: str, option: str) -> Path:
-    """The tokenizer.json that `option` names, itself or by its folder."""
+    """Return the tokenizer.json that `option` names, itself or by its folder."""
     file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise UserError(f"{option} is {path!r}, which is no file and no folder with a tokenizer.json; name one")
@@ -75,8 +83,10 @@ def tokenizer_file(path: str, option: str) -> Path:
 
 
 def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextTokenizer:
-    """A tokenizer.json that adds its special tokens to every text, or none: then it has no post-processor, which could
-    also trim offsets."""
+    """Open a tokenizer.json that adds its special tokens to every text.
+
+    Without `special_tokens` it has no post-processor at all, because that could also trim offsets.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -105,67 +115,19 @@ def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextToken
     return TextTokenizer(name, tokenizer, vocab, end)
 
 
-def _check_beginning(name: str, config_path: Path, tokenizer: Any, first: list[int]) -> None:
-    """Refuse a tokenizer_config.json that asks for another first token, which transformers would obey."""
-    config = read_json(config_path) if config_path.is_file() else {}
-    bos, wanted = (config.get(key) if isinstance(config, dict) else None for key in ("bos_token", "add_bos_token"))
-    bos = bos.get("content") if isinstance(bos, dict) else bos
-    if isinstance(bos, str) and isinstance(wanted, bool) and wanted != (first == [tokenizer.token_to_id(bos)]):
-        raise UserError(f"{name}, which {'does not begin' if wanted else 'begins'} a text with {short(bos)}, but the "
-                        f"tokenizer_config.json beside it has add_bos_token {str(wanted).lower()}; save both by "
-                        "transformers' save_pretrained, or take add_bos_token out")
-
-
-@contextmanager
-def _one_line(problem: str, remedy: str) -> Iterator[None]:
-    """Whatever the package raises, as a refusal: it raises plain Exception, or panics, which is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        panic = type(error).__name__ == "PanicException"
-        if isinstance(error, MemoryError) or not (panic or isinstance(error, Exception)):
-            raise
-        reason = plain(" ".join(str(error).split()))[:200]
-        raise UserError(f"{problem} ({reason}); {remedy}") from None
-
-
-END_OF_DOCUMENT = 256  # behind the bytes 0 to 255
-TEXTS_PER_CALL = 512   # the tokenizer spreads the texts of one call over threads
-MAX_CALL_CHARS = 2**24  # and holds all of their tokens, tens of bytes each
-
-Item = TypeVar("Item")
-
-
-class Text(NamedTuple):
-    """A document before it is tokens."""
-
-    where: str  # for people: its file, and its line where a file holds several
-    content: bytes
-
-
-class Tokens(NamedTuple):
-    """A document as tokens."""
-
-    ids: np.ndarray            # [tokens]
-    in_loss: np.ndarray | None  # [tokens] bool, whether the model is to learn to say it; None where it is all of them
-
-
-class Encoder(NamedTuple):
-    """How texts become tokens."""
-
-    vocab: int
-    encode: Callable[[list[Text]], list[np.ndarray]]
-
-
-def encoded(texts: Iterable[Text], encoder: Encoder) -> Iterator[Tokens]:
-    """The texts as tokens, some at a time; empty ones are left out."""
-    filled = (text for text in texts if text.content)
-    for some in in_groups(filled, lambda text: len(text.content)):
-        yield from (Tokens(ids, None) for ids in encoder.encode(some))
+def encoded(texts: Iterable[Text], tokenizer: TextTokenizer | None) -> Iterator[Tokens]:
+    """Tokenize texts as documents, by their bytes without a tokenizer; empty texts are left out."""
+    end = np.array([END_OF_DOCUMENT], dtype=np.uint16)
+    for group in in_groups((text for text in texts if text.content), lambda text: len(text.content)):
+        if tokenizer is None:
+            yield from (Tokens(np.concatenate([np.frombuffer(text.content, np.uint8), end]), None) for text in group)
+        else:
+            found = tokenizer.documents([_decoded(text) for text in group])
+            yield from (Tokens(np.array(ids, dtype=np.int64), None) for ids in found)
 
 
 def in_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Lists for one call of a tokenizer each: many items, or few large ones."""
+    """Group items for one call of a tokenizer each: many small items, or few large ones."""
     group: list[Item] = []
     total = 0
     for item in items:
@@ -178,17 +140,28 @@ def in_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[li
         yield group
 
 
-def load_tokenizer(path: str) -> Encoder:
-    """The encoder of a Hugging Face tokenizer.json."""
-    tokenizer = open_tokenizer(path, "data.tokenizer", special_tokens=True)
-    return Encoder(tokenizer.vocab, lambda texts: [
-        np.array(ids, dtype=np.int64) for ids in tokenizer.documents([_decoded(text) for text in texts])])
+def _check_beginning(name: str, config_path: Path, tokenizer: Any, first: list[int]) -> None:
+    """Refuse a tokenizer_config.json that asks for another first token, which transformers would follow."""
+    config = read_json(config_path) if config_path.is_file() else {}
+    bos, wanted = (config.get(key) if isinstance(config, dict) else None for key in ("bos_token", "add_bos_token"))
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    if isinstance(bos, str) and isinstance(wanted, bool) and wanted != (first == [tokenizer.token_to_id(bos)]):
+        raise UserError(f"{name}, which {'does not begin' if wanted else 'begins'} a text with {short(bos)}, but the "
+                        f"tokenizer_config.json beside it has add_bos_token {str(wanted).lower()}; save both by "
+                        "transformers' save_pretrained, or take add_bos_token out")
 
 
-def byte_encoder() -> Encoder:
-    end = np.array([END_OF_DOCUMENT], dtype=np.uint16)
-    return Encoder(END_OF_DOCUMENT + 1, lambda texts: [
-        np.concatenate([np.frombuffer(text.content, dtype=np.uint8), end]) for text in texts])
+@contextmanager
+def _one_line(problem: str, remedy: str) -> Iterator[None]:
+    """Turn what the package raises into a UserError: a plain Exception, or a panic, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"
+        if isinstance(error, MemoryError) or not (panic or isinstance(error, Exception)):
+            raise
+        reason = plain(" ".join(str(error).split()))[:200]
+        raise UserError(f"{problem} ({reason}); {remedy}") from None
 
 
 def _decoded(text: Text) -> str:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from distca.corpus.corpora import Corpus
+from distca.corpus.corpora import Corpus, hold_out, open_corpus
 from distca.planning.micro_batch import MicroBatch
 from distca.spec import ModelShape, unknown_name
 from distca.train.settings import MODES, Settings
@@ -28,6 +29,17 @@ from distca.workload.documents import IGNORED
 from distca.workload.packing import NanoBatch
 
 Position = dict[str, int | str]  # of the next token in the stream, and what identifies the corpus
+
+
+def open_corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
+    """Open the documents to train on, and those to evaluate on if any are held out."""
+    data, chosen = settings.data, settings.eval
+    opened = partial(open_corpus, data.source, content=data.content, field=data.field, tokenizer=data.tokenizer,
+                     vocab=data.vocab)
+    whole = opened(data.path, split=data.split)
+    if chosen.path:
+        return whole, opened(chosen.path)
+    return hold_out(whole, chosen.fraction, data.seed) if chosen.fraction else (whole, None)
 
 
 class TextPiece(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.corpus.corpora import Corpus, corpora
+from distca.corpus.corpora import Corpus
 from distca.cost.work import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
@@ -41,7 +41,7 @@ from distca.train.batches import Batch, Batches, Evaluation, check_fills_a_batch
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError
 from distca.train.checkpoint.export import export_newest, keep_tokenizer, token_ids
 from distca.train.checkpoint.folder import step_folders
-from distca.train.data import Loader
+from distca.train.data import Loader, open_corpora
 from distca.train.display import Observer
 from distca.train.folder_lock import FolderLock, open_log_folder
 from distca.train.groups import gather_json, groups_of, num_training, on_first, serve, set_timeouts, transport_between
@@ -106,7 +106,7 @@ class Trainer:
         self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
         self.num_data = self.mesh["data"].size()
         dtype = dtype_for(settings, device)
-        corpus, held_out = corpora(settings)
+        corpus, held_out = open_corpora(settings)
         check_fills_a_batch(corpus, settings, self.num_data)
         shape = decoder_shape(settings.model, corpus.vocab or 1)
         self.recorder = Recorder(device)

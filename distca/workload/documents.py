@@ -5,8 +5,6 @@ later. So every way in ends in `check_lengths`, and every refusal names the fiel
 """
 
 import json
-import os
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,17 +36,18 @@ LONG_REPEATS = 4
 SHORT_KEPT = 0.5
 
 _DRAWS_PER_CHUNK = 16_384
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 WORKLOAD_KEYS = ("name", "ranks", "tokens_per_rank", "sequences")
 
 
 def check_lengths(
-    lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengths", *, most: int = MAX_DOCUMENTS, first: int = 0
+    lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengths", *, most: int = MAX_DOCUMENTS,
+    where: Callable[[int], str] | None = None,
 ) -> IntArray:
-    """The lengths as int64, or a ValueError that names the first entry which is not a whole number of 1 or more.
+    """Return the lengths as int64, or raise a UserError that names the first that is not a whole number of 1 or more.
 
-    `most` is how many there may be, a batch's unless given; `first` numbers the first where these are some of more.
+    `most` limits their number; `where` gives the name of an entry by its index, `field[index]` by default.
     """
+    where = where or (lambda index: f"{field}[{index}]")
     if isinstance(lengths, np.ndarray):
         if lengths.ndim != 1:
             raise UserError(f"{field} has shape {lengths.shape}; give one flat list of document lengths")
@@ -56,7 +55,7 @@ def check_lengths(
             lengths = lengths.tolist()
     elif isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
         raise UserError(f"{field} is {short(lengths)}; give a list of document lengths")
-    values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), field)
+    values = lengths if isinstance(lengths, np.ndarray) else _whole_numbers(list(lengths), where)
     if values.size == 0:
         raise UserError(f"{field} is empty; give at least one document length")
     check_whole(f"the number of {field}", values.size, most=most,
@@ -64,7 +63,7 @@ def check_lengths(
     bad = (values < 1) | (values > MAX_LENGTH)
     if bad.any():
         index = int(bad.argmax())
-        raise bad_length(f"{field}[{first + index}]", int(values[index]))
+        raise bad_length(where(index), int(values[index]))
     return values.astype(np.int64, copy=False)
 
 
@@ -134,25 +133,6 @@ def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray
     return filled
 
 
-def standard_library_lengths() -> IntArray:
-    """Bytes of every .py file of this Python's standard library, in order of path: a real corpus of byte tokens.
-
-    Test suites are left out, as many distributions do not ship them, and so is what was installed on top.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    sizes: dict[str, int] = {}
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_THE_LIBRARY]
-        for file in files:
-            path = Path(folder, file)
-            if path.suffix == ".py" and path.is_file():
-                sizes[path.relative_to(root).as_posix()] = path.stat().st_size
-    lengths = [sizes[name] for name in sorted(sizes) if sizes[name] > 0]
-    if not lengths:
-        raise UserError(f"the standard library at {root} holds no .py files; use a sampler or a file of lengths")
-    return check_lengths(lengths)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Sequences of documents, each sequence over whole consecutive ranks of `tokens_per_rank` tokens."""
@@ -203,19 +183,19 @@ def workload_from_json(content: Mapping[str, Any]) -> Workload:
     return Workload(**{key: content[key] for key in WORKLOAD_KEYS})
 
 
-def _whole_numbers(values: list[Any], field: str) -> IntArray:
+def _whole_numbers(values: list[Any], where: Callable[[int], str]) -> IntArray:
     whole: list[int] = values
     if not all(type(value) is int for value in values):
         whole = []
         for index, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise bad_length(f"{field}[{index}]", value)
+                raise bad_length(where(index), value)
             whole.append(int(value))
     try:
         return np.array(whole, dtype=np.int64)
     except OverflowError:
         index = next(i for i, value in enumerate(whole) if abs(value) > MAX_LENGTH)
-        raise bad_length(f"{field}[{index}]", whole[index]) from None
+        raise bad_length(where(index), whole[index]) from None
 
 
 def bad_length(field: str, value: object) -> ValueError:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import distca
+from distca.corpus.lengths import standard_library_lengths
 from distca.cost.latency_table import analytic_table
 from distca.models import model_named
-from distca.workload.documents import Workload, sample_lengths, standard_library_lengths
+from distca.workload.documents import Workload, sample_lengths
 
 ROOT = Path(distca.__file__).parents[1]
 JSON_KEYS = {

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from distca.corpus.chat import Rendered, compile_template, encoded_chats, tokens_in
-from distca.corpus.corpora import Corpus, corpus_from
+from distca.corpus.corpora import Corpus, open_corpus
 from distca.corpus.tokenizers import open_tokenizer
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine
@@ -63,15 +63,14 @@ def write_template(folder: Path, template: str) -> None:
         {"chat_template": template, "bos_token": {"content": "<s>"}, "eos_token": None}))
 
 
-def some_settings(folder: Path, path: Path, **data: str) -> Settings:
-    values = {"source": "jsonl", "path": str(path), "content": "chat", "tokenizer": str(folder / "tokenizer.json")}
-    return Settings().with_values({f"data.{name}": value for name, value in (values | data).items()})
+def open_chats(folder: Path, path: Path, source: str = "jsonl") -> Corpus:
+    return open_corpus(source, str(path), content="chat", tokenizer=str(folder / "tokenizer.json"))
 
 
 def chats(folder: Path, conversations: list[Any] | None = None) -> Corpus:
     path = folder / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations or CONVERSATIONS))
-    return corpus_from(some_settings(folder, path))
+    return open_chats(folder, path)
 
 
 def refusal(folder: Path, conversation: Any) -> str:
@@ -130,7 +129,7 @@ def test_a_table_of_conversations_is_the_same_as_json_lines(folder: Path) -> Non
     rows = [[{**message, "tool_calls": None} for message in one] for one in CONVERSATIONS]
     kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.string())}))
     pq.write_table(pa.table({"messages": pa.array(rows, type=kind)}), folder / "chats.parquet")
-    corpus = corpus_from(some_settings(folder, folder / "chats.parquet", source="table"))
+    corpus = open_chats(folder, folder / "chats.parquet", "table")
     assert columns(corpus) == columns(chats(folder)) == transformers_columns(folder)
 
 
@@ -183,11 +182,13 @@ def test_a_template_that_fails_is_one_line(folder: Path, template: str, message:
 
 def test_templates_are_looked_for_before_any_rank_starts(folder: Path) -> None:
     (folder / "a.jsonl").write_text("")
+    chosen = Settings().with_values({"data.source": "jsonl", "data.path": str(folder / "a.jsonl"),
+                                     "data.content": "chat", "data.tokenizer": str(folder / "tokenizer.json")})
     with pytest.raises(ValueError, match="has no chat template; put the model's tokenizer_config"):
-        check_machine(some_settings(folder, folder / "a.jsonl"))
+        check_machine(chosen)
     write_template(folder, "{% if %}")
     with pytest.raises(ValueError, match="is no Jinja template"):
-        check_machine(some_settings(folder, folder / "a.jsonl"))
+        check_machine(chosen)
 
 
 @pytest.mark.parametrize("opening", ["{%- generation %}", "{%-generation%}", "{%+ generation %}",

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from distca.validation import UserError
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 DIGITS = "9" * 400
@@ -180,3 +186,19 @@ def configs() -> dict[str, bytes]:
         found[f"rope_{at}"] = with_text(CONFIG, "rope_parameters", text)
     return found | {"list": b"[]", "gpt2": with_text(CONFIG, "model_type", '"gpt2"'), "empty": b"{}",
                     "heads": with_text(CONFIG, "num_key_value_heads", "3")}
+
+
+def refused_changes(path: Path, read: Callable[[], object]) -> int:
+    """Change bytes near the end of a file, again and again: it is read, or refused in one line. Count refusals."""
+    whole, random, num_refused = path.read_bytes(), np.random.default_rng(0), 0
+    for _ in range(60):
+        changed = bytearray(whole)
+        for at in random.integers(max(0, len(whole) - 2_000), len(whole), 3):
+            changed[at] ^= int(random.integers(1, 256))
+        path.write_bytes(changed)
+        try:
+            read()
+        except ValueError as error:
+            assert type(error) is UserError and str(path) in str(error) and "\n" not in str(error)
+            num_refused += 1
+    return num_refused

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.corpus.corpora import Corpus, MemoryCorpus, corpus_from
+from distca.corpus.corpora import Corpus, MemoryCorpus
 from distca.models import model_named
 from distca.runtime.prepared import digest
 from distca.train.batches import Batch, Batches
-from distca.train.data import Loader, Stream, TextPiece
+from distca.train.data import Loader, Stream, TextPiece, open_corpora
 from distca.train.settings import MODES, Settings
 from tests.support.batches import batches_of
 from tests.support.plans import random_lengths
@@ -182,7 +182,7 @@ def test_what_balancing_gains_is_measured() -> None:
 
 def test_the_default_run_is_balanced_on_real_documents() -> None:
     chosen = Settings()
-    ranks = loaders(corpus_from(chosen), chosen, 2)
+    ranks = loaders(open_corpora(chosen)[0], chosen, 2)
     for _ in range(3):
         batches = [loader.next() for loader in ranks]
         assert sum(len(row.tokens) for batch in batches for row in batch.rows) == 2 * chosen.batch.tokens_per_rank

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distca.corpus.corpora import MemoryCorpus, corpora, held_out
+from distca.corpus.corpora import MemoryCorpus, held_out
 from distca.kernels import dense_attention
 from distca.train.batches import Evaluation, check_fills_a_batch
+from distca.train.data import open_corpora
 from distca.train.model.build import build_optimizer, learning_rate
 from distca.train.model.decoder import Decoder
 from distca.train.model.shape import decoder_shape
@@ -198,19 +199,19 @@ def write_texts(folder: Path, count: int) -> Settings:
 
 def test_every_document_is_trained_on_or_held_out(tmp_path: Path) -> None:
     settings = write_texts(tmp_path, 200)
-    trained, held = corpora(settings)
+    trained, held = open_corpora(settings)
     assert held is not None
     texts = [bytes(corpus.tokens(number)[:-1].tolist()).decode()
              for corpus in (trained, held) for number in range(corpus.num_documents)]
     assert sorted(texts) == [f"document {n:04}" for n in range(200)]
     assert held.num_documents == held_out(200, 0.25, 0).sum() == len(held.lengths())
-    alone, nothing = corpora(settings.with_values({"eval.fraction": 0.0}))
+    alone, nothing = open_corpora(settings.with_values({"eval.fraction": 0.0}))
     assert nothing is None and alone.num_documents == 200
 
 
 def refusal(settings: Settings) -> str:
     with pytest.raises(ValueError) as caught:
-        trained, held = corpora(settings)
+        trained, held = open_corpora(settings)
         check_fills_a_batch(trained, settings, num_data=2)
         assert held is not None
         Evaluation(batches_of(held, settings, world=2, model=decoder_shape(settings.model, 257).model))
@@ -229,7 +230,7 @@ def test_too_few_documents_are_one_line(tmp_path: Path) -> None:
 
 def test_an_evaluation_takes_no_document_twice(tmp_path: Path) -> None:
     settings = write_texts(tmp_path, 400).with_values({"batch.tokens_per_rank": 50, "eval.batches": 1000})
-    held = corpora(settings)[1]
+    held = open_corpora(settings)[1]
     assert held is not None
     evaluation = Evaluation(batches_of(held, settings, model=decoder_shape(settings.model, 257).model))
     assert evaluation._num_batches == held.lengths().sum() // 50

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from distca.corpus.corpora import corpus_from
+from distca.train.data import open_corpora
 from distca.train.model.huggingface import shape_from_hf
 from distca.train.settings import Settings, load_settings
 from tests.support.batches import batches_of
@@ -73,7 +73,8 @@ def plain_curve(folder: Path, family: str) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of one process with nothing of ours but the batches; and the norms."""
     settings: Settings = load_settings(None, options(folder, family) | {
         "attention.mode": "home", "batch.tokens_per_rank": str(TOKENS), "run.ranks": "1"})
-    loader = batches_of(corpus_from(settings), settings, rank=0, world=1, model=shape_from_hf(folder / family).model)
+    corpus, _ = open_corpora(settings)
+    loader = batches_of(corpus, settings, rank=0, world=1, model=shape_from_hf(folder / family).model)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / family, attn_implementation="sdpa", dtype=torch.float64)
     groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},

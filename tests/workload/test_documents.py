@@ -1,9 +1,5 @@
 """Lengths from samplers, files and the standard library: right in distribution, exact in number, strict on input."""
 
-import json
-import os
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.corpus.lengths import read_source
 from distca.workload.documents import (
     LOGNORMAL_MEDIAN,
     LOGNORMAL_SIGMA,
@@ -19,13 +14,11 @@ from distca.workload.documents import (
     QUANTILE_LEVELS,
     QUANTILES,
     SAMPLERS,
-    Workload,
     check_lengths,
     fill,
     lognormal_lengths,
     quantile_lengths,
     sample_lengths,
-    standard_library_lengths,
 )
 
 
@@ -157,90 +150,3 @@ def test_bad_lengths_are_named(lengths: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check_lengths(lengths, "docs")
     assert "\n" not in str(caught.value)
-
-
-def test_standard_library_lengths_are_the_sizes_of_its_files() -> None:
-    lengths = standard_library_lengths()
-    assert np.array_equal(lengths, standard_library_lengths())
-    assert len(lengths) > 300
-    size = os.path.getsize(os.path.join(sysconfig.get_path("stdlib"), "argparse.py"))
-    assert size in lengths
-    assert lengths[0] == os.path.getsize(os.path.join(sysconfig.get_path("stdlib"), "__future__.py"))
-
-
-WORKLOAD = {"name": "two", "ranks": 3, "tokens_per_rank": 8, "sequences": [[3, 5], [9, 7]]}
-
-
-def write(tmp_path: Path, content: bytes | str) -> Path:
-    path = tmp_path / "source.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
-
-
-@pytest.mark.parametrize("content", [
-    "[3, 5, 16]", "3\n5\n16\n", "# lengths\n\n3\n  5  # short\n16", "\ufeff3\r\n5\r\n16",
-])
-def test_plain_lengths_are_read(tmp_path: Path, content: str) -> None:
-    lengths = read_source(write(tmp_path, content))
-    assert isinstance(lengths, np.ndarray) and lengths.tolist() == [3, 5, 16]
-
-
-def test_workloads_survive_a_round_trip(tmp_path: Path) -> None:
-    workload = read_source(write(tmp_path, json.dumps(WORKLOAD)))
-    assert isinstance(workload, Workload)
-    workload.save(tmp_path / "saved.json")
-    assert json.loads((tmp_path / "saved.json").read_text()) == WORKLOAD
-    again = read_source(tmp_path / "saved.json")
-    assert isinstance(again, Workload)
-    assert (again.name, again.ranks, again.tokens_per_rank) == ("two", 3, 8)
-    assert [lengths.tolist() for lengths in again.sequences] == [[3, 5], [9, 7]]
-    with pytest.raises(ValueError, match="read-only"):
-        again.sequences[0][0] = 1
-
-
-@pytest.mark.parametrize("content, message", [
-    ("[]", "lengths is empty"),
-    ("", "lengths is empty"),
-    ("# nothing\n", "lengths is empty"),
-    ("[4, 0]", r"lengths\[1\] is 0;"),
-    ("[4, 3.0]", r"lengths\[1\] is 3.0;"),
-    ("[true]", r"lengths\[0\] is True;"),
-    ('["a"]', r"lengths\[0\] is 'a';"),
-    ("[NaN]", r"lengths\[0\] is nan;"),
-    ("4\n\n-2", "line 3 is -2;"),
-    ("4\n3.5", "line 2 is '3.5';"),
-    ("4\n3,5", "line 2 is '3,5';"),
-    ("1 000", "line 1 is '1 000';"),
-    ("9" * 30, "line 1 is"),
-    ("null", "line 1 is 'null';"),
-    ("[1, 2", "broken JSON at line 1 column"),
-    ('{"a": ', "broken JSON"),
-    ("[" * 100_000, "JSON"),
-    ("[" + "9" * 5000 + "]", "JSON|is 9999"),
-    (b"\xff\xfe\x00", "not a text file"),
-    ('{"q_len": [1], "name": "t"}', r"keys are \['q_len', 'name'\], without ranks, tokens_per_rank, sequences; give"),
-    (json.dumps({**WORKLOAD, "name": 7}), "name is 7"),
-    (json.dumps({**WORKLOAD, "ranks": 0}), "ranks is 0"),
-    (json.dumps({**WORKLOAD, "ranks": 4}), "sequences fill 3 ranks of 8 tokens but ranks is 4; set ranks to 3"),
-    (json.dumps({**WORKLOAD, "tokens_per_rank": 8.0}), "tokens_per_rank is 8.0"),
-    (json.dumps({**WORKLOAD, "sequences": []}), r"sequences is \[\]"),
-    (json.dumps({**WORKLOAD, "sequences": {"a": 1}}), "sequences is {"),
-    (json.dumps({**WORKLOAD, "sequences": [8, 16]}), r"sequences\[0\] is 8;"),
-    (json.dumps({**WORKLOAD, "sequences": [[8], []]}), r"sequences\[1\] is empty"),
-    (json.dumps({**WORKLOAD, "sequences": [[8], [9, 0]]}), r"sequences\[1\]\[1\] is 0;"),
-    (json.dumps({**WORKLOAD, "sequences": [[8], [9]]}), r"sequences\[1\] holds 9 tokens, not a whole multiple"),
-])
-def test_bad_files_get_one_line_with_their_name(tmp_path: Path, content: bytes | str, message: str) -> None:
-    path = write(tmp_path, content)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_source(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400 + len(str(path))
-
-
-def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent\.json: no such file"):
-        read_source(tmp_path / "absent.json")
-    with pytest.raises(ValueError, match="a directory without data"):
-        read_source(tmp_path)

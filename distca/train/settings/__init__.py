@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
+from distca.corpus.corpora import FIELDS, SOURCES
 from distca.models import TRAINABLE
 from distca.train.settings.declare import (
     Known,
@@ -25,8 +26,6 @@ from distca.train.settings.declare import (
 from distca.validation import MAX_RANKS, UserError, read_toml, short
 
 KERNELS = ("auto", "hopper", "fa4", "varlen", "sdpa", "dense")
-SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
-CONTENTS = ("text", "chat", "tokens")
 MODES = ("disaggregated", "home", "per_document_cp")
 MAX_STEPS = 10**9
 MAX_SEED = 2**53             # what every generator takes
@@ -97,7 +96,7 @@ class Data:
                                     "dataset.", choices=SOURCES, common=True)
     path: str = setting("", "File or folder of the documents; none for stdlib.", common=True)
     content: str = setting("text", "What a JSON line or a table's row holds: text, a conversation (the loss is on what "
-                                   "the assistant says), or tokens.", choices=CONTENTS)
+                                   "the assistant says), or tokens.", choices=tuple(FIELDS))
     field: str = setting("", "The key or column that holds it; empty is text, messages or input_ids, by data.content.")
     split: str = setting("", "The split of a table that has several.")
     tokenizer: str = setting("", "A Hugging Face tokenizer.json or its folder; without one, texts become bytes. Chat "

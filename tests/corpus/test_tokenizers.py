@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distca.corpus.corpora import corpus_from
+from distca.corpus.corpora import open_corpus
 from distca.corpus.lengths import Reading, read_source
-from distca.corpus.tokenizers import token_counter
-from distca.train.settings import load_settings
+from distca.corpus.tokenizers import open_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed; pip install tokenizers")
 TEXTS = ["one two three", "", "four", "one one one one one", "unknown words here and there"]
+
+
+def token_counts(path: str, texts: list[str]) -> list[int]:
+    return [len(ids) for ids in open_tokenizer(path, "--tokenizer", special_tokens=True).documents(texts)]
 
 
 @pytest.fixture
@@ -40,8 +43,7 @@ def test_lengths_are_words_and_an_end(tokenizer: Path, tmp_path: Path) -> None:
 
 def test_lengths_are_what_training_packs(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    corpus = corpus_from(load_settings(None, {"data.source": "jsonl", "data.path": str(tmp_path / "a.jsonl"),
-                                              "data.tokenizer": str(tokenizer)}))
+    corpus = open_corpus("jsonl", str(tmp_path / "a.jsonl"), tokenizer=str(tokenizer))
     found = read_source(tmp_path / "a.jsonl", Reading(tokenizer=str(tokenizer)))
     assert isinstance(found, np.ndarray) and found.tolist() == corpus.lengths().tolist()
 
@@ -120,8 +122,7 @@ def test_training_and_counting_see_the_tokens_of_a_tokenizer_without_its_state(s
         made.save(str(tmp_path / "tokenizer.json"))
         expected = stripped_documents(made.to_str())
         num_changed += expected != [one.ids for one in made.encode_batch(SENTENCES)]
-        corpus = corpus_from(load_settings(None, {"data.source": "jsonl", "data.path": str(tmp_path / "a.jsonl"),
-                                                  "data.tokenizer": str(tmp_path)}))
+        corpus = open_corpus("jsonl", str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path))
         assert [corpus.tokens(number).tolist() for number in range(corpus.num_documents)] == expected, seed
         found = read_source(tmp_path / "a.jsonl", Reading(tokenizer=str(tmp_path)))
         assert isinstance(found, np.ndarray) and found.tolist() == [len(ids) for ids in expected], seed
@@ -134,7 +135,7 @@ def test_what_transformers_saves_after_a_call_is_not_obeyed(tokenizer: Path, tmp
     fast(["one two"], truncation=True, max_length=4, padding="max_length")
     fast.save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "tokenizer.json").read_text())["truncation"] is not None
-    assert token_counter(str(tmp_path / "saved"))(["one " * 5000, "one", "one " * 300]) == [5001, 2, 301]
+    assert token_counts(str(tmp_path / "saved"), ["one " * 5000, "one", "one " * 300]) == [5001, 2, 301]
 
 
 def test_a_configuration_that_asks_for_another_first_token_is_refused(tokenizer: Path) -> None:
@@ -148,9 +149,9 @@ def test_a_configuration_that_asks_for_another_first_token_is_refused(tokenizer:
         beside.write_text(json.dumps({"add_bos_token": wanted, "bos_token": bos}))
         if says:
             with pytest.raises(ValueError, match=f"which {says}, but the tokenizer_config.*; save both by transf"):
-                token_counter(str(tokenizer))
+                token_counts(str(tokenizer), [])
         else:
-            assert token_counter(str(tokenizer))(["one"]) == [3]
+            assert token_counts(str(tokenizer), ["one"]) == [3]
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -169,13 +170,13 @@ def test_damaged_tokenizers_are_one_line(tokenizer: Path, changes: dict[str, Any
         reduce(lambda part, key: part[key], folders, content)[last] = value
     tokenizer.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message) as caught:
-        token_counter(str(tokenizer))(TEXTS)
+        token_counts(str(tokenizer), TEXTS)
     assert str(caught.value).startswith("--tokenizer is ") and "\n" not in str(caught.value)
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match=r"which is no tokenizer\.json \(.*\); name one"):
-        token_counter(str(tmp_path / "x.json"))
+        token_counts(str(tmp_path / "x.json"), [])
     with pytest.raises(ValueError, match="which is no file and no folder with a tokenizer"):
-        token_counter(str(tmp_path))
+        token_counts(str(tmp_path), [])

@@ -6,8 +6,10 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distca.corpus import files as byte_streams
-from distca.corpus import lengths as length_files
-from distca.corpus.lengths import FORMATS, Reading, read_source, what_it_is
+from distca.corpus import files
+from distca.corpus import lengths as lengths_module
+from distca.corpus.lengths import Reading, read_source, standard_library_lengths
 from distca.validation import MAX_CORPUS_DOCUMENTS
 from distca.workload.documents import MAX_LENGTH, Workload
 
@@ -123,9 +125,6 @@ def test_odd_names_need_a_format(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data: several JSON values; name the file \.jsonl, or give --format jsonl"):
         read_source(tmp_path / "data")
     assert _read(tmp_path / "data", format="jsonl") == LENGTHS
-    assert [what_it_is(name) for name in ("a.CSV", "a.jsonl.zst", "a.tar.gz", "b.parquet", "json")] == [
-        "csv", "jsonl", "", "parquet", ""]
-    assert [what_it_is("x.csv", name) for name in FORMATS] == list(FORMATS)
 
 
 def test_a_column_is_read_by_its_name(tmp_path: Path) -> None:
@@ -274,32 +273,117 @@ def test_what_unpacks_to_far_more_than_it_is_is_refused_early(tmp_path: Path) ->
 def test_documents_and_lines_and_folders_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_CORPUS_DOCUMENTS >= 2**22
     (tmp_path / "a.txt").write_text("5\n" * 100)
-    monkeypatch.setattr(length_files, "MAX_CORPUS_DOCUMENTS", 99)
+    monkeypatch.setattr(lengths_module, "MAX_CORPUS_DOCUMENTS", 99)
     with pytest.raises(ValueError, match="the number of documents is 100; give at most 99"):
         read_source(tmp_path / "a.txt")
-    monkeypatch.setattr(byte_streams, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(lengths_module, "MAX_LINE_BYTES", 64)
     (tmp_path / "b.txt").write_text("5\n" + "6" * 100)
     with pytest.raises(ValueError, match="line 2 is longer than 64 bytes"):
         read_source(tmp_path / "b.txt")
-    monkeypatch.setattr(length_files, "MAX_ENTRIES", 1)
+    monkeypatch.setattr(lengths_module, "MAX_ENTRIES", 1)
     with pytest.raises(ValueError, match="a directory of more than 1 entries"):
         read_source(tmp_path)
 
 
-def test_readers_hear_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_streams, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(byte_streams, "CHUNK_BYTES", 32)
+def test_progress_counts_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 64)
     WRITERS["a.txt"](tmp_path / "a.txt", list(range(1, 101)))
-    heard: list[int] = []
-    found = read_source(tmp_path / "a.txt", heard=heard.append)
+    seen: list[int] = []
+    found = read_source(tmp_path / "a.txt", progress=seen.append)
     assert isinstance(found, np.ndarray) and found.tolist() == list(range(1, 101))
-    assert len(heard) > 3 and heard == sorted(heard) and heard[-1] == 100
+    assert len(seen) > 3 and seen == sorted(seen) and seen[-1] == 100
 
 
 def test_line_numbers_hold_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_streams, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(byte_streams, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 64)
     for name, line in (("a.txt", "{}"), ("a.jsonl", '{{"length": {}}}'), ("a.csv", "{}")):
         (tmp_path / name).write_text("\n".join(line.format(7 if at != 77 else 0) for at in range(1, 101)))
         with pytest.raises(ValueError, match="line 77 is 0"):
             read_source(tmp_path / name)
+
+
+def test_standard_library_lengths_are_the_sizes_of_its_files() -> None:
+    lengths = standard_library_lengths()
+    assert np.array_equal(lengths, standard_library_lengths())
+    assert len(lengths) > 300
+    size = os.path.getsize(os.path.join(sysconfig.get_path("stdlib"), "argparse.py"))
+    assert size in lengths
+    assert lengths[0] == os.path.getsize(os.path.join(sysconfig.get_path("stdlib"), "__future__.py"))
+
+
+WORKLOAD = {"name": "two", "ranks": 3, "tokens_per_rank": 8, "sequences": [[3, 5], [9, 7]]}
+
+
+def write(tmp_path: Path, content: bytes | str) -> Path:
+    path = tmp_path / "source.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("content", [
+    "[3, 5, 16]", "3\n5\n16\n", "# lengths\n\n3\n  5  # short\n16", "\ufeff3\r\n5\r\n16",
+])
+def test_plain_lengths_are_read(tmp_path: Path, content: str) -> None:
+    lengths = read_source(write(tmp_path, content))
+    assert isinstance(lengths, np.ndarray) and lengths.tolist() == [3, 5, 16]
+
+
+def test_workloads_survive_a_round_trip(tmp_path: Path) -> None:
+    workload = read_source(write(tmp_path, json.dumps(WORKLOAD)))
+    assert isinstance(workload, Workload)
+    workload.save(tmp_path / "saved.json")
+    assert json.loads((tmp_path / "saved.json").read_text()) == WORKLOAD
+    again = read_source(tmp_path / "saved.json")
+    assert isinstance(again, Workload)
+    assert (again.name, again.ranks, again.tokens_per_rank) == ("two", 3, 8)
+    assert [lengths.tolist() for lengths in again.sequences] == [[3, 5], [9, 7]]
+    with pytest.raises(ValueError, match="read-only"):
+        again.sequences[0][0] = 1
+
+
+@pytest.mark.parametrize("content, message", [
+    ("[]", "lengths is empty"),
+    ("", "lengths is empty"),
+    ("# nothing\n", "lengths is empty"),
+    ("[4, 0]", r"lengths\[1\] is 0;"),
+    ("[4, 3.0]", r"lengths\[1\] is 3.0;"),
+    ("[true]", r"lengths\[0\] is True;"),
+    ('["a"]', r"lengths\[0\] is 'a';"),
+    ("[NaN]", r"lengths\[0\] is nan;"),
+    ("4\n\n-2", "line 3 is -2;"),
+    ("4\n3.5", "line 2 is '3.5';"),
+    ("4\n3,5", "line 2 is '3,5';"),
+    ("1 000", "line 1 is '1 000';"),
+    ("9" * 30, "line 1 is"),
+    ("null", "line 1 is 'null';"),
+    ("[1, 2", "broken JSON at line 1 column"),
+    ('{"a": ', "broken JSON"),
+    ("[" * 100_000, "JSON"),
+    ("[" + "9" * 5000 + "]", "JSON|is 9999"),
+    (b"\xff\xfe\x00", "not a text file"),
+    ('{"q_len": [1], "name": "t"}', r"keys are \['q_len', 'name'\], without ranks, tokens_per_rank, sequences; give"),
+    (json.dumps({**WORKLOAD, "name": 7}), "name is 7"),
+    (json.dumps({**WORKLOAD, "ranks": 0}), "ranks is 0"),
+    (json.dumps({**WORKLOAD, "ranks": 4}), "sequences fill 3 ranks of 8 tokens but ranks is 4; set ranks to 3"),
+    (json.dumps({**WORKLOAD, "tokens_per_rank": 8.0}), "tokens_per_rank is 8.0"),
+    (json.dumps({**WORKLOAD, "sequences": []}), r"sequences is \[\]"),
+    (json.dumps({**WORKLOAD, "sequences": {"a": 1}}), "sequences is {"),
+    (json.dumps({**WORKLOAD, "sequences": [8, 16]}), r"sequences\[0\] is 8;"),
+    (json.dumps({**WORKLOAD, "sequences": [[8], []]}), r"sequences\[1\] is empty"),
+    (json.dumps({**WORKLOAD, "sequences": [[8], [9, 0]]}), r"sequences\[1\]\[1\] is 0;"),
+    (json.dumps({**WORKLOAD, "sequences": [[8], [9]]}), r"sequences\[1\] holds 9 tokens, not a whole multiple"),
+])
+def test_bad_files_get_one_line_with_their_name(tmp_path: Path, content: bytes | str, message: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_source(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.json: no such file"):
+        read_source(tmp_path / "absent.json")
+    with pytest.raises(ValueError, match="a directory without data"):
+        read_source(tmp_path)
