@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.planning.micro_batch import MicroBatch
-from distca.planning.step import StepPlan
+from distca.planning.step import MicroBatch, StepPlan
 from distca.runtime.liveness import one_worker_per_group
 from distca.spec import ModelShape
 from distca.train.batches import Batch, step_plan

@@ -56,9 +56,8 @@ from functools import partial
 import numpy as np
 
 from distca.cost.attention_time import AttentionTime
-from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan, max_over_mean, server_work
-from distca.planning.step import StepPlan, step_among_data_ranks
+from distca.planning.step import MicroBatch, StepPlan, step_among_data_ranks
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole

@@ -55,13 +55,13 @@ def build_hops(plan: Plan, rank: int, node: np.ndarray) -> HopTables:
         mine = inside.home == rank
         at[mine] = relay(inside.document[mine], inside.start[mine])
         inner, finder = side_of(layout, inside, at, rank, outer.buffer_tokens)
-        sides.append((outer, _numbered(inner, gateways.place), finder))
+        sides.append((outer, _numbered(inner, gateways.local), finder))
         passes |= bool((inside.home != inside.server).any())
     (q_outer, q_inner, query_start), (k_outer, k_inner, key_start) = sides
     served = tasks.take((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
     return HopTables(
         RankTables(rank, plan.num_servers, *row_tokens, q_outer, k_outer, *_NO_TASKS),
-        RankTables(int(gateways.place[rank]), int(is_here.sum()), q_outer.buffer_tokens, k_outer.buffer_tokens, q_inner,
+        RankTables(int(gateways.local[rank]), int(is_here.sum()), q_outer.buffer_tokens, k_outer.buffer_tokens, q_inner,
                    k_inner, *task_columns(served, query_start, key_start)),
         travels(plan, node), passes)
 

@@ -3,6 +3,11 @@
 Attention cost is quadratic in document length, so equal tokens are unequal work. Only the largest load costs time,
 hence the tolerance is room to save bytes: servers over the cap shed just what is over, into the servers with the most
 room, in as few and as large shards as possible, because a shard's bytes grow with the square root of its work.
+
+Servers may differ in speed. A hot GPU, an older one, or one that shares its host takes longer than its work predicts;
+its speed falls below 1 and it gets less work. Speeds are learnt from measured seconds and from work that no speed
+entered, so that they do not feed back into themselves, by additions, products and comparisons alone, which every
+processor rounds the same way: ranks that start from the same numbers plan with the same speeds.
 """
 
 from __future__ import annotations
@@ -15,8 +20,7 @@ import numpy as np
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.work import causal_pairs, pairs_of_shard
-from distca.planning.levels import Dealer
-from distca.planning.mover import Mover, keys_at_home
+from distca.planning.levels import Dealer, Mover, keys_at_home
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.prefix_split import share_prefixes
 from distca.planning.shard_cut import Prices
@@ -31,6 +35,10 @@ _MORE_BYTES = 2.0   # than the plan in pairs sends, in all and from the busiest 
 _QUICKER = 0.99     # a pass that takes more than this part of the best was in vain
 _PATIENCE = 2       # passes in vain in a row end the search
 _LEAST_CAP = 1e-6   # of all seconds: a server that serves is never forbidden to
+_SMOOTHING = 0.3    # weight of a step in the moving average of speeds
+_OUTLIER = 2.0      # times the speed so far that a step counts as at most, or its inverse
+LEAST, MOST = 0.25, 4.0  # speeds, over the pool's median
+_EQUAL = 0.03       # servers this near the median are planned as equals: noise makes no plans
 
 
 def balance(
@@ -77,7 +85,7 @@ def outline_of_nodes(
     prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), pairs_of_shard)
     cap = (1.0 + tolerance) * at_home.work().sum() * pool / pool.sum()
     dealer = Dealer(layout, levels, cap, tolerance, prices, _pairs_of_tasks, is_outline=True)
-    return replace(at_home, tasks=dealer.deal(at_home.tasks).tasks)
+    return replace(at_home, tasks=dealer.deal(at_home.tasks)[0])
 
 
 def _in_pairs(at_home: Plan, prices: Prices) -> Plan:
@@ -144,18 +152,36 @@ def _slowest(work: np.ndarray, pool: np.ndarray) -> float:
 
 
 def _moved(
-    at_home: Plan, load: np.ndarray, cap: np.ndarray, prices: Prices, row_work: Callable[[TaskTable], np.ndarray]
+    at_home: Plan, load: np.ndarray, cap: np.ndarray, prices: Prices, task_work: Callable[[TaskTable], np.ndarray]
 ) -> tuple[TaskTable, str | None]:
     """Tasks of which no server has more than its cap, and what forbids it where one has."""
-    layout, topology = at_home.layout, at_home.topology
-    levels = () if topology is None else topology.levels()
-    if not levels:
-        mover = Mover(at_home.tasks, load, cap, keys_at_home(layout), prices)
-        mover.run()
-        return share_prefixes(layout, mover.tasks(), np.array(mover.load), cap, prices), mover.limit
-    dealt = Dealer(layout, levels, cap, at_home.tolerance, prices, row_work).deal(at_home.tasks)
-    return share_prefixes(layout, dealt.tasks, dealt.load, cap, prices, levels[-1]), dealt.limit
+    layout, levels = at_home.layout, () if at_home.topology is None else at_home.topology.levels()
+    if levels:
+        tasks, load, limit = Dealer(layout, levels, cap, at_home.tolerance, prices, task_work).deal(at_home.tasks)
+    else:
+        tasks, load, limit = Mover(at_home.tasks, load, cap, keys_at_home(layout), prices).run()
+    return share_prefixes(layout, tasks, load, cap, prices, levels[-1] if levels else None), limit
 
 
 def _pairs_of_tasks(tasks: TaskTable) -> np.ndarray:
     return causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+
+
+def learnt_speeds(speed: np.ndarray, work: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Speeds after one more step, in which `work` [servers] took `seconds` [servers]; 1 is the pool's median.
+
+    Of an even number of servers the median is the upper one: of two the slower is below 1. A server without work, or
+    without a measurement, keeps its speed.
+    """
+    known = (work > 0) & (seconds > 0) & np.isfinite(seconds)
+    if not known.any():
+        return speed
+    rate = np.divide(work, seconds, out=np.zeros(len(speed)), where=known)
+    measured = rate / np.sort(rate[known])[known.sum() // 2]
+    measured = np.clip(np.clip(measured, speed / _OUTLIER, speed * _OUTLIER), LEAST, MOST)
+    return np.where(known, speed + _SMOOTHING * (measured - speed), speed)
+
+
+def rounded_speeds(speed: np.ndarray) -> np.ndarray:
+    """The speeds to plan with: in hundredths, and 1 near it."""
+    return np.where(np.abs(speed - 1.0) <= _EQUAL, 1.0, np.round(speed, 2))

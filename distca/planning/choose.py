@@ -26,10 +26,9 @@ import numpy as np
 from distca.columns import added
 from distca.cost.attention_time import AttentionTime
 from distca.planning.balance import balance, outline_of_nodes
-from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan, max_over_mean, server_work
 from distca.planning.schedule import IDLE, Ticks, same_phase_ticks, tick_layout
-from distca.planning.step import NO_CALL, StepPlan
+from distca.planning.step import NO_CALL, MicroBatch, StepPlan
 from distca.planning.tasks import tasks_at_home
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole, short

@@ -1,114 +1,301 @@
-"""Deal work to the levels of a pool from the outside in: pods, then nodes, then ranks.
+"""Move query shards from units over their cap to units with room, one level of the pool after the other.
 
-Attention over the outer level's cap leaves its node in as few and as large shards as if the node were one rank; what
-a node keeps and what it gets are then levelled inside it, where links are fast. The outer level stops a little below
-the tolerance, so that a full node's ranks can still be level within whole tiles.
+A unit is a rank, or a node or pod whose ranks share what it gets. Units over the cap shed just what is over, into the
+units with the most room, in as few and as large shards as possible, because a shard's bytes grow with the square root
+of its work. A unit whose cap is 0 must be emptied: a rank that serves nothing, or all that a node got from outside. An
+outer level stops a little below the tolerance, so that a full node's ranks can still be level within whole tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from distca.planning.mover import Held, Mover, keys_at_home
-from distca.planning.shard_cut import Prices
-from distca.planning.tasks import TaskTable
+from distca.columns import added
+from distca.cost.work import pairs_of_shard
+from distca.planning.shard_cut import Piece, Prices, Shard, cheapest_shard
+from distca.planning.tasks import TILE, TaskTable, joined
 from distca.workload.layout import Layout
 
+Held = tuple[int, int, int]  # document, unit, keys: the unit has the document's first keys for tasks of its own
+Dealt = tuple[TaskTable, np.ndarray, str | None]  # tasks, load [servers], and which piece keeps one above its cap
+
+_PIECES_TRIED = 3  # longest pieces of a unit that compete for a move; shorter ones carry less work per byte
+_SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
+_WORTH_A_LOOK = 0.05  # a holder of keys with less room than this part of a surplus is not tried
+_HOLDERS_TRIED = 2  # latest servers that already hold a document's keys
+_TAIL = 0.75  # of a document's work is in its second half, which carries a quarter more of it per byte than the whole
+_HEAD_AND_TAIL = 4 * TILE  # queries; what is shorter leaves whole
 _UNIT_NAMES = ("rank", "pod", "node")  # by levels above the ranks, counted from the end
 _SLACK = 0.4  # part of the tolerance that an outer level leaves to the one inside it
 
 
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """Tasks with their servers, the load that gives each, and which piece keeps one above its cap."""
+def keys_at_home(layout: Layout) -> list[Held]:
+    """(document, rank, keys): a rank that computes a late slice at home has all keys up to that slice's end.
 
-    tasks: TaskTable
-    load: np.ndarray  # [servers]
-    limit: str | None
+    One that owns a document's beginning as keys only has these.
+    """
+    cut = np.flatnonzero((layout.start > 0) | (layout.stop < layout.lengths[layout.document]))
+    order = cut[np.lexsort((layout.stop[cut], layout.rank[cut], layout.document[cut]))]
+    last: dict[tuple[int, int], int] = {}
+    for slices, some in ((layout.key_only, np.flatnonzero(layout.key_only.start == 0)), (layout, order)):
+        last.update(zip(zip(slices.document[some].tolist(), slices.rank[some].tolist(), strict=True),
+                        slices.stop[some].tolist(), strict=True))
+    return [(*key, stop) for key, stop in last.items()]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Mover:
+    """The greedy of one level: loads, rooms, which pieces of which tasks are still there and which have moved.
+
+    `tasks` have the unit that holds them now as `server`, and units have `load` in all. Messages name units by
+    `numbers`; the last unit has none where it is what has to come in from outside.
+    """
+
+    def __init__(
+        self, tasks: TaskTable, load: np.ndarray, cap: np.ndarray, held: Iterable[Held], prices: Prices,
+        unit_name: str = "rank", numbers: Sequence[int] | None = None,
+    ) -> None:
+        self.tasks, self.prices = tasks, prices
+        self.unit_name, self.numbers = unit_name, range(len(cap)) if numbers is None else numbers
+        self.by_levels = numbers is not None
+        self.additive = prices.measure is pairs_of_shard         # the parts of a piece cost what the piece does
+        self.load: list[float] = load.tolist()
+        self.cap: list[float] = cap.tolist()
+        self.limit: str | None = None
+        self.stayed: dict[int, list[Piece]] = {}                 # task -> pieces that its unit still computes
+        self.moved: list[tuple[int, Shard, int]] = []            # task, shard, server
+        self.held: dict[tuple[int, int], tuple[int, int]] = {}   # (document, server) -> keys [start, stop) are there
+        self.open: dict[int, list[int]] = {}                     # document -> servers that hold its keys, with room
+        for document, server, keys in held:
+            self.held[document, server] = 0, keys
+            if cap[server] > load[server]:
+                self.open.setdefault(document, []).append(server)
+        self.rooms = sorted((float(cap[s] - load[s]), int(s)) for s in np.flatnonzero(cap > load))
+        surplus = np.flatnonzero(load > cap)
+        self.order = surplus[np.argsort(load[surplus] - cap[surplus], kind="stable")[::-1]].tolist()
+
+    def run(self) -> Dealt:
+        of_unit = _grouped(self.tasks.server, len(self.cap))
+        for unit in self.order:
+            pieces = self._pieces_of(of_unit[unit])
+            while pieces and (self.load[unit] > self.cap[unit] or self._must_empty(unit)):
+                if not self._move_one(unit, pieces):
+                    break
+            for _, index, piece in pieces:
+                self.stayed.setdefault(index, []).append(piece)
+        return self._moved_tasks(), np.array(self.load), self.limit
+
+    def _must_empty(self, unit: int) -> bool:
+        """Units with a cap of zero are emptied completely, even if rounding leaves a residual load."""
+        return self.by_levels and self.cap[unit] <= 0
+
+    def _pieces_of(self, some: np.ndarray) -> list[tuple[int, int, Piece]]:
+        """A unit's own queries as (depth, task, piece), deepest last."""
+        tasks = self.tasks.take(some)
+        columns = (column.tolist() for column in (
+            some, tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop))
+        return sorted((kv_stop - kv_start, index, Piece(document, start, stop, kv_start, start,
+                                                        None if kv_stop == stop else kv_stop))
+                      for index, document, start, stop, kv_start, kv_stop in zip(*columns, strict=True)
+                      if kv_stop > kv_start)
+
+    def _move_one(self, rank: int, pieces: list[tuple[int, int, Piece]]) -> bool:
+        """Move the shard with the most work per byte; False, with the reason kept, where none can move."""
+        need = self.load[rank] - self.cap[rank]
+        deepest = range(len(pieces) - 1, max(len(pieces) - 1 - _PIECES_TRIED, -1), -1)
+        if self._must_empty(rank):                               # the largest piece first, whole where it fits
+            works = [piece.work(self.prices.measure) for _, _, piece in pieces]
+            need = max(works)
+            deepest = range(works.index(need), works.index(need) + 1)
+        best = (self._best(pieces, deepest, need, self._snug_server(need), _HOLDERS_TRIED)
+                or self._best(pieces, range(len(pieces)), need, self._snug_server(float("inf")), 0))
+        if best is None:
+            self.limit = self._why_stuck(rank, [piece for _, _, piece in pieces])
+            if self.cap[rank] > 0:
+                return False
+            best = self._overfill(pieces)                        # a rank that serves nothing must be emptied
+        shard, server, at = best
+        _, index, piece = pieces[at]
+        pieces.pop(at)
+        self.load[rank] -= self._relief(piece, shard)
+        for part in _rest(piece, shard):
+            insort(pieces, (part.key_end - part.key_start, index, part))
+        self.moved.append((index, shard, server))
+        self._serve(server, piece.document, shard)
+        return True
+
+    def _best(self, pieces: list[tuple[int, int, Piece]], tried: range, need: float, server: int | None,
+              num_holders: int) -> tuple[Shard, int, int] | None:
+        """(shard, server, index into pieces) over the pieces tried, for one server and those that hold their keys."""
+        best: tuple[Shard, int, int] | None = None
+        for at in tried:
+            piece = pieces[at][2]
+            holders = self.open.get(piece.document, [])[-num_holders:] if num_holders else []
+            for candidate in [*holders, *([server] if server is not None and server not in holders else [])]:
+                room = self.cap[candidate] - self.load[candidate]
+                begin, end = self.held.get((piece.document, candidate), (0, 0))
+                if candidate != server and room < _WORTH_A_LOOK * need:
+                    continue
+                shard = self._shard(piece, need, room, end if begin <= piece.key_start else 0)
+                if shard is None or not (self.additive or self._relief(piece, shard) > 0):
+                    continue                                     # what stays would cost as much as the whole did
+                if shard.beats(best[0] if best else None):
+                    best = shard, candidate, at
+            if best is not None and best[0].key_stop < best[0].stop:
+                break                                            # a rectangle: no other piece can do better
+        return best
+
+    def _shard(self, piece: Piece, need: float, room: float, keys_held: int) -> Shard | None:
+        """What leaves a piece at the most work per byte.
+
+        From a node whole documents could leave; then the tails of several are better than one with its head.
+        """
+        shard = cheapest_shard(piece, need, room, keys_held, self.prices)
+        if (not self.by_levels or shard is None or piece.key_stop is not None
+                or shard.stop - shard.start < max(piece.stop - piece.start, _HEAD_AND_TAIL)):
+            return shard
+        tail = cheapest_shard(piece, _TAIL * shard.work, room, keys_held, self.prices)
+        return tail if tail is not None and tail.beats(shard) else shard
+
+    def _relief(self, piece: Piece, shard: Shard) -> float:
+        """By how much the home's load falls when the shard leaves."""
+        return piece.work(self.prices.measure) - added(part.work(self.prices.measure) for part in _rest(piece, shard))
+
+    def _overfill(self, pieces: list[tuple[int, int, Piece]]) -> tuple[Shard, int, int]:
+        """A whole piece to the server that it takes the least far above its cap."""
+        piece = pieces[-1][2]
+        work = piece.work(self.prices.measure)
+        serving = [server for server, cap in enumerate(self.cap) if cap > 0]
+        server = min(serving, key=lambda s: (self.load[s] + work) / self.cap[s])
+        return Shard(piece.start, piece.stop, piece.key_start, piece.key_end, work, 0.0), server, len(pieces) - 1
+
+    def _snug_server(self, need: float) -> int | None:
+        """The server with the least room that takes all of `need`, or else the one with the most room."""
+        if not self.rooms:
+            return None
+        return self.rooms[min(bisect_left(self.rooms, (need * _SNUG, -1)), len(self.rooms) - 1)][1]
+
+    def _why_stuck(self, rank: int, pieces: list[Piece]) -> str:
+        over = self.load[rank] - self.cap[rank]
+        room = self.rooms[-1][0] if self.rooms else 0.0
+        first = min((piece._replace(stop=min(piece.start + TILE, piece.stop)) for piece in pieces),
+                    key=lambda piece: piece.work(self.prices.measure))
+        who = f"{self.unit_name} {self.numbers[rank]}" if rank < len(self.numbers) else "what came in from outside"
+        return (f"{who} keeps {over:.4g} more work than its cap of {self.cap[rank]:.4g}: its smallest piece, "
+                f"queries [{first.start}, {first.stop}) of document {first.document}, carries "
+                f"{first.work(self.prices.measure):.4g} and the most room on any server is {room:.4g}")
+
+    def _serve(self, server: int, document: int, shard: Shard) -> None:
+        entry = self.cap[server] - self.load[server], server
+        at = bisect_left(self.rooms, entry)
+        if self.rooms[at:at + 1] == [entry]:
+            del self.rooms[at]
+        self.load[server] += shard.work
+        room = self.cap[server] - self.load[server]
+        begin, end = self.held.get((document, server), (shard.key_start, shard.key_stop))
+        if begin <= shard.key_start <= end:
+            self.held[document, server] = begin, max(end, shard.key_stop)
+        holders = self.open.setdefault(document, [])
+        if room > 0:
+            insort(self.rooms, (room, server))
+            if server not in holders:
+                holders.append(server)
+        elif server in holders:
+            holders.remove(server)
+
+    def _moved_tasks(self) -> TaskTable:
+        """The tasks with every one that was cut replaced by what stayed and what moved."""
+        kept = np.ones(len(self.tasks), dtype=bool)
+        kept[[index for index, _, _ in self.moved]] = False
+        parts = [(index, piece.start, piece.stop, piece.key_start, piece.key_end, int(self.tasks.server[index]))
+                 for index, pieces in self.stayed.items() if not kept[index] for piece in pieces]
+        parts += [(index, shard.start, shard.stop, shard.key_start, shard.key_stop, server)
+                  for index, shard, server in self.moved]
+        index, start, stop, key_start, key_stop, server = np.array(parts, dtype=np.int64).reshape(-1, 6).T
+        return joined(self.tasks.take(kept), TaskTable(
+            self.tasks.document[index], start, stop, key_start, key_stop, self.tasks.home[index], server))
+
+
+def _rest(piece: Piece, shard: Shard) -> list[Piece]:
+    """What a piece keeps when a shard leaves: queries before, queries after, and the shard's own later keys."""
+    rest = []
+    if piece.start < shard.start:
+        rest.append(piece._replace(stop=shard.start))
+    if shard.stop < piece.stop:
+        rest.append(piece._replace(start=shard.stop))
+    if shard.key_stop < (shard.stop if piece.key_stop is None else piece.key_stop):
+        rest.append(piece._replace(start=shard.start, stop=shard.stop, key_start=shard.key_stop))
+    return rest
+
+
 class Dealer:
-    """What every level needs: caps of ranks, prices, how much work rows are, and who has which keys for itself."""
+    """Deals tasks to the levels of a pool from the outside in: pods, then nodes, then ranks.
 
-    layout: Layout
-    levels: tuple[np.ndarray, ...]                # [servers] each, outermost first
-    cap: np.ndarray                               # [servers]
-    tolerance: float
-    prices: Prices
-    row_work: Callable[[TaskTable], np.ndarray]   # [tasks]
-    is_outline: bool = False                      # stop at nodes: the first rank of each has all that its node gets
+    Attention over the outer level's cap leaves its node in as few and as large shards as if the node were one rank;
+    what a node keeps and what it gets are then balanced inside it, where links are fast. `levels` are [servers] each,
+    outermost first. With `is_outline` dealing stops at nodes: the first rank of each gets all that its node gets.
+    """
+
+    def __init__(
+        self, layout: Layout, levels: tuple[np.ndarray, ...], cap: np.ndarray, tolerance: float, prices: Prices,
+        task_work: Callable[[TaskTable], np.ndarray], *, is_outline: bool = False,
+    ) -> None:
+        self.levels, self.cap, self.prices, self.task_work, self.is_outline = levels, cap, prices, task_work, is_outline
+        self.outer_part = (1.0 + (1.0 - _SLACK) * tolerance) / (1.0 + tolerance)
+        self.held = np.array(keys_at_home(layout), dtype=np.int64).reshape(-1, 3)
+        self.unit_of = np.empty(len(cap), dtype=np.int64)        # [servers] scratch: every `_inside` writes it first
+        self.limits: list[str] = []
 
     def deal(self, home: TaskTable) -> Dealt:
         """Every task of `home`, cut where a level demands it, on a server."""
-        limits: list[str] = []
-        held = np.array(keys_at_home(self.layout), dtype=np.int64).reshape(-1, 3)
-        unit_of = np.empty(len(self.cap), dtype=np.int64)
-        parts = list(self._inside(home, np.arange(len(self.cap)), 0, held, unit_of, limits))
-        tasks = TaskTable(*(np.concatenate([getattr(part, name) for part in parts]) for name in TaskTable.__slots__))
-        load = np.bincount(tasks.server, weights=self.row_work(tasks), minlength=len(self.cap))
-        return Dealt(tasks, load, limits[0] if limits else None)
+        tasks = joined(*self._inside(home, np.arange(len(self.cap)), 0, self.held))
+        load = np.bincount(tasks.server, weights=self.task_work(tasks), minlength=len(self.cap))
+        return tasks, load, self.limits[0] if self.limits else None
 
-    def _inside(
-        self, rows: TaskTable, members: np.ndarray, depth: int, held: np.ndarray, unit_of: np.ndarray,
-        limits: list[str],
-    ) -> Iterator[TaskTable]:
-        """`rows` over `members`: each starts where its queries live, or outside and must come in.
-
-        `held` are the keys of members. `unit_of` [servers] is written anew by every call, before it is read.
-        """
+    def _inside(self, tasks: TaskTable, members: np.ndarray, depth: int, held: np.ndarray) -> Iterator[TaskTable]:
+        """Deal tasks to `members`, who hold the keys `held`; a task starts where its queries live, or comes in."""
         is_leaf = depth == len(self.levels)
         if is_leaf and self.is_outline:
-            yield replace(rows, server=np.full(len(rows), members[0]))
+            yield replace(tasks, server=np.full(len(tasks), members[0]))
             return
         names, unit = (members, np.arange(len(members))) if is_leaf else np.unique(
             self.levels[depth][members], return_inverse=True)
         if len(names) == 1 and not is_leaf:
-            yield from self._inside(rows, members, depth + 1, held, unit_of, limits)
+            yield from self._inside(tasks, members, depth + 1, held)
             return
-        unit_of[rows.home] = len(names)                          # the last unit is outside
-        unit_of[members] = unit
-        rows = self._one_level(rows, unit_of[rows.home], np.bincount(unit, weights=self.cap[members]), names, depth,
-                               _held_by_unit(held, unit_of), limits)
+        self.unit_of[tasks.home] = len(names)                    # the last unit is outside
+        self.unit_of[members] = unit
+        tasks = self._one_level(replace(tasks, server=self.unit_of[tasks.home]),
+                                np.bincount(unit, weights=self.cap[members]), names, depth, held)
         if is_leaf:
-            yield replace(rows, server=names[rows.server])
+            yield replace(tasks, server=names[tasks.server])
             return
-        by_unit = (_grouped(column, len(names)) for column in (rows.server, unit, unit_of[held[:, 1]]))
+        by_unit = (_grouped(column, len(names)) for column in (tasks.server, unit, self.unit_of[held[:, 1]]))
         for mine, here, keys in zip(*by_unit, strict=True):
-            yield from self._inside(rows.take(mine), members[here], depth + 1, held[keys], unit_of, limits)
+            yield from self._inside(tasks.take(mine), members[here], depth + 1, held[keys])
 
     def _one_level(
-        self, rows: TaskTable, unit: np.ndarray, cap: np.ndarray, names: np.ndarray, depth: int, held: list[Held],
-        limits: list[str],
+        self, tasks: TaskTable, cap: np.ndarray, names: np.ndarray, depth: int, held: np.ndarray
     ) -> TaskTable:
-        """The rows, which are in `unit` now, with their unit as `server`; none outside."""
-        is_leaf = depth == len(self.levels)
-        rows = replace(rows, server=unit)
-        load = np.bincount(rows.server, weights=self.row_work(rows), minlength=len(names) + 1)
-        part = 1.0 if is_leaf else (1.0 + (1.0 - _SLACK) * self.tolerance) / (1.0 + self.tolerance)
-        cap = np.append(part * cap, 0.0)                         # nothing stays outside
+        """Move tasks, whose `server` is the unit they are in, until no unit is over its cap and none is outside."""
+        load = np.bincount(tasks.server, weights=self.task_work(tasks), minlength=len(names) + 1)
+        cap = np.append((1.0 if depth == len(self.levels) else self.outer_part) * cap, 0.0)  # nothing stays outside
         if not (load > cap).any():
-            return rows
-        mover = Mover(rows, load, cap, held, self.prices, _UNIT_NAMES[depth - len(self.levels)], names.tolist())
-        mover.run()
-        if mover.limit is not None:
-            limits.append(mover.limit)
-        return mover.tasks()
+            return tasks
+        keys: dict[tuple[int, int], int] = {}                    # the most that any rank of a unit holds
+        for document, unit, stop in zip(held[:, 0].tolist(), self.unit_of[held[:, 1]].tolist(), held[:, 2].tolist(),
+                                        strict=True):
+            keys[document, unit] = max(stop, keys.get((document, unit), 0))
+        moved, _, limit = Mover(tasks, load, cap, ((*key, stop) for key, stop in keys.items()), self.prices,
+                                _UNIT_NAMES[depth - len(self.levels)], names.tolist()).run()
+        self.limits += [] if limit is None else [limit]
+        return moved
 
 
 def _grouped(group: np.ndarray, number: int) -> list[np.ndarray]:
-    """Which entries belong to each of so many groups."""
+    """The indices of the entries of each of `number` groups."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, number)))
-
-
-def _held_by_unit(held: np.ndarray, unit_of: np.ndarray) -> list[Held]:
-    """The most keys of each document that any rank of a unit holds."""
-    keys: dict[tuple[int, int], int] = {}
-    for document, unit, stop in zip(held[:, 0].tolist(), unit_of[held[:, 1]].tolist(), held[:, 2].tolist(),
-                                    strict=True):
-        keys[document, unit] = max(stop, keys.get((document, unit), 0))
-    return [(document, unit, stop) for (document, unit), stop in keys.items()]

@@ -119,12 +119,11 @@ class Plan:
         work = self.work()
         home_work = server_work(tasks_at_home(self.layout), self.num_servers, self.cost, self.backward, self.window)
         sent = moved.sent_bytes(self.model, self.tp)
-        away = self.tasks.home != self.tasks.server
-        spread = self.layout.ranks_per_document() - 1
+        others = self.layout.ranks_per_document() - 1
         crossing = self.traffic_between_nodes()
         return PlanSummary(
             num_tasks=len(self.tasks),
-            num_moved=int(away.sum()),
+            num_moved=int((self.tasks.home != self.tasks.server).sum()),
             smallest_shard=_smallest_shard(self),
             work=work if self.cost is None else work / self.cost.speeds(self.num_servers),
             work_max_over_mean=max_over_mean(work, self.speed),
@@ -134,7 +133,7 @@ class Plan:
             bytes_total=int(sent.sum()),
             lse_bytes_total=q_tokens * self.model.lse_token_bytes(self.tp),
             backward_bytes_total=int(backward_bytes(q_tokens, kv_tokens, self.model, self.tp)),
-            bytes_all_gather=int((spread * self.layout.lengths).sum()) * self.model.kv_token_bytes(self.tp),
+            bytes_all_gather=int((others * self.layout.lengths).sum()) * self.model.kv_token_bytes(self.tp),
             seconds=float((work / np.where(self.speed > 0, self.speed, 1)).max()) if self.cost else None,
             bytes_sent_by_node=None if crossing is None else crossing.sent_bytes(self.model, self.tp),
             bytes_sent_by_pod=self._sent_by_pod(crossing),
@@ -145,8 +144,7 @@ class Plan:
         if crossing is None or self.topology is None or self.topology.num_pods == 1:
             return None
         pod = self.topology.pod_of_node()
-        leaving = crossing.between(pod)
-        return np.bincount(pod, weights=leaving.sent_bytes(self.model, self.tp))
+        return np.bincount(pod, weights=crossing.between(pod).sent_bytes(self.model, self.tp))
 
 
 def server_work(
@@ -181,16 +179,16 @@ def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:
     return float(time.max() / mean)
 
 
+def _first(bad: np.ndarray) -> int | None:
+    return int(bad.argmax()) if bad.any() else None
+
+
 def _check_servers(plan: Plan) -> None:
     server = plan.tasks.server
-    bad = (server < 0) | (server >= plan.num_servers)
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
+    if (i := _first((server < 0) | (server >= plan.num_servers))) is not None:
         raise UserError(f"task {i} names server {server[i]} but the pool has {plan.num_servers}; use 0 to "
                         f"{plan.num_servers - 1}")
-    idle = (plan.speed[server] == 0) & (plan.tasks.kv_stop > plan.tasks.kv_start)
-    if idle.any():
-        i = int(np.flatnonzero(idle)[0])
+    if (i := _first((plan.speed[server] == 0) & (plan.tasks.kv_stop > plan.tasks.kv_start))) is not None:
         raise UserError(f"task {i} is on server {server[i]}, whose speed is 0; give it to a server that serves")
 
 
@@ -201,16 +199,14 @@ def _check_homes(plan: Plan) -> None:
     bad = ((layout.document[owner] != tasks.document) | (layout.rank[owner] != tasks.home)
            | (tasks.q_start < layout.start[owner]) | (tasks.q_stop > layout.stop[owner])
            | (tasks.q_start >= tasks.q_stop))
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
+    if (i := _first(bad)) is not None:
         raise UserError(f"task {i}, queries [{tasks.q_start[i]}, {tasks.q_stop[i]}) of document {tasks.document[i]}, "
                         f"is not inside one slice of its home {tasks.home[i]}; cut tasks at slice ends")
 
 
 def _check_tiles(plan: Plan) -> None:
-    bad = ~_on_tile(plan)
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
+    on_tile = (plan.tasks.q_len % TILE == 0) | (plan.tasks.q_stop == plan.layout.stop[_slice_of_task(plan)])
+    if (i := _first(~on_tile)) is not None:
         raise UserError(f"task {i} has {plan.tasks.q_len[i]} queries, which is not a multiple of {TILE} and does not "
                         "end its slice; cut on the tile")
 
@@ -219,9 +215,7 @@ def _check_coverage(plan: Plan) -> None:
     """Every pair that is seen exactly once, by cutting each document's queries wherever any task begins or ends."""
     tasks, lengths = plan.tasks, plan.layout.lengths
     ends_right = (tasks.kv_stop == tasks.q_stop) | (tasks.kv_stop <= tasks.q_start)
-    bad = ~ends_right | (tasks.kv_start < 0) | (tasks.kv_start > tasks.kv_stop)
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
+    if (i := _first(~ends_right | (tasks.kv_start < 0) | (tasks.kv_start > tasks.kv_stop))) is not None:
         remedy = "end its keys at its last query or before its first" if not ends_right[i] else (
             "begin its keys at 0 or later, and not behind their end")
         raise UserError(f"task {i} reads keys [{tasks.kv_start[i]}, {tasks.kv_stop[i]}) for queries "
@@ -246,9 +240,7 @@ def _check_coverage(plan: Plan) -> None:
     opens[1:] = cell[1:] != cell[:-1]
     closes = np.roll(opens, -1)
     expected = np.where(opens, first, np.roll(kv_stop, 1))
-    bad = (kv_start != expected) | (closes & (kv_stop != q_stop))
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
+    if (i := _first((kv_start != expected) | (closes & (kv_stop != q_stop)))) is not None:
         raise UserError(f"document {tasks.document[task[i]]}: queries [{q_start[i]}, {q_stop[i]}) see keys "
                         f"[{kv_start[i]}, {kv_stop[i]}) where [{expected[i]}, {q_stop[i]}) should follow; every "
                         "causal pair must be covered exactly once")
@@ -260,10 +252,6 @@ def _check_coverage(plan: Plan) -> None:
 def _slice_of_task(plan: Plan) -> np.ndarray:
     layout, tasks = plan.layout, plan.tasks
     return Positions.of(layout.document, layout.start, layout.lengths).holding(tasks.document, tasks.q_start)
-
-
-def _on_tile(plan: Plan) -> np.ndarray:
-    return (plan.tasks.q_len % TILE == 0) | (plan.tasks.q_stop == plan.layout.stop[_slice_of_task(plan)])
 
 
 def _smallest_shard(plan: Plan) -> int:

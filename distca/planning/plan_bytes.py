@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan
-from distca.planning.step import StepPlan
+from distca.planning.step import MicroBatch, StepPlan
 from distca.planning.tasks import TaskTable
 from distca.spec import Experts, Latent, ModelShape
 from distca.validation import UserError

@@ -13,7 +13,7 @@ import numpy as np
 
 from distca.columns import Positions, added
 from distca.planning.shard_cut import Prices
-from distca.planning.tasks import TILE, TaskTable
+from distca.planning.tasks import TILE, TaskTable, joined
 from distca.planning.traffic import key_ranges, query_ranges
 from distca.workload.layout import Layout
 
@@ -30,7 +30,7 @@ def share_prefixes(
     whole = _whole_slices(layout, tasks)                         # task of each slice that is one task at home, or -1
     spare = (cap - load).tolist()
     dropped: list[int] = []
-    rows: list[tuple[int, int, int, int]] = []                   # slice of the queries, server, kv_start, kv_stop
+    parts: list[tuple[int, int, int, int]] = []                  # slice of the queries, server, kv_start, kv_stop
     for run in _runs(layout, whole, group):
         for first, last in _best_bands(layout, run, prices):
             band = run[first:last + 1]
@@ -39,27 +39,16 @@ def share_prefixes(
                 continue
             dropped += [int(whole[i]) for i in band]
             for server_slice, kv_start, kv_stop in shares:
-                rows += [(i, int(layout.rank[server_slice]), kv_start, min(kv_stop, int(layout.stop[i])))
-                         for i in band]
-    if not rows:
+                parts += [(i, int(layout.rank[server_slice]), kv_start, min(kv_stop, int(layout.stop[i])))
+                          for i in band]
+    if not parts:
         return tasks
     kept = np.ones(len(tasks), dtype=bool)
     kept[dropped] = False
-    banded = _replaced(layout, tasks, kept, np.array(rows, dtype=np.int64))
+    owner, server, kv_start, kv_stop = np.array(parts, dtype=np.int64).T
+    banded = joined(tasks.take(kept), TaskTable(
+        layout.document[owner], layout.start[owner], layout.stop[owner], kv_start, kv_stop, layout.rank[owner], server))
     return _cheaper_per_document(layout, tasks, banded, prices)
-
-
-def _replaced(layout: Layout, tasks: TaskTable, kept: np.ndarray, rows: np.ndarray) -> TaskTable:
-    owner, server, kv_start, kv_stop = rows.T
-    return TaskTable(
-        document=np.concatenate([tasks.document[kept], layout.document[owner]]),
-        q_start=np.concatenate([tasks.q_start[kept], layout.start[owner]]),
-        q_stop=np.concatenate([tasks.q_stop[kept], layout.stop[owner]]),
-        kv_start=np.concatenate([tasks.kv_start[kept], kv_start]),
-        kv_stop=np.concatenate([tasks.kv_stop[kept], kv_stop]),
-        home=np.concatenate([tasks.home[kept], layout.rank[owner]]),
-        server=np.concatenate([tasks.server[kept], server]),
-    )
 
 
 def _cheaper_per_document(layout: Layout, before: TaskTable, after: TaskTable, prices: Prices) -> TaskTable:
@@ -70,9 +59,7 @@ def _cheaper_per_document(layout: Layout, before: TaskTable, after: TaskTable, p
     worse = costs[0] > costs[1]
     if not worse.any():
         return after
-    old, new = worse[before.document], ~worse[after.document]
-    return TaskTable(*(np.concatenate([getattr(after, name)[new], getattr(before, name)[old]])
-                       for name in TaskTable.__slots__))
+    return joined(after.take(~worse[after.document]), before.take(worse[before.document]))
 
 
 def _document_bytes(layout: Layout, tasks: TaskTable, prices: Prices) -> np.ndarray:

@@ -18,7 +18,7 @@ TILE = 128  # kernels reach full speed once a shard has this many queries; cuts 
 
 @dataclass(frozen=True, slots=True)
 class TaskTable:
-    """One row per CA-task: queries [q_start, q_stop) of a document see its keys [kv_start, kv_stop), causally."""
+    """One entry per CA-task: queries [q_start, q_stop) of a document see its keys [kv_start, kv_stop), causally."""
 
     document: np.ndarray  # [tasks]
     q_start: np.ndarray   # [tasks]
@@ -49,12 +49,10 @@ class TaskTable:
 
 def tasks_at_home(layout: Layout) -> TaskTable:
     """Attention without us: every slice's queries on their own rank against their whole prefix."""
-    return TaskTable(
-        document=layout.document,
-        q_start=layout.start,
-        q_stop=layout.stop,
-        kv_start=np.zeros(layout.num_slices),
-        kv_stop=layout.stop,
-        home=layout.rank,
-        server=layout.rank,
-    )
+    return TaskTable(layout.document, layout.start, layout.stop, np.zeros(layout.num_slices), layout.stop,
+                     home=layout.rank, server=layout.rank)
+
+
+def joined(*tables: TaskTable) -> TaskTable:
+    """The tasks of all tables in one."""
+    return TaskTable(*(np.concatenate([getattr(table, name) for table in tables]) for name in TaskTable.__slots__))

@@ -1,7 +1,7 @@
 """What a set of tasks makes travel.
 
 A server needs each key of a document once, however many of its tasks read it, and not at all over the wire when the
-key is at home there. Queries travel to their server and outputs travel back. The same rows later become dispatch
+key is at home there. Queries travel to their server and outputs travel back. The same ranges later become dispatch
 tables, so the bytes that planning counts are the bytes that the runtime sends.
 """
 
@@ -21,7 +21,7 @@ _WORTH_A_HOP = 0.95  # of the bytes between nodes in one hop
 
 @dataclass(frozen=True, slots=True)
 class TokenRanges:
-    """One row per run of tokens [start, stop) of a document that `server` needs, from the one slice that owns them."""
+    """One entry per run of tokens [start, stop) of a document that `server` needs, from one slice that owns them."""
 
     document: np.ndarray  # [ranges]
     start: np.ndarray     # [ranges]
@@ -93,13 +93,8 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
     first = positions.first(document, lo, side="right") - 1      # [unions] the slice that holds their first key
     union, nth = spread(positions.first(document, hi) - first)
     owner = positions.order[first[union] + nth]
-    return TokenRanges(
-        document=document[union],
-        start=np.maximum(lo[union], slices.start[owner]),
-        stop=np.minimum(hi[union], slices.stop[owner]),
-        home=slices.rank[owner],
-        server=server[union],
-    )
+    return TokenRanges(document[union], np.maximum(lo[union], slices.start[owner]),
+                       np.minimum(hi[union], slices.stop[owner]), home=slices.rank[owner], server=server[union])
 
 
 def query_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
@@ -128,9 +123,9 @@ def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) ->
 
 
 def two_hops_pay(layout: Layout, tasks: TaskTable, node: np.ndarray, model: ModelShape, tp: int = 1) -> bool:
-    """Whether ranks of a node need so much alike that bringing it there once is worth a second hop inside.
+    """Whether ranks of a node share so many keys that bringing them there once is worth a second hop inside.
 
-    So it is where nothing crosses: nodes then have nothing to do with each other.
+    True also where nothing crosses nodes: then all exchange is inside.
     """
     once = traffic_between_nodes(layout, tasks, node)
     each = traffic(layout, tasks, len(node)).between(node)
@@ -145,13 +140,13 @@ class Gateways:
         order = np.argsort(node, kind="stable")
         size = np.bincount(node)
         first = np.cumsum(size) - size
-        self.place = np.empty(len(node), dtype=np.int64)         # [servers] number inside the node
-        self.place[order] = np.arange(len(node)) - first[node[order]]
+        self.local = np.empty(len(node), dtype=np.int64)         # [servers] local rank: its number inside the node
+        self.local[order] = np.arange(len(node)) - first[node[order]]
         self._order, self._first, self._size = order, first, size
 
     def of(self, home: np.ndarray, node: np.ndarray) -> np.ndarray:
         """The rank that takes in a home's tokens for a node: the home itself for its own."""
-        gateway = self._order[self._first[node] + self.place[home] % np.maximum(self._size[node], 1)]
+        gateway = self._order[self._first[node] + self.local[home] % np.maximum(self._size[node], 1)]
         return np.where(self.node[home] == node, home, gateway)
 
     def landing(self, ranges: TokenRanges) -> TokenRanges:
@@ -174,7 +169,7 @@ def traffic_in_hops(layout: Layout, tasks: TaskTable, node: np.ndarray) -> tuple
 
 
 def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
-    """Without the tasks of documents that lie on one rank and are computed there: none of their tokens move."""
+    """The tasks of documents of which any token moves: those on several ranks, or not computed at home."""
     travels = np.zeros(layout.num_documents, dtype=bool)
     travels[tasks.document[tasks.home != tasks.server]] = True
     travels[layout.document[(layout.start > 0) | (layout.stop < layout.lengths[layout.document])]] = True
@@ -182,13 +177,6 @@ def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
 
 
 def _away(keys: TokenRanges, queries: TokenRanges, num_ranks: int) -> Traffic:
-    kv_away, q_away = keys.home != keys.server, queries.home != queries.server
-    return Traffic(
-        q_home=queries.home[q_away],
-        q_server=queries.server[q_away],
-        q_tokens=(queries.stop - queries.start)[q_away],
-        kv_home=keys.home[kv_away],
-        kv_server=keys.server[kv_away],
-        kv_tokens=(keys.stop - keys.start)[kv_away],
-        num_ranks=num_ranks,
-    )
+    """The ranges that cross ranks."""
+    return Traffic(queries.home, queries.server, queries.stop - queries.start, keys.home, keys.server,
+                   keys.stop - keys.start, num_ranks).between(np.arange(num_ranks))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import MixedTime
-from distca.planning import speeds
+from distca.planning.balance import learnt_speeds, rounded_speeds
 from distca.planning.plan_bytes import step_from_bytes, step_to_bytes
 from distca.planning.step import NO_CALL, StepPlan
 from distca.runtime.prepared import different_plans, digest
@@ -118,7 +118,7 @@ class ServerSpeeds:
 
     @property
     def for_plans(self) -> np.ndarray:
-        return speeds.planned(self.latest)
+        return rounded_speeds(self.latest)
 
     @property
     def for_log(self) -> tuple[float, ...]:
@@ -129,5 +129,5 @@ class ServerSpeeds:
         seconds = torch.zeros(len(self.latest), dtype=torch.float64)
         seconds[self.rank] = own_seconds
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.trainers)  # exact: the same bits on every rank
-        self.latest = speeds.updated(self.latest, work, seconds.numpy())
+        self.latest = learnt_speeds(self.latest, work, seconds.numpy())
         self.slowest_seconds = float(seconds.max())

@@ -11,7 +11,7 @@ import torch
 
 from distca.kernels import TaskRows
 from distca.planning.balance import balance
-from distca.planning.micro_batch import MicroBatch
+from distca.planning.step import MicroBatch
 from distca.runtime.attention import CoreAttention
 from distca.runtime.ping_pong import taken
 from distca.runtime.transport import Handle, Transport, TransportError

@@ -26,8 +26,7 @@ from distca.cost.mixed_pool import MixedPool, ServerKind
 from distca.cost.network import find_cluster
 from distca.cost.shipped_tables import find_table, shipped_names
 from distca.models import MODELS
-from distca.planning import speeds
-from distca.planning.balance import balance
+from distca.planning.balance import balance, learnt_speeds, rounded_speeds
 from distca.planning.choose import plan_step, work_of_documents
 from distca.planning.plan import Plan
 from distca.planning.plan_bytes import plan_to_bytes
@@ -75,8 +74,8 @@ def speeds_of(draw: random.Random, ranks: int, dedicated: int) -> np.ndarray:
     latest = np.ones(ranks + dedicated)
     for _ in range(draw.randrange(4)):
         work, seconds = (np.array([draw.randrange(1, 1000) / 997 for _ in latest]) for _ in range(2))
-        latest = speeds.updated(latest, work, seconds)
-    return speeds.planned(latest)
+        latest = learnt_speeds(latest, work, seconds)
+    return rounded_speeds(latest)
 
 
 def topology_of(draw: random.Random, servers: int) -> Topology | None:

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from distca.cost.attention_time import AttentionTime
 from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
-from distca.planning.balance import balance
+from distca.planning.balance import LEAST, MOST, balance, learnt_speeds, rounded_speeds
 from distca.planning.choose import plan_step
 from distca.planning.plan import max_over_mean
-from distca.planning.speeds import LEAST, MOST, planned, updated
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
@@ -29,7 +28,7 @@ def after(steps: int, true: np.ndarray, seed: int = 0, noise: float = 0.0) -> np
     speed, rng = np.ones(len(true)), np.random.default_rng(seed)
     for _ in range(steps):
         work = rng.uniform(1, 10, len(true))
-        speed = updated(speed, work, work / true * rng.uniform(1 - noise, 1 + noise, len(true)))
+        speed = learnt_speeds(speed, work, work / true * rng.uniform(1 - noise, 1 + noise, len(true)))
     return speed
 
 
@@ -37,19 +36,19 @@ def test_speeds_come_to_what_was_measured() -> None:
     true = np.array([1.0, 1.0, 0.5, 1.0, 1.3])
     np.testing.assert_allclose(after(20, true), true, rtol=2 * 0.7**20)  # all within a factor of two: no surprise
     assert abs(after(1, true)[2] - (1 - 0.3 * 0.5)) < 1e-12      # one step is believed by three tenths
-    assert planned(after(20, true)).tolist() == [1.0, 1.0, 0.5, 1.0, 1.3]
+    assert rounded_speeds(after(20, true)).tolist() == [1.0, 1.0, 0.5, 1.0, 1.3]
 
 
 def test_equal_servers_are_planned_as_equals_through_noise() -> None:
     """Two rates that are 1 % off a median that is 1 % off are within 2.1 %."""
-    assert (planned(after(50, np.full(8, 3.7), noise=0.01)) == 1.0).all()
+    assert (rounded_speeds(after(50, np.full(8, 3.7), noise=0.01)) == 1.0).all()
 
 
 @given(st.lists(st.tuples(st.floats(LEAST, MOST), positive | st.just(0.0),
                           positive | st.sampled_from([0.0, np.inf, np.nan])), min_size=1, max_size=9))
 def test_a_step_is_bounded_and_silence_changes_nothing(servers: list[tuple[float, float, float]]) -> None:
     speed, work, seconds = map(np.array, zip(*servers, strict=True))
-    found = updated(speed, work, seconds)
+    found = learnt_speeds(speed, work, seconds)
     silent = (work == 0) | ~(np.isfinite(seconds) & (seconds > 0))
     assert (found[silent] == speed[silent]).all()
     assert ((found >= LEAST * (1 - 1e-12)) & (found <= MOST * (1 + 1e-12))).all()
@@ -58,14 +57,15 @@ def test_a_step_is_bounded_and_silence_changes_nothing(servers: list[tuple[float
 
 def test_a_lasting_outlier_stays_inside_the_bounds() -> None:
     assert after(60, np.array([1.0, 1.0, 1e-6])).min() == pytest.approx(LEAST, rel=1e-6)
-    assert planned(np.array([np.inf, 0.1])[1:]).tolist() == [0.1]
+    assert rounded_speeds(np.array([np.inf, 0.1])[1:]).tolist() == [0.1]
 
 
 def test_all_ranks_compute_the_same_bits() -> None:
     """Whatever the order of servers: no sum over them enters a speed but the median, and + - * / round alike."""
     rng, order = np.random.default_rng(3), np.random.default_rng(4).permutation(9)
     speed, work, seconds = rng.uniform(0.5, 2, 9), rng.uniform(1, 5, 9), rng.uniform(1, 5, 9)
-    assert (updated(speed, work, seconds)[order] == updated(speed[order], work[order], seconds[order])).all()
+    learnt = learnt_speeds(speed, work, seconds)
+    assert (learnt[order] == learnt_speeds(speed[order], work[order], seconds[order])).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -73,7 +73,7 @@ def test_all_ranks_compute_the_same_bits() -> None:
 def test_work_over_speed_is_level_at_every_level(
     seed: int, ranks: int, tokens: int, per_node: int, in_seconds: bool
 ) -> None:
-    speed = planned(np.random.default_rng(seed).uniform(LEAST, MOST, ranks))
+    speed = rounded_speeds(np.random.default_rng(seed).uniform(LEAST, MOST, ranks))
     layout = pack(random_lengths(seed, ranks * tokens), ranks=ranks)
     topology = Topology.regular(ranks, per_node) if per_node else None
     plan = balance(layout, LLAMA, speed=speed, cost=H200 if in_seconds else None, topology=topology)
@@ -94,7 +94,7 @@ def test_a_slow_rank_no_longer_holds_up_the_pool() -> None:
         return float((work / true).max() / work.sum())
 
     assert slowest(np.ones(8)) > 2 * 0.9 / 8
-    assert slowest(planned(after(20, true))) <= 1.05 / 7.5 * (1 + 1e-9)
+    assert slowest(rounded_speeds(after(20, true))) <= 1.05 / 7.5 * (1 + 1e-9)
 
 
 def test_a_steps_work_counts_every_layer_both_ways() -> None:

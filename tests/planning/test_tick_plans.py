@@ -18,10 +18,9 @@ from distca.models import MODELS
 from distca.planning import choose
 from distca.planning.balance import balance
 from distca.planning.choose import balance_calls, distinct_calls
-from distca.planning.micro_batch import MicroBatch
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.schedule import Ticks, layers_of_stages, same_phase_ticks, tick_layout
-from distca.planning.step import StepPlan
+from distca.planning.step import MicroBatch, StepPlan
 from distca.planning.tasks import TaskTable
 from distca.workload.documents import sample_lengths
 from distca.workload.layout import Layout, layout_from_rows

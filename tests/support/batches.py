@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from distca.corpus.corpora import Corpus
-from distca.planning.micro_batch import MicroBatch
-from distca.planning.step import StepPlan
+from distca.planning.step import MicroBatch, StepPlan
 from distca.spec import ModelShape
 from distca.train.batches import Batch, Batches
 from distca.train.data import Loader, Row
