@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from distca.corpus.corpora import Corpus, hold_out, open_corpus
-from distca.planning.micro_batch import MicroBatch
+from distca.planning.step import MicroBatch
 from distca.spec import ModelShape, unknown_name
 from distca.train.settings import MODES, Settings
 from distca.validation import UserError
