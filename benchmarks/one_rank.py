@@ -17,7 +17,7 @@ import torch
 from distca.kernels import Kernel
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, ForwardCall
-from distca.runtime.exchange_torch import STAMP_BYTES, Combine, Dispatch, Tensors
+from distca.runtime.exchange import STAMP_BYTES, Packing, Tensors
 from distca.runtime.prepared import PlanCache, Shapes
 
 LAYERS = 4  # calls issued back to back
@@ -50,14 +50,14 @@ class InstantTransport:
         self.rank, self.size = rank, size
         self.arrives = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, exchanges: Sequence[Dispatch | Combine], device: torch.device) -> None:
+    def fill(self, exchanges: Sequence[Packing], device: torch.device) -> None:
         """Enough random bytes for each of these, with the stamps that a server looks for."""
         most_bytes = max(exchange.arriving.num_bytes for exchange in exchanges)
         self.arrives = torch.randn(-(-most_bytes // 2), dtype=torch.bfloat16, device=device).view(torch.uint8)
         for exchange in exchanges:
             for at in exchange.arriving.stamps.values():
-                assert isinstance(exchange, Dispatch) and exchange.stamp is not None
-                self.arrives[at:at + STAMP_BYTES] = exchange.stamp.value
+                assert exchange.stamp is not None
+                self.arrives[at:at + STAMP_BYTES] = exchange.stamp
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         return [value] * self.size
@@ -110,7 +110,7 @@ def one_rank(plan: Plan, placement: str, rank: int, which: str, repeats: int, ke
     plans = PlanCache(transport, kernel_name)
     begin = perf_counter()
     prepared = plans.prepared(plan, shapes)
-    exchanges = prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients
+    exchanges = [one.outer for one in (prepared.inputs, prepared.outputs, prepared.backward_inputs, prepared.gradients)]
     prepare_seconds = perf_counter() - begin
     transport.fill(exchanges, device)
     timed: Any = TimedKernel(prepared.kernel)
@@ -141,8 +141,8 @@ def one_rank(plan: Plan, placement: str, rank: int, which: str, repeats: int, ke
         rank=rank,
         which=which,
         tasks=len(prepared.tables.q_begin),
-        bytes_in=prepared.inputs.arriving.num_bytes + prepared.outputs.arriving.num_bytes,
-        bytes_out=prepared.inputs.leaving.num_bytes + prepared.outputs.leaving.num_bytes,
+        bytes_in=sum(one.arriving.num_bytes for one in exchanges[:2]),
+        bytes_out=sum(one.leaving.num_bytes for one in exchanges[:2]),
         kernel_forward_seconds=forwards.kernel,
         kernel_backward_seconds=backwards.kernel,
         copy_forward_seconds=forwards.copy,

@@ -15,17 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import partial
 
 import torch
 
 from distca.kernels.interface import PLAIN, BackwardInputs, Scores
 from distca.planning.plan import Plan
-from distca.runtime.exchange_torch import Combine, Dispatch, Stamp, Tensors, WireLayout
-from distca.runtime.hops import Hops, Leg, UnderWay, relayed
-from distca.runtime.prepared import PlanCache, Prepared, Shapes, different_plans
+from distca.runtime.exchange import Exchange, Relayed, Tensors, UnderWay
+from distca.runtime.prepared import PlanCache, Prepared, Shapes
 from distca.runtime.recorder import Recorder
-from distca.runtime.transport import Handle, HierarchicalTransport
 
 
 class Phase(Enum):
@@ -37,7 +34,7 @@ class Phase(Enum):
 
 
 class Call(ABC):
-    """One direction of a call. `announce` tells dedicated servers of each phase before this rank runs it."""
+    """One direction of a call. `announce` sends dedicated servers each phase before this rank runs it."""
 
     def __init__(
         self,
@@ -53,9 +50,7 @@ class Call(ABC):
         self.plans, self.plan, self.shapes = plans, plan, shapes
         self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce
         self._prepared: Prepared | None = None
-        self._staying: Tensors = ()  # what was sent; this rank's own share of it does not travel
-        self._handle: Handle | None = None
-        self._second_hop: Callable[[], UnderWay] | None = None
+        self._started: tuple[Exchange, UnderWay | Relayed] | None = None
 
     @abstractmethod
     def dispatch(self, *row: torch.Tensor) -> None:
@@ -65,9 +60,10 @@ class Call(ABC):
     def serve(self, *kept: torch.Tensor) -> Tensors:
         """Server: compute its tasks and send the results back."""
 
-    @abstractmethod
     def combine(self) -> Tensors:
         """Home: the results of this row."""
+        self._enter(Phase.COMBINE)
+        return self._receive()
 
     @abstractmethod
     def empty_row(self) -> Tensors:
@@ -90,49 +86,16 @@ class Call(ABC):
         assert self._prepared is not None, "dispatch comes first"
         return self._prepared
 
-    def _send(
-        self, tensors: Tensors, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None = None
-    ) -> None:
-        assert self._prepared is not None
-        if hops.inner is not None:
-            self._second_hop = self._relayed(tensors, hops, stamp)
-            return
-        exchange = hops.outer
-        self._staying = exchange.ready(tensors)
-        if self._prepared.queries_travel or (self._prepared.travels and exchange.moves_keys):
-            self._handle = self.plans.transport.exchange(
-                exchange.pack(self._staying), exchange.leaving.splits, exchange.arriving.splits)
+    def _send(self, exchange: Exchange, tensors: Tensors, check: bool = False) -> None:
+        self._started = exchange, exchange.start(tensors, check)
 
-    def _receive(self, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None = None) -> Tensors:
-        """What arrived and what stayed, unpacked; raises where a split does not carry the stamp."""
-        second_hop, self._second_hop = self._second_hop, None
-        if second_hop is not None:
-            with self._noted("exchange", "wait", hops.leaving.num_bytes + hops.arriving.num_bytes):
-                return second_hop().arrived(partial(self._check, stamp))
-        handle, self._handle = self._handle, None
-        staying, self._staying = self._staying, ()
-        exchange = hops.outer
-        if handle is None:
-            return exchange.unpack(None, staying)
-        with self._noted("exchange", "wait", exchange.leaving.num_bytes + exchange.arriving.num_bytes):
-            wire = handle.wait()
-        self._check(stamp, wire, exchange.arriving)
-        return exchange.unpack(wire, staying)
-
-    def _relayed(
-        self, tensors: Tensors, hops: Hops[Dispatch] | Hops[Combine], stamp: Stamp | None
-    ) -> Callable[[], UnderWay]:
-        """Between nodes and then inside them; results come together in the node before they cross."""
-        prepared, transport = self._prepared, self.plans.transport
-        assert prepared is not None and hops.inner is not None and isinstance(transport, HierarchicalTransport)
-        way = transport.going if isinstance(hops.outer, Dispatch) else transport.coming
-        outer, inner = Leg(hops.outer, way.outer, prepared.travels), Leg(hops.inner, way.inner, prepared.passes)
-        first, second = (outer, inner) if isinstance(hops.outer, Dispatch) else (inner, outer)
-        return relayed(first, second, tensors, partial(self._check, stamp), way.relay)
-
-    def _check(self, stamp: Stamp | None, wire: torch.Tensor, arriving: WireLayout) -> None:
-        if stamp is not None and (others := stamp.mismatched(wire, arriving)):
-            raise different_plans(self.plans.transport.rank, others)
+    def _receive(self) -> Tensors:
+        """What arrived and what stayed, unpacked."""
+        assert self._started is not None
+        (exchange, under_way), self._started = self._started, None
+        with self._noted("exchange", "wait", exchange.num_bytes) if exchange.moves else nullcontext():
+            under_way.wait()
+        return under_way.unpack()
 
     def _noted(self, name: str, lane: str, num_bytes: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if self.recorder is None else self.recorder.span(name, lane, num_bytes)
@@ -141,27 +104,20 @@ class Call(ABC):
 class ForwardCall(Call):
     """q, k, v -> out and log-sum-exp."""
 
-    _stamp: Stamp | None = None  # to look for on what arrives
-
     def dispatch(self, *row: torch.Tensor) -> None:
         """The row's q, k and v."""
-        inputs = self._enter(Phase.DISPATCH).inputs
+        prepared = self._enter(Phase.DISPATCH)
         is_new = self.plans.comes_up_anew(self.plan)
-        self._stamp = inputs.stamp if is_new or self.shapes.device.type == "cpu" else None  # looking waits for a GPU
-        self._send(row, inputs, self._stamp)
+        self._send(prepared.inputs, row, is_new or self.shapes.device.type == "cpu")  # checking waits for a GPU
 
     def serve(self, *kept: torch.Tensor) -> Tensors:
-        """Gives this server's q, k and v, for those who keep them."""
+        """Returns this server's q, k and v, for those who keep them."""
         prepared = self._enter(Phase.SERVE)
-        q, k, v = self._receive(prepared.inputs, self._stamp)
+        q, k, v = self._receive()
         with self._noted("attention forward", "attention"):
             results = prepared.kernel.forward(q, k, v, prepared.rows, self.scores.scale)
-        self._send(results, prepared.outputs)
+        self._send(prepared.outputs, results)
         return q, k, v
-
-    def combine(self) -> Tensors:
-        """The row's out and lse."""
-        return self._receive(self._enter(Phase.COMBINE).outputs)
 
     def empty_row(self) -> Tensors:
         return self.shapes.empty_row()[:3]
@@ -173,25 +129,21 @@ class BackwardCall(Call):
     def dispatch(self, *row: torch.Tensor) -> None:
         """The row's q, k, v, out, dout and lse; where servers keep q, k and v, these stay."""
         prepared = self._enter(Phase.DISPATCH)
-        self._send(row[3:] if self.keep else row, self._inputs(prepared))
+        if self.keep:
+            self._send(prepared.kept_backward_inputs, row[3:])
+        else:
+            self._send(prepared.backward_inputs, row)
 
     def serve(self, *kept: torch.Tensor) -> Tensors:
-        """`kept` are the q, k and v that this server's forward gave, where it keeps them."""
+        """`kept` are the q, k and v that this server's forward returned, where it keeps them."""
         prepared = self._enter(Phase.SERVE)
-        q, k, v, out, dout, lse = *kept, *self._receive(self._inputs(prepared))
+        q, k, v, out, dout, lse = *kept, *self._receive()
         with self._noted("attention backward", "attention"):
             results = prepared.kernel.backward(BackwardInputs(dout, q, k, v, out, lse), prepared.rows,
                                                self.scores.scale)
-        self._send(results, prepared.gradients)
+        self._send(prepared.gradients, results)
         return ()
-
-    def combine(self) -> Tensors:
-        """The row's dq, dk and dv."""
-        return self._receive(self._enter(Phase.COMBINE).gradients)
 
     def empty_row(self) -> Tensors:
         q, k, v, out, lse = self.shapes.empty_row()
         return q, k, v, out, out, lse
-
-    def _inputs(self, prepared: Prepared) -> Hops[Dispatch]:
-        return prepared.kept_backward_inputs if self.keep else prepared.backward_inputs

@@ -16,7 +16,7 @@ import torch
 
 from distca.columns import spread
 from distca.dispatch.tables import Side
-from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES, Combine, Dispatch, WireLayout
+from distca.runtime.exchange import ALIGNMENT, STAMP_BYTES, Combine, Dispatch, Packing, WireLayout
 
 COPY_BYTES = 2**15  # one program's share of a copy
 PART_BYTES = 2**14  # and of a sum or a merge
@@ -62,7 +62,7 @@ class Intervals:
     offset: np.ndarray   # [parts] where the interval begins in the run
 
 
-def packing(exchange: Dispatch | Combine, device: torch.device, block: int) -> Copies:
+def packing(exchange: Packing, device: torch.device, block: int) -> Copies:
     """Fields, and the stamp as one source more, onto the wire."""
     runs = [(field, 0, start * size, at, tokens * size)
             for field, (size, copies) in enumerate(zip(exchange.token_bytes, exchange.leaving.copies, strict=True))

@@ -26,64 +26,64 @@ from distca.runtime.copy_tables import (
     sums,
     unpacking,
 )
-from distca.runtime.exchange_torch import ALIGNMENT, Combine, Dispatch, Exchange, Tensors, home_rows, server_buffers
+from distca.runtime.exchange import ALIGNMENT, Combine, Dispatch, Packing, Tensors
 
 NUM_WARPS = 8
 WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
 
 
+class _InOneLaunch(Packing):
+    """Packs by `packing`, a field of both kinds."""
+
+    __slots__ = ()
+    packing: Copies
+
+    def ready(self, tensors: Tensors) -> Tensors:
+        return tensors if self.passes_through and not self.leaving.num_bytes else tuple(map(dense, tensors))
+
+    def pack(self, tensors: Tensors) -> torch.Tensor:
+        wire = self.leaving.empty(tensors[0].device)
+        copy(self.packing, tensors if self.stamp is None else (*tensors, self.stamp), (wire,))
+        return wire
+
+
 @dataclass(frozen=True, slots=True)
-class TritonDispatch(Dispatch):
+class TritonDispatch(_InOneLaunch, Dispatch):
     packing: Copies
     unpacking: Copies
 
-    def ready(self, row: Tensors) -> Tensors:
-        return row if self.is_row and not self.leaving.num_bytes else tuple(map(dense, row))
-
-    def pack(self, row: Tensors) -> torch.Tensor:
-        wire = self.leaving.empty(row[0].device)
-        copy(self.packing, row if self.stamp is None else (*row, self.stamp.value), (wire,))
-        return wire
-
     def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
-        if self.is_row:
+        if self.passes_through:
             return row
-        buffers = server_buffers(row, self.sides)
+        buffers = self.buffers(row)
         copy(self.unpacking, (row[0] if wire is None else dense(wire), *row), buffers)
         return buffers
 
 
 @dataclass(frozen=True, slots=True)
-class TritonCombine(Combine):
+class TritonCombine(_InOneLaunch, Combine):
     packing: Copies
     combining: Sums | Merges
 
-    def ready(self, buffers: Tensors) -> Tensors:
-        return buffers if self.is_untouched and not self.leaving.num_bytes else tuple(map(dense, buffers))
-
-    def pack(self, buffers: Tensors) -> torch.Tensor:
-        wire = self.leaving.empty(buffers[0].device)
-        copy(self.packing, buffers, (wire,))
-        return wire
-
     def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
-        if self.is_untouched:
+        if self.passes_through:
             return buffers
-        rows = home_rows(buffers, self.sides)
+        rows = self.rows(buffers)
         combine(self.combining, buffers[0] if wire is None else dense(wire), buffers, rows)
         return rows
 
 
 def with_triton(
-    exchange: Exchange, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES
-) -> Exchange:
-    """The same exchange in one launch a way; the bytes, powers of two, are what one program takes."""
-    same = {field.name: getattr(exchange, field.name) for field in fields(exchange)}
-    same["packing"] = packing(exchange, device, copy_bytes)
-    if isinstance(exchange, Dispatch):
-        return TritonDispatch(**same, unpacking=unpacking(exchange, device, copy_bytes))
-    table = sums if exchange.merged_heads is None else merges
-    return TritonCombine(**same, combining=table(exchange, device, part_bytes))
+    torchs: Packing, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES
+) -> Packing:
+    """The same packing in one launch a way; the bytes, powers of two, are what one program takes."""
+    same = {field.name: getattr(torchs, field.name) for field in fields(torchs)}
+    same["packing"] = packing(torchs, device, copy_bytes)
+    if isinstance(torchs, Dispatch):
+        return TritonDispatch(**same, unpacking=unpacking(torchs, device, copy_bytes))
+    assert isinstance(torchs, Combine)
+    table = sums if torchs.merged_heads is None else merges
+    return TritonCombine(**same, combining=table(torchs, device, part_bytes))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

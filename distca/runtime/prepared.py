@@ -10,8 +10,8 @@ import hashlib
 import importlib.util
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property, partial
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,13 +19,22 @@ import numpy as np
 import torch
 
 from distca.dispatch.build import build, travels
-from distca.dispatch.hops import build_hops
+from distca.dispatch.hops import HopTables, build_hops
+from distca.dispatch.tables import RankTables
 from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import PLAIN, Scores, accumulation_dtype
 from distca.planning.plan import Plan
 from distca.planning.traffic import two_hops_pay
-from distca.runtime.exchange_torch import Combine, Dispatch, Exchange, Stamp
-from distca.runtime.hops import Hops
+from distca.runtime.exchange import (
+    STAMP_BYTES,
+    Combine,
+    Dispatch,
+    Exchange,
+    Fields,
+    Hop,
+    Packing,
+    different_plans,
+)
 from distca.runtime.transport import HierarchicalTransport, Transport
 from distca.validation import UserError
 
@@ -97,71 +106,75 @@ class Prepared:
     """
 
     def __init__(
-        self, plan: Plan, digest: int, rank: int, kernel: Kernel, shapes: Shapes, scores: Scores,
-        node: np.ndarray | None = None,
+        self, plan: Plan, digest: int, transport: Transport, kernel: Kernel, shapes: Shapes, scores: Scores
     ) -> None:
-        """`node` [servers] where the transport has two levels."""
-        self.digest, self.kernel, self.shapes = digest, kernel, shapes
-        self.travels = travels(plan)                             # False: no rank of this plan sends anything
-        self.queries_travel = bool((plan.tasks.home != plan.tasks.server).any())  # False: only keys, if anything
-        self.passes = False                                      # some rank sends to another of its node, in a hop
-        in_hops = node is not None and self.travels and two_hops_pay(plan.layout, plan.tasks, node, plan.model, plan.tp)
-        self._tables = [] if in_hops else [build(plan, rank)]
-        if in_hops:
-            assert node is not None
-            hops = build_hops(plan, rank, node)
-            self._tables, self.travels, self.passes = [hops.outer, hops.inner], hops.crosses, hops.passes
-        self.tables = self._tables[-1]                           # of the hop that ends at servers
+        self.digest, self.transport, self.kernel, self.shapes = digest, transport, kernel, shapes
+        self.hops: HopTables | None = None
+        self._travels = travels(plan)                            # anything of any rank
+        self._queries_travel = bool((plan.tasks.home != plan.tasks.server).any())
+        if self._travels and isinstance(transport, HierarchicalTransport) and two_hops_pay(
+                plan.layout, plan.tasks, transport.node, plan.model, plan.tp):
+            self.hops = build_hops(plan, transport.rank, transport.node)
+        self.tables = build(plan, transport.rank) if self.hops is None else self.hops.inner  # of the hop to servers
         rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
         self.rows = kernel.prepare(rows, shapes.device, scores)  # the kernel's own form of the tasks
 
     @cached_property
-    def inputs(self) -> Hops[Dispatch]:
+    def inputs(self) -> Exchange:
         """q, k and v, stamped."""
         q, k, v, *_ = self.shapes.fields
-        return self._dispatch([q, k, v], Stamp.of(self.digest, self.shapes.device))
+        return self._exchange([q, k, v], partial(Dispatch.of, stamp=stamp_of(self.digest, self.shapes.device)))
 
     @cached_property
-    def outputs(self) -> Hops[Combine]:
+    def outputs(self) -> Exchange:
         """out and lse."""
         *_, out, lse = self.shapes.fields
-        return self._combine([out, lse], merged_heads=self.shapes.num_heads)
+        return self._exchange([out, lse], partial(Combine.of, merged_heads=self.shapes.num_heads), back=True)
 
     @cached_property
-    def backward_inputs(self) -> Hops[Dispatch]:
+    def backward_inputs(self) -> Exchange:
         """q, k, v, out, dout and lse."""
         q, k, v, out, lse = self.shapes.fields
-        return self._dispatch([q, k, v, out, out, lse])
+        return self._exchange([q, k, v, out, out, lse], Dispatch.of)
 
     @cached_property
-    def kept_backward_inputs(self) -> Hops[Dispatch]:
+    def kept_backward_inputs(self) -> Exchange:
         """out, dout and lse, where servers keep q, k and v."""
         *_, out, lse = self.shapes.fields
-        return self._dispatch([out, out, lse])
+        return self._exchange([out, out, lse], Dispatch.of)
 
     @cached_property
-    def gradients(self) -> Hops[Combine]:
+    def gradients(self) -> Exchange:
         """dq, dk and dv."""
         q, k, v, *_ = self.shapes.fields
-        return self._combine([q, k, v])
+        return self._exchange([q, k, v], Combine.of, back=True)
 
-    def _dispatch(self, fields: Sequence[tuple[str, int]], stamp: Stamp | None = None) -> Hops[Dispatch]:
-        return Hops(*(self._on_device(Dispatch.of(tables, fields, stamp)) for tables in self._tables))
+    def _exchange(
+        self, fields: Fields, packing: Callable[[RankTables, Fields], Packing], back: bool = False
+    ) -> Exchange:
+        """The exchange of these fields, to servers or `back` to homes."""
+        transport, hops, device = self.transport, self.hops, self.shapes.device
+        everyone = range(transport.size)
+        if hops is None:
+            one = packed_on(device, packing(self.tables, fields))
+            moves = self._queries_travel or (self._travels and any(name == "k" for name, _ in fields))
+            return Exchange((Hop(one, transport, moves, everyone),), one)
+        assert isinstance(transport, HierarchicalTransport)
+        way = transport.coming if back else transport.going
+        outer, inner = (packed_on(device, packing(tables, fields)) for tables in (hops.outer, hops.inner))
+        here = np.flatnonzero(transport.node == transport.node[transport.rank]).tolist()
+        between = Hop(outer, way.outer, hops.crosses, everyone)
+        inside = Hop(inner, way.inner, hops.passes, here)
+        return Exchange((inside, between) if back else (between, inside), outer, way.relay)
 
-    def _combine(self, fields: Sequence[tuple[str, int]], merged_heads: int | None = None) -> Hops[Combine]:
-        return Hops(*(self._on_device(Combine.of(tables, fields, merged_heads)) for tables in self._tables))
 
-    def _on_device(self, exchange: Exchange) -> Exchange:
-        return packed_on(self.shapes.device, exchange)
-
-
-def packed_on(device: torch.device, exchange: Exchange) -> Exchange:
-    """The exchange packed in one launch on a GPU where triton is installed; elsewhere as it is, by torch's copies."""
+def packed_on(device: torch.device, packing: Packing) -> Packing:
+    """Packing in one launch on a GPU where triton is installed; elsewhere as it is, by torch's copies."""
     if device.type != "cuda" or not _has_triton():
-        return exchange
+        return packing
     from distca.runtime.exchange_triton import with_triton
 
-    return with_triton(exchange, device)
+    return with_triton(packing, device)
 
 
 @cache
@@ -229,8 +242,7 @@ class PlanCache:
         if prepared is None:
             kernel = choose(shapes.device, shapes.dtype, shapes.head_dim, scores.window, self.kernel,
                             shapes.value_dim or None, scores.softcap)
-            node = self.transport.node if isinstance(self.transport, HierarchicalTransport) else None
-            prepared = Prepared(plan, key[0], self.transport.rank, kernel, shapes, scores, node)
+            prepared = Prepared(plan, key[0], self.transport, kernel, shapes, scores)
             self._prepared.put(key, prepared)
         return prepared
 
@@ -260,6 +272,12 @@ def digest(plan: Plan) -> int:
     return int.from_bytes(state.digest(), "little", signed=True)
 
 
+def stamp_of(digest: int, device: torch.device) -> torch.Tensor:
+    """A plan's digest as uint8 [STAMP_BYTES], for every split: a rank notices when another follows a different plan."""
+    content = digest.to_bytes(STAMP_BYTES, "little", signed=True)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
 class LRU(Generic[Key, Value]):
     """A cache that evicts what was not asked for the longest."""
 
@@ -278,8 +296,3 @@ class LRU(Generic[Key, Value]):
         self._entries.move_to_end(key)
         if len(self._entries) > self.capacity:
             self._entries.popitem(last=False)
-
-
-def different_plans(rank: int, others: list[int]) -> ValueError:
-    return UserError(f"rank {rank} has another plan than ranks {others}; plan from the same lengths, tolerance, "
-                     "cost and versions on every rank, and make the same calls in the same order")

@@ -28,7 +28,8 @@ from distca.cost.mixed_pool import MixedTime
 from distca.planning.balance import learnt_speeds, rounded_speeds
 from distca.planning.plan_bytes import step_from_bytes, step_to_bytes
 from distca.planning.step import NO_CALL, StepPlan
-from distca.runtime.prepared import different_plans, digest
+from distca.runtime.exchange import different_plans
+from distca.runtime.prepared import digest
 from distca.train.groups import all_equal, from_first, gather_json
 from distca.train.settings import Settings
 

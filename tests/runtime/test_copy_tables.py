@@ -16,7 +16,7 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime import prepared
 from distca.runtime.copy_tables import chunks, intervals, merges, packing, sums, unpacking
-from distca.runtime.exchange_torch import Combine, Dispatch, Stamp, home_rows, server_buffers
+from distca.runtime.exchange import Combine, Dispatch
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from tests.support import block_walk
@@ -68,7 +68,7 @@ def test_intervals_name_every_part_of_every_token(tables: RankTables) -> None:
 @settings(deadline=None)
 @given(tables(), st.sampled_from([(16, 32), (6, 4), (7, 5)]), st.sampled_from([16, 64, 4096]))
 def test_copies_write_every_byte_once(tables: RankTables, sizes: tuple[int, int], block: int) -> None:
-    exchange = Dispatch.of(tables, [("q", sizes[0]), ("k", sizes[1])], Stamp.of(3, CPU))
+    exchange = Dispatch.of(tables, [("q", sizes[0]), ("k", sizes[1])], prepared.stamp_of(3, CPU))
     for copies, room in ((packing(exchange, CPU, block), {0: exchange.leaving.num_bytes}),
                          (unpacking(exchange, CPU, block), {0: tables.queries.buffer_tokens * sizes[0],
                                                         1: tables.keys.buffer_tokens * sizes[1]})):
@@ -92,9 +92,9 @@ def test_what_stays_as_it_is_has_no_blocks(tables: RankTables) -> None:
     """So that exchanges may pass it through without looking at their tables."""
     fields = [("q", 16), ("k", 16)]
     going, coming = Dispatch.of(tables, fields), Combine.of(tables, fields)
-    if going.is_row:
+    if going.passes_through:
         assert len(unpacking(going, CPU, 64).table) == 0
-    if coming.is_untouched:
+    if coming.passes_through:
         assert len(sums(coming, CPU, 64).table) == 0
     for one in (going, coming):
         assert (len(packing(one, CPU, 64).table) > 0) == (one.leaving.num_bytes > 0)
@@ -124,14 +124,14 @@ def test_blocks_do_what_torch_does(plan: Plan, block: int, seed: int) -> None:
     going = [Dispatch.of(one, [q, k, lse]) for one in every]
     rows = [tensors([q, k, lse], {"q": one.row_tokens, "k": one.key_row_tokens}) for one in every]
     for exchange, row, wire in zip(going, rows, wires(going, rows), strict=True):
-        buffers = server_buffers(tuple(row), exchange.sides)
+        buffers = exchange.buffers(tuple(row))
         block_walk.copy(unpacking(exchange, CPU, block), (wire, *row), buffers)
         assert all(map(torch.equal, buffers, exchange.unpack(wire, tuple(row))))
     for fields, merged, close in (([q, k], None, 0.0), ([q, lse], heads, 1e-12)):
         coming = [Combine.of(one, fields, merged) for one in every]
         results = [tensors(fields, {"q": one.queries.buffer_tokens, "k": one.keys.buffer_tokens}) for one in every]
         for back, own, wire in zip(coming, results, wires(coming, results), strict=True):
-            filled = home_rows(tuple(own), back.sides)
+            filled = back.rows(tuple(own))
             block_walk.combine((merges if merged else sums)(back, CPU, block), wire, tuple(own), filled)
             torch.testing.assert_close(filled, back.unpack(wire, tuple(own)), rtol=close, atol=close)
 
@@ -140,8 +140,8 @@ def test_a_row_that_is_served_at_home_stays_as_it_is() -> None:
     layout = layout_from_rows([[4], [4]])
     for at_home, plan in ((True, balance(layout, MODEL)), (False, misplaced_plan(layout, 2, MODEL))):
         rank = build(plan, 0)
-        assert Dispatch.of(rank, [("q", 16), ("k", 16)]).is_row == at_home
-        assert Combine.of(rank, [("q", 16), ("k", 16)]).is_untouched == at_home
+        assert Dispatch.of(rank, [("q", 16), ("k", 16)]).passes_through == at_home
+        assert Combine.of(rank, [("q", 16), ("k", 16)]).passes_through == at_home
 
 
 def test_without_triton_torch_copies_and_says_so_once(monkeypatch: pytest.MonkeyPatch,

@@ -18,8 +18,8 @@ from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime import prepared as prepared_module
 from distca.runtime.call import BackwardCall, ForwardCall
-from distca.runtime.exchange_torch import Combine, Dispatch, Stamp
-from distca.runtime.prepared import PlanCache, Shapes
+from distca.runtime.exchange import Combine, Dispatch
+from distca.runtime.prepared import PlanCache, Shapes, stamp_of
 from distca.spec import ModelShape
 from distca.workload.layout import layout_from_rows
 from tests.support.attention import dense_on_one, from_rows, random_qkv, row_index
@@ -96,12 +96,12 @@ def test_servers_get_what_torch_would_give_them(shape: Shape, options: dict[str,
     ranks = range(plan.num_servers)
     tables = [build(plan, rank) for rank in ranks]
     plain = [Dispatch.of(table, [("k" if name == "k" else "q", kinds[name][2]) for name in names],
-                          Stamp.of(-5, DEVICE)) for table in tables]
+                          stamp_of(-5, DEVICE)) for table in tables]
     fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     rows = [tuple(random_tensor(generator, table.row_tokens, *kinds[name][:2]) for name in names) for table in tables]
     arrived = exchanged([exchange.pack(exchange.ready(row)) for exchange, row in zip(fast, rows, strict=True)], fast)
     for row, wire, by_torch, exchange in zip(rows, arrived, plain, fast, strict=True):
-        assert exchange.stamp is not None and exchange.stamp.mismatched(wire, exchange.arriving) == []
+        assert exchange.stamp is not None and exchange.mismatched(wire) == []
         same(exchange.unpack(wire, exchange.ready(row)), by_torch.unpack(wire, row))
     in_torch = exchanged([exchange.pack(row) for exchange, row in zip(plain, rows, strict=True)], plain)
     for row, wire, other, exchange in zip(rows, arrived, in_torch, plain, strict=True):

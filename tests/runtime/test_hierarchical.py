@@ -100,10 +100,13 @@ def test_a_plan_whose_ranks_need_nothing_alike_goes_in_one_hop() -> None:
     shapes = Shapes(4, 2, 8, torch.float64, torch.device("cpu"))
     for plan, hops in ((apart, 1), (alike, 2), (inside, 2)):
         assert two_hops_pay(plan.layout, plan.tasks, node, MODEL) == (hops == 2)
-        prepared = Prepared(plan, 0, 0, DenseKernel(), shapes, PLAIN, node)
-        assert (prepared.inputs.inner is None) == (hops == 1)
+        outer, inner = (LoopbackTransport(LoopbackWorld(size), 0) for size in (4, 2))
+        transport = HierarchicalTransport(outer, inner, node.tolist())
+        prepared = Prepared(plan, 0, transport, DenseKernel(), shapes, PLAIN)
+        assert len(prepared.inputs.hops) == hops
+        if plan is inside:
+            assert [hop.moves for hop in prepared.inputs.hops] == [False, True]
         check(plan, node.tolist(), 5, kernel="dense")
-    assert not Prepared(inside, 0, 0, DenseKernel(), shapes, PLAIN, node).travels
 
 
 def waits_for_the_last_hop_only(transport: C10dTransport, plan: Plan, node: list[int]) -> list[str]:

@@ -17,7 +17,7 @@ from distca.kernels.interface import PLAIN, BackwardInputs
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
+from distca.runtime.exchange import ALIGNMENT, STAMP_BYTES
 from distca.runtime.prepared import Prepared, Shapes
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport
@@ -194,7 +194,7 @@ def test_a_long_document_served_in_shards_stands_once() -> None:
     layout = pack([16384, 16384], ranks=2)
     plan = misplaced_plan(layout, 2, MODEL)
     shapes = Shapes(4, 2, 8, torch.float32, torch.device("cpu"))
-    prepared = Prepared(plan, 0, 1, kernel_named("sdpa"), shapes, PLAIN)
+    prepared = Prepared(plan, 0, LoopbackTransport(LoopbackWorld(2), 1), kernel_named("sdpa"), shapes, PLAIN)
     assert prepared.tables.keys.buffer_tokens == 16384
     expected = 16384 * (shapes.q_bytes + 2 * shapes.k_bytes)
-    assert expected <= prepared.inputs.arriving.num_bytes <= expected + 3 * ALIGNMENT + STAMP_BYTES
+    assert expected <= prepared.inputs.outer.arriving.num_bytes <= expected + 3 * ALIGNMENT + STAMP_BYTES

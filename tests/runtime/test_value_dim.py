@@ -7,8 +7,9 @@ import torch
 from distca.kernels import kernel_named
 from distca.kernels.interface import PLAIN
 from distca.planning.plan import Plan
-from distca.runtime.exchange_torch import ALIGNMENT, STAMP_BYTES
+from distca.runtime.exchange import ALIGNMENT, STAMP_BYTES
 from distca.runtime.prepared import Prepared, Shapes
+from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
 from tests.support.attention import attend_on_fake_ranks, dense_on_one, random_qkv
 from tests.support.plans import scattered_layout, scattered_plan
@@ -39,7 +40,8 @@ def test_the_wire_carries_what_the_model_counts() -> None:
     plan, shapes = scattered(3), Shapes(4, 2, 12, torch.float32, torch.device("cpu"), 8)
     padding = 2 * (3 * ALIGNMENT + STAMP_BYTES)                  # to two peers, three fields
     for rank in range(3):
-        prepared = Prepared(plan, 0, rank, kernel_named("dense"), shapes, PLAIN)
+        transport = LoopbackTransport(LoopbackWorld(3), rank)
+        prepared = Prepared(plan, 0, transport, kernel_named("dense"), shapes, PLAIN)
         queries, keys = (side.send.num_tokens for side in (prepared.tables.queries, prepared.tables.keys))
         counted = queries * MODEL.q_token_bytes(element_bytes=4) + keys * MODEL.kv_token_bytes(element_bytes=4)
         assert counted <= prepared.inputs.outer.leaving.num_bytes <= counted + padding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from distca.runtime.copy_tables import Copies, Merges, Sums
-from distca.runtime.exchange_torch import Tensors
+from distca.runtime.exchange import Tensors
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
