@@ -53,7 +53,7 @@ from distca.simulate.costs import TABLE_CLUSTER
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
 from distca.validation import MAX_RANKS, UNITS_HELP, UserError, check_whole
-from distca.workload.packing import pack
+from distca.workload.packing import PLACEMENTS, pack
 from distca.workload.topology import Topology
 
 
@@ -64,7 +64,7 @@ def plan_command(
         f"what makes the model's step quickest by --cost on --cluster, {AUTO_HELP}.")] = DEFAULT_TOLERANCE,
     tp: Annotated[int, number("Tensor-parallel size: heads are divided by it.")] = 1,
     placement: Annotated[str, typer.Option(
-        help="given: documents stay where the loader puts them; balanced: placement chooses.")] = "given",
+        help="; ".join(f"{name}: {one.help}" for name, one in PLACEMENTS.items()) + ".")] = "given",
     dedicated: Annotated[int, number("Servers that own no tokens, besides the ranks.")] = 0,
     ranks_per_node: Annotated[int | None, number(
         "Ranks that share a node: work leaves a node only as far as the tolerance demands. Flat unless given.")] = None,

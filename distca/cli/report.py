@@ -33,6 +33,7 @@ from distca.report.figures import (
 )
 from distca.trace import MAX_COUNT, StepTrace
 from distca.validation import UserError, check_number, check_whole, parse_json, read_json, read_text
+from distca.workload.packing import PLACEMENTS
 
 MAX_TIMELINES = 2
 MAX_TRACE_BYTES = 2**28  # about two million spans
@@ -71,7 +72,7 @@ def report_command(
         metavar="SOURCE", help="Also plan this batch and show it; what `distca plan` takes as SOURCE.")] = None,
     model: Annotated[str, typer.Option(help="Named model of --plan.")] = "llama3-8b",
     tolerance: Annotated[float, typer.Option(help="Tolerance of --plan.")] = 0.05,
-    placement: Annotated[str, typer.Option(help="Placement of --plan: given or balanced.")] = "given",
+    placement: Annotated[str, typer.Option(help=f"Placement of --plan: {' or '.join(PLACEMENTS)}.")] = "given",
     ranks: Annotated[int | None, number("Ranks of --plan.")] = None,
     tokens_per_rank: Annotated[int | None, number("Tokens per rank of --plan.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of --plan's sampler, or of a file's order.")] = None,

@@ -35,6 +35,7 @@ from distca.validation import UserError, check_whole, short
 from distca.workload.layout import Layout
 from distca.workload.packing import (
     NO_CUTS,
+    Aim,
     DocumentWork,
     causal_work,
     check_pool,
@@ -163,11 +164,11 @@ def _packed(inputs: _Inputs, placement: str) -> tuple[MicroBatch, ...]:
     share = np.append(inputs.speed[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
                       inputs.speed[ranks:].sum() / stages)                    # the last: dedicated servers
     cut = pack_ping_pong if inputs.ping_pong else pack_whole
-    return tuple(MicroBatch(lengths, cut(
-        lengths, ranks=inputs.num_data, placement=placement, tolerance=inputs.tolerance, speed=share,
-        document_work=work_of_documents(inputs.cost), cuts=NO_CUTS if inputs.cost is None else inputs.cost.cuts(),
-        topology=None if inputs.topology is None else inputs.topology.first(inputs.num_data)))
-        for lengths in inputs.lengths)
+    aim = Aim(inputs.tolerance, share, work_of_documents(inputs.cost),
+              NO_CUTS if inputs.cost is None else inputs.cost.cuts(),
+              None if inputs.topology is None else inputs.topology.first(inputs.num_data))
+    return tuple(MicroBatch(lengths, cut(lengths, ranks=inputs.num_data, placement=placement, aim=aim))
+                 for lengths in inputs.lengths)
 
 
 def work_of_documents(cost: AttentionTime | None) -> DocumentWork:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -94,12 +95,11 @@ class Mover:
 
     def _pieces_of(self, some: np.ndarray) -> list[tuple[int, int, Piece]]:
         """A unit's own queries as (depth, task, piece), deepest last."""
-        tasks = self.tasks.take(some)
-        columns = (column.tolist() for column in (
-            some, tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop))
+        columns = (column[some].tolist() for column in (
+            self.tasks.document, self.tasks.q_start, self.tasks.q_stop, self.tasks.kv_start, self.tasks.kv_stop))
         return sorted((kv_stop - kv_start, index, Piece(document, start, stop, kv_start, start,
                                                         None if kv_stop == stop else kv_stop))
-                      for index, document, start, stop, kv_start, kv_stop in zip(*columns, strict=True)
+                      for index, document, start, stop, kv_start, kv_stop in zip(some.tolist(), *columns, strict=True)
                       if kv_stop > kv_start)
 
     def _move_one(self, rank: int, pieces: list[tuple[int, int, Piece]]) -> bool:
@@ -298,4 +298,5 @@ class Dealer:
 def _grouped(group: np.ndarray, number: int) -> list[np.ndarray]:
     """The indices of the entries of each of `number` groups."""
     order = np.argsort(group, kind="stable")
-    return np.split(order, np.searchsorted(group[order], np.arange(1, number)))
+    begin = np.searchsorted(group[order], np.arange(number)).tolist()
+    return [order[first:last] for first, last in pairwise([*begin, len(order)])]

@@ -24,6 +24,7 @@ from distca.train.settings.declare import (
     typed,
 )
 from distca.validation import MAX_RANKS, UserError, read_toml, short
+from distca.workload.packing import PLACEMENTS
 
 KERNELS = ("auto", "hopper", "fa4", "varlen", "sdpa", "dense")
 MODES = ("disaggregated", "home", "per_document_cp")
@@ -137,7 +138,7 @@ class Attention:
                         choices=MODES, common=True)
     placement: str = setting("balanced", "Where documents live in attention.mode disaggregated: chosen for balance, "
                                          "or in the given order.",
-                             choices=("balanced", "given"))
+                             choices=tuple(sorted(PLACEMENTS)))
     tolerance: float | str = setting(0.05, "How far above the mean the largest attention work may be; auto: what makes "
                                            "each step quickest by attention.cost on attention.cluster.",
                                      least=0, most=1, common=True, words=("auto",))
