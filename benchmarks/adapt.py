@@ -23,7 +23,7 @@ from rich.table import Table
 
 from distca.kernels.interface import Kernel
 from distca.runtime import prepared
-from distca.train.launch import here, launch
+from distca.train.launch import launch, this_rank
 from distca.train.settings import Settings
 from distca.train.trainer import Trainer, start_group
 
@@ -62,7 +62,7 @@ class Result:
 
 def one_rank(settings: Settings) -> int:
     """Both variants in turn; the first rank leaves what it saw."""
-    rank, ranks = here().rank, here().world
+    rank, ranks = this_rank().rank, this_rank().world
     start_group(settings, torch.device("cpu"), ranks)
     if rank == ranks - 1:
         choose = vars(prepared)["choose"]

@@ -38,7 +38,7 @@ from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import FREE, Costs
 from distca.simulate.execute import Step, execute
 from distca.spec import FLOAT32_BYTES, ModelShape
-from distca.train.launch import here
+from distca.train.launch import this_rank
 from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.shape import decoder_shape
@@ -81,7 +81,7 @@ def profile_main(settings: Settings) -> int:
     MODELS[MODEL.name] = MODEL
     folder = Path(settings.log.folder)
     options = json.loads(Path(folder, "options.json").read_text(encoding="utf-8"))
-    start_group(settings, torch.device("cpu"), here().world)
+    start_group(settings, torch.device("cpu"), this_rank().world)
     rank, cores = dist.get_rank(), dist.get_world_size()
     chosen = profiling.settings("cpu", MODEL.name, max_kv_len=max(options["tokens"] // 2, 1_024))
     found: dict[str, Any] = {}

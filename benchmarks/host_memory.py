@@ -57,7 +57,7 @@ def rank_main(settings: Settings) -> int:
             assert ctypes.CDLL(None).mallopt(parameter, value) == 1, "glibc's mallopt is needed"
     if options["way"] != "trimmed":
         vars(training)["return_freed_memory"] = lambda: None
-    here = place.here()
+    here = place.this_rank()
     device = device_for(settings, here.local_rank)
     training.start_group(settings, device, here.local_world)
     trainer = training.Trainer(settings, device)

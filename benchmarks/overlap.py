@@ -44,7 +44,7 @@ from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
-from distca.train.launch import Place, here, launch
+from distca.train.launch import RankEnv, launch, this_rank
 from distca.train.model.decoder import Decoder
 from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
@@ -198,7 +198,7 @@ class VariantTrainer(Trainer):
 def rank_main(settings: Settings) -> int:
     """One rank, inside its namespace: choose the rate, then all variants in turn; leaves what it saw in the folder."""
     options = json.loads(Path(settings.log.folder, "options.json").read_text(encoding="utf-8"))
-    rank, device = here().rank, torch.device("cpu")
+    rank, device = this_rank().rank, torch.device("cpu")
     start_group(settings, device, RANKS)
     trainer = VariantTrainer(settings, device, options["tokens"], options["short"])
     say = print if rank == 0 else lambda *_, **__: None
@@ -249,7 +249,7 @@ def run_ranks(names: Sequence[str], addresses: Sequence[str], folder: str) -> No
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, name in enumerate(names):
-            place = Place(rank, RANKS, rank, RANKS, addresses[0], PORT)
+            place = RankEnv(rank, RANKS, rank, RANKS, addresses[0], PORT)
             environment = {**os.environ, **place.environment(), "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
                            "TORCH_CPP_LOG_LEVEL": "ERROR"}       # no names can be looked up there, which is no news
             processes.append(subprocess.Popen(

@@ -43,7 +43,7 @@ from distca.planning.schedule import one_forward_one_backward
 from distca.spec import ModelShape
 from distca.trace import StepTrace
 from distca.train.batches import step_plan
-from distca.train.launch import here, launch
+from distca.train.launch import launch, this_rank
 from distca.train.settings import Settings, load_settings
 from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
@@ -227,7 +227,7 @@ def rank_main(settings: Settings) -> int:
     """One stage: all variants in turn; leaves what it saw in the folder."""
     MODELS[MODEL.name] = MODEL                                   # this process's tiny model
     options = json.loads(Path(settings.log.folder, "options.json").read_text(encoding="utf-8"))
-    rank, device = here().rank, torch.device("cpu")
+    rank, device = this_rank().rank, torch.device("cpu")
     start_group(settings, device, STAGES)
     trainers = {variant: StageTrainer(settings.with_values(values), device) for variant, values in VARIANTS.items()}
     names = list(VARIANTS)

@@ -49,7 +49,7 @@ def rank_main(settings: Settings) -> int:
     from distca.train.trainer import Trainer, start_group
 
     options = json.loads(Path(settings.log.folder, "options.json").read_text())
-    here = place.here()
+    here = place.this_rank()
     device = device_for(settings, here.local_rank)
     start_group(settings, device, here.local_world)
     records: dict[str, list[Any]] = {mode: [] for mode in MODES}

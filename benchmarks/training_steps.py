@@ -33,7 +33,7 @@ from distca.models import MODELS
 from distca.planning.step import StepPlan
 from distca.trace import StepTrace
 from distca.train.batches import step_plan
-from distca.train.launch import here, launch
+from distca.train.launch import launch, this_rank
 from distca.train.settings import Settings, load_settings
 from distca.train.trainer import Trainer, start_group
 
@@ -107,7 +107,7 @@ def steps_main(settings: Settings) -> int:
     """One rank: probes, or all variants in turn; the first rank leaves what it saw."""
     MODELS[MODEL.name] = MODEL
     options = json.loads(Path(settings.log.folder, "options.json").read_text(encoding="utf-8"))
-    rank, ranks, probes = here().rank, here().world, options["probes"]
+    rank, ranks, probes = this_rank().rank, this_rank().world, options["probes"]
     start_group(settings, torch.device("cpu"), ranks)
     names = PROBES if probes else variants_of(ranks)
     trainers = {name: VariantTrainer(settings.with_values(VARIANTS[name]), torch.device("cpu")) for name in names}

@@ -44,10 +44,10 @@ def train_command(
         settings.check()
         print(settings.to_toml(), end="")
         return
-    from distca.train.launch import launch, place_in
+    from distca.train.launch import launch, rank_in
 
     code = launch(settings, _train)
-    if place_in(os.environ) is not None:                         # a rank of torchrun or srun
+    if rank_in(os.environ) is not None:                         # a rank of torchrun or srun
         distca.end_process(code)
     raise typer.Exit(code)
 

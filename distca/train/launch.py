@@ -4,11 +4,9 @@ Every rank runs `main(settings)` in the environment that torchrun defines (RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whoever launched it, so that nothing further on needs to know.
 
 Local ranks are processes of this machine that meet at a store in the launcher, which listens on the loopback interface
-alone: its port is free because the store already holds it. SIGTERM, and Ctrl-C once, ask the ranks to save and stop;
-Ctrl-C twice ends them. When a rank fails the others cannot go on: they get a moment to say what they saw, then they are
-ended, and the first failure is the run's. A rank that a signal ended is the first: what others saw, they saw of it.
-
-Whether the kernel ended a process of ours because memory ran out: a plain SIGKILL does not say so itself.
+only. SIGTERM, and Ctrl-C once, ask the ranks to save and stop; Ctrl-C twice ends them. When a rank fails the others
+cannot go on: they get a moment to report their errors, then they are ended, and the first failure is the run's. A rank
+that was ended by a signal counts as the first failure, since the errors of others follow from it.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
-from distca.runtime.liveness import end_process
+import distca
+from distca.train.display import title
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
@@ -47,9 +45,8 @@ MAX_REPORT = 16_384  # characters of a traceback: it must fit a pipe that nobody
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process stands among the run's ranks and among those of its machine."""
+class RankEnv(NamedTuple):
+    """A process's rank in the run and on its machine, and where the ranks meet; in the order of TORCHRUN."""
 
     rank: int
     world: int
@@ -59,38 +56,36 @@ class Place:
     port: int
 
     def environment(self) -> dict[str, str]:
-        values = (self.rank, self.world, self.local_rank, self.local_world, self.address, self.port)
-        return {name: str(value) for name, value in zip(TORCHRUN, values, strict=True)}
+        return {name: str(value) for name, value in zip(TORCHRUN, self, strict=True)}
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a rank ended, told by itself or by how it died."""
+class Failure(NamedTuple):
+    """Why a rank ended, by its own report or by its exit code."""
 
     when: float
     rank: int
     code: int
     text: str
-    signal: int | None = None  # that ended it, unless it is how processes end themselves
+    signal: int | None = None  # that ended it, unless it is one by which processes end themselves
 
 
 def launch(settings: Settings, main: Main) -> int:
     """Run `main(settings)` on every rank; the run's exit code. Bad settings are a ValueError before anything starts."""
-    place = place_in(os.environ)
-    if place is not None:
-        _leave_lost_ranks_to_us()
-        settings = settings.with_values({"run.ranks": place.world})
+    env = rank_in(os.environ)
+    if env is not None:
+        _quiet_torch()
+        settings = settings.with_values({"run.ranks": env.world})
     settings.check()
-    if place is None:
+    if env is None:
         check_whole("run.ranks", settings.run.ranks, most=MAX_LOCAL_RANKS,
                     why="the most processes that one machine starts; torchrun and srun start more machines")
-    if place is None or place.rank == 0:
-        _say_what_starts(settings)
+    if (env is None or env.rank == 0) and sys.stderr.isatty():   # ahead of torch, which takes seconds to import
+        print(f"Starting {title(settings, settings.run.ranks)} …", file=sys.stderr, flush=True)
     check_machine(settings)
-    if place is None:
+    if env is None:
         return _LocalRanks(settings, main).run()
-    os.environ.update(place.environment())
-    _prepare(settings, place)
+    os.environ.update(env.environment())
+    _prepare(settings, env)
     try:
         return main(settings)
     except Exception as error:
@@ -99,47 +94,39 @@ def launch(settings: Settings, main: Main) -> int:
         end_rank(str(error))
 
 
-def _leave_lost_ranks_to_us() -> None:
-    """Ahead of torch: for a lost rank it logs pages of C++ stacks and aborts, where `Liveness` ends with one line."""
+def _quiet_torch() -> None:
+    """Before torch is imported: for a lost rank it logs C++ stacks and aborts, where Liveness ends with one line."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-def _say_what_starts(settings: Settings) -> None:
-    """The first line of a run in a terminal, ahead of torch, which takes seconds to import here and on every rank."""
-    if sys.stderr.isatty():
-        from distca.train.display import title
-
-        print(f"Starting {title(settings, settings.run.ranks)} …", file=sys.stderr, flush=True)
-
-
-def here() -> Place:
-    """This process's place, for whatever runs inside `launch`."""
-    place = place_in(os.environ)
-    if place is None:
+def this_rank() -> RankEnv:
+    """This process's rank, inside `launch`."""
+    env = rank_in(os.environ)
+    if env is None:
         raise UserError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
-    return place
+    return env
 
 
-def place_in(environ: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, or srun with several tasks, gave this process; None where nobody did."""
+def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
+    """The rank that torchrun, or srun with several tasks, gave this process; None without a launcher."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         missing = [name for name in TORCHRUN if not environ.get(name)]
         if missing:
             raise UserError(f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; start with torchrun, or unset "
                             "RANK and WORLD_SIZE for local ranks")
         rank, world, local_rank, local_world = (_number(environ, name) for name in TORCHRUN[:4])
-        return Place(rank, world, local_rank, local_world, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
+        return RankEnv(rank, world, local_rank, local_world, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun sets it; a batch script or srun's shell is one task
-        return _slurm_place(environ)
+        return _slurm_rank(environ)
     return None
 
 
-def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """All tasks of a step agree on its first node, and on a port made from the job's and step's numbers."""
+def _slurm_rank(environ: Mapping[str, str]) -> RankEnv:
+    """All tasks of a step meet on its first node, at a port made from the job's and step's numbers."""
     tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     port = 20_000 + (_number(environ, "SLURM_JOB_ID") * 16 + _number(environ, "SLURM_STEP_ID")) % 20_000
-    return Place(
+    return RankEnv(
         rank=_number(environ, "SLURM_PROCID"),
         world=_number(environ, "SLURM_STEP_NUM_TASKS"),
         local_rank=_number(environ, "SLURM_LOCALID"),
@@ -158,11 +145,8 @@ def first_host(nodes: str) -> str:
 
 def _tasks_per_node(text: str) -> list[int]:
     """SLURM's short form of a list of counts: 8(x2),4 -> [8, 8, 4]."""
-    counts = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts
+    parts = (part.partition("(x") for part in text.split(","))
+    return [int(count) for count, _, times in parts for _ in range(int(times.rstrip(")") or 1))]
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -173,22 +157,22 @@ def _number(environ: Mapping[str, str], name: str) -> int:
                         "does") from None
 
 
-def _prepare(settings: Settings, place: Place) -> None:
-    """What every rank does first: its share of the cores, and warnings that say whose they are."""
-    threads = threads_for(settings, place.local_world, os.environ)
+def _prepare(settings: Settings, env: RankEnv) -> None:
+    """Set this rank's number of threads, and a log handler that names the rank."""
+    threads = threads_for(settings, env.local_world, os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     logger = logging.getLogger("distca")
-    logger.setLevel(logging.INFO if place.rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if env.rank == 0 else logging.WARNING)
     logger.handlers = [_ToStderr()]
     logger.handlers[0].setFormatter(logging.Formatter(
-        "%(message)s" if place.rank == 0 else f"rank {place.rank}: %(message)s"))
+        "%(message)s" if env.rank == 0 else f"rank {env.rank}: %(message)s"))
     logger.propagate = False
 
 
 class _ToStderr(logging.Handler):
-    """Looks up stderr for every message: a live display puts itself in its place for a while."""
+    """Looks up sys.stderr for every message, since a live display replaces it for a while."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -198,7 +182,7 @@ def _loopback_store(timeout_seconds: int) -> Any:
     """Where local ranks meet. torch's own socket would listen on every interface, for anybody to write to."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0))            # the store takes it over, so that its port stays free
     return TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
                     timeout=timedelta(seconds=timeout_seconds), master_listen_fd=listener.detach())
 
@@ -231,16 +215,16 @@ class _LocalRanks:
     def _start(self, rank: int, port: int) -> None:
         world = self.settings.run.ranks
         context = multiprocessing.get_context("spawn")
-        report, tell = context.Pipe(duplex=False)
+        report, reporter = context.Pipe(duplex=False)
         process = context.Process(target=_rank, name=f"rank {rank}", args=(
-            self.settings, self.main, Place(rank, world, rank, world, "127.0.0.1", port), tell))
+            self.settings, self.main, RankEnv(rank, world, rank, world, "127.0.0.1", port), reporter))
         process.start()
-        tell.close()
+        reporter.close()
         self.processes.append(process)
         self.reports.append(report)
 
     def _watch(self) -> list[int]:
-        """Wait for all; a failure or being asked to stop sets the others a deadline. The ranks that missed it."""
+        """Wait for all; a failure or a request to stop sets a deadline. Returns the ranks that missed it."""
         passed_on, deadline = 0, float("inf")
         while time.monotonic() < deadline:
             failed = any(process.exitcode for process in self.processes)
@@ -278,8 +262,7 @@ class _LocalRanks:
         report, code, when = self.reports[rank], self.processes[rank].exitcode, self.ended[rank]
         try:
             if report.poll():
-                told: Failure = report.recv()
-                return told
+                return cast(Failure, report.recv())
         except EOFError:
             pass
         if code < 0:
@@ -292,7 +275,7 @@ class _LocalRanks:
         return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
 
     def _kill(self) -> list[int]:
-        """End whoever still runs; their ranks."""
+        """End the ranks that still run; returns which."""
         running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in running:
             self.processes[rank].kill()
@@ -303,7 +286,7 @@ class _LocalRanks:
 
     def _handle_signals(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
-            return {}  # signals are the main thread's, which then has its own plans for them
+            return {}                                            # only the main thread may set signal handlers
 
         def note(number: int, frame: FrameType | None) -> None:
             self.asked.append(number)
@@ -311,28 +294,25 @@ class _LocalRanks:
         return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
-def _rank(settings: Settings, main: Main, place: Place, tell: Connection) -> None:
-    """One local rank. It tells the launcher what went wrong, and does not outlive it."""
+def _rank(settings: Settings, main: Main, env: RankEnv, reporter: Connection) -> None:
+    """Run one local rank, which reports to the launcher why it failed and does not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every rank; the launcher asks them
     _end_with_launcher()
-    _leave_lost_ranks_to_us()
-    os.environ.update(place.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback[0])
-    _REPORT.launcher = tell
+    _quiet_torch()
+    os.environ.update(env.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
+    for name in [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    _Report.launcher = reporter
     try:
-        _prepare(settings, place)
+        _prepare(settings, env)
         code = main(settings)
     except Exception as error:
-        if isinstance(error, UserError | OSError):
+        if isinstance(error, UserError | OSError) or _is_lost(error):
             end_rank(str(error), 2 if isinstance(error, UserError) else 1)
-        if _is_lost(error):
-            end_rank(str(error))
-        end_rank(f"distca: rank {place.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
-    tell.close()
-    end_process(code)
+        end_rank(f"distca: rank {env.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
+    reporter.close()
+    distca.end_process(code)
 
 
 def _is_lost(error: Exception) -> bool:
@@ -342,29 +322,26 @@ def _is_lost(error: Exception) -> bool:
 
 
 class _Report:
-    """Where this process says why it ends: to the launcher that started it, else on stderr."""
+    """Where this process reports why it ends: to the launcher that started it, else on stderr."""
 
     launcher: Connection | None = None
     lock = threading.Lock()
 
 
-_REPORT = _Report()
-
-
 def end_rank(text: str, code: int = 1) -> NoReturn:
-    """End this rank and say why, from whichever thread is the first to know."""
-    _REPORT.lock.acquire()  # for good: a second thread must not report as well
+    """End this rank and report why, from whichever thread is first."""
+    _Report.lock.acquire()                                       # never released: no second thread reports as well
     if not text.startswith("distca: "):
         text = f"distca: error: {plain(' '.join(text.split()))}"
-    if _REPORT.launcher is not None:
-        _REPORT.launcher.send(Failure(time.time(), here().rank, code, text))
+    if _Report.launcher is not None:
+        _Report.launcher.send(Failure(time.time(), this_rank().rank, code, text))
     else:
         print(text, file=sys.stderr, flush=True)
-    end_process(code)
+    distca.end_process(code)
 
 
 def _end_with_launcher() -> None:
-    """However that ends: by the kernel's hand, which ends a stopped process too, or by a thread that watches."""
+    """End when the launcher does: by the kernel, which ends a stopped process too, or by a thread that watches."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     if sys.platform == "linux":
@@ -378,30 +355,28 @@ def _end_with_launcher() -> None:
 
 
 class MemoryKills(NamedTuple):
-    """The kernel's count of processes that it ended for lack of memory, where a cgroup has one."""
+    """The kernel's count of out-of-memory kills in our cgroup: a SIGKILL itself does not say why it was sent."""
 
-    file: Path | None            # None where nobody counts
+    file: Path | None            # None without a cgroup that counts
     before: int
 
     @classmethod
     def of(cls, root: Path) -> MemoryKills:
-        """As it is now, for this process's own cgroup or the nearest above that counts."""
+        """The count now, of this process's own cgroup or the nearest above it that has one."""
         try:
             lines = (root / "proc/self/cgroup").read_text().splitlines()
         except OSError:
             return cls(None, 0)
-        for line in lines:                                       # v2 is 0::/path, v1 has its controllers named
-            _, controllers, path = line.split(":", 2)
-            version_1 = "memory" in controllers.split(",")
-            if not version_1 and controllers:
+        for _, controllers, path in (line.split(":", 2) for line in lines):
+            if controllers and "memory" not in controllers.split(","):  # v2 has none: 0::/path
                 continue
-            top = root / "sys/fs/cgroup" / ("memory" if version_1 else "")
-            own = top / path.lstrip("/")
+            top, name = (("sys/fs/cgroup/memory", "memory.oom_control") if controllers else
+                         ("sys/fs/cgroup", "memory.events"))
+            own = root / top / path.lstrip("/")
             for folder in (own, *own.parents):
-                file = folder / ("memory.oom_control" if version_1 else "memory.events")
-                if file.is_file():
-                    return cls(file, _oom_kills(file))
-                if folder == top:
+                if (folder / name).is_file():
+                    return cls(folder / name, _oom_kills(folder / name))
+                if folder == root / top:
                     break
         return cls(None, 0)
 

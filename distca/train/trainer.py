@@ -61,7 +61,7 @@ LOG = logging.getLogger("distca")
 
 def run(settings: Settings) -> int:
     """One rank's whole run; 0 when it trained to the end or was asked to stop and saved."""
-    place = launch.here()
+    place = launch.this_rank()
     device = device_for(settings, place.local_rank)
     start_group(settings, device, place.local_world)
     ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
@@ -329,7 +329,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s that this rank could reach: its GPU's, or its share where ranks share one; None where that is unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    peak, place = peak_flops(torch.cuda.get_device_name(device)), launch.place_in(os.environ)
+    peak, place = peak_flops(torch.cuda.get_device_name(device)), launch.rank_in(os.environ)
     sharing = 1 if place is None else max(1.0, place.local_world / torch.cuda.device_count())
     return None if peak is None else peak / sharing
 

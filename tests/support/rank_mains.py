@@ -20,7 +20,7 @@ from distca.train.settings import Settings
 
 
 def _say(settings: Settings, **facts: Any) -> None:
-    rank = launch.here().rank
+    rank = launch.this_rank().rank
     path = Path(settings.log.folder) / f"rank{rank}.json"
     path.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **facts}))
     os.replace(path.with_suffix(".part"), path)
@@ -40,7 +40,7 @@ def meet(settings: Settings) -> int:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    place = launch.here()
+    place = launch.this_rank()
     total = torch.tensor([10.0**place.rank])
     dist.all_reduce(total)
     _say(settings, rank=place.rank, world=place.world, local_rank=place.local_rank, total=total.item(),
@@ -51,7 +51,7 @@ def meet(settings: Settings) -> int:
 
 
 def second_fails(settings: Settings) -> int:
-    if launch.here().rank == 1:
+    if launch.this_rank().rank == 1:
         raise RuntimeError("rank one gave up")
     _say(settings)
     time.sleep(1000)                                             # longer than a test may take
@@ -68,7 +68,7 @@ def foreign_value_error(settings: Settings) -> int:
 
 
 def second_returns_five(settings: Settings) -> int:
-    return 5 if launch.here().rank == 1 else 0
+    return 5 if launch.this_rank().rank == 1 else 0
 
 
 def second_is_killed(settings: Settings) -> None:
@@ -78,7 +78,7 @@ def second_is_killed(settings: Settings) -> None:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     dist.barrier()
-    if launch.here().rank == 1:
+    if launch.this_rank().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:
         dist.all_reduce(torch.ones(1))
@@ -91,7 +91,7 @@ def group_timeouts(settings: Settings) -> int:
 
     from distca.train.trainer import Trainer, start_group
 
-    start_group(settings, torch.device("cpu"), launch.here().local_world)
+    start_group(settings, torch.device("cpu"), launch.this_rank().local_world)
     trainer = Trainer(settings, torch.device("cpu"))
     groups = list(distributed_c10d._world.pg_map)
     seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -127,7 +127,7 @@ def train_and_stop_in_the_last_save(settings: Settings) -> int:
     def stopped(path: Path, tensors: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if launch.here().rank == 1:
+    if launch.this_rank().rank == 1:
         vars(checkpoint)["write_file"] = stopped
     return trainer.run(settings)
 
@@ -206,7 +206,7 @@ def train_with_another_table(settings: Settings) -> int:
     read = vars(agreement)["step_from_bytes"]
     vars(agreement)["step_from_bytes"] = adopted
     logging.getLogger("distca").addHandler(Told(logging.WARNING))
-    if launch.here().rank == 1:
+    if launch.this_rank().rank == 1:
         settings = settings.with_values({"attention.cost": settings.attention.cost.replace("own", "other")})
     code = trainer.run(settings)
     _say(settings, warnings=warnings, adopted=len(places))
@@ -220,7 +220,7 @@ def live_memory(settings: Settings) -> int:
     from distca.train import trainer as training
 
     kept: list[Any] = []
-    training.start_group(settings, torch.device("cpu"), launch.here().local_world)
+    training.start_group(settings, torch.device("cpu"), launch.this_rank().local_world)
     trainer = training.Trainer(settings, torch.device("cpu"))
     run_step = trainer.forward_backward
 

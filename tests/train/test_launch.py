@@ -17,7 +17,7 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.launch import MemoryKills, Place, first_host, launch, place_in
+from distca.train.launch import MemoryKills, RankEnv, first_host, launch, rank_in
 from distca.train.settings import Settings
 from distca.train.settings.preflight import check_machine, device_for, dtype_for, threads_for
 from tests.support import rank_mains as mains
@@ -212,26 +212,26 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, stopped: bool) -> N
     assert not _is_running(pid)
 
 
-def _placed(environ: dict[str, str]) -> Place:
-    place = place_in(environ)
+def _ranked(environ: dict[str, str]) -> RankEnv:
+    place = rank_in(environ)
     assert place is not None
     return place
 
 
 def test_torchrun_places_a_process() -> None:
-    assert place_in(TORCHRUN) == Place(5, 8, 1, 4, "node3", 29500)
-    assert place_in(TORCHRUN | SRUN) == place_in(TORCHRUN)
-    assert _placed(TORCHRUN).environment() == TORCHRUN
+    assert rank_in(TORCHRUN) == RankEnv(5, 8, 1, 4, "node3", 29500)
+    assert rank_in(TORCHRUN | SRUN) == rank_in(TORCHRUN)
+    assert _ranked(TORCHRUN).environment() == TORCHRUN
 
 
 def test_srun_places_a_process() -> None:
-    place = _placed(SRUN)
+    place = _ranked(SRUN)
     assert (place.rank, place.world, place.local_rank, place.local_world, place.address) == (9, 12, 1, 4, "gpu-007")
-    others = [_placed(SRUN | {"SLURM_PROCID": str(rank)}) for rank in range(12)]
+    others = [_ranked(SRUN | {"SLURM_PROCID": str(rank)}) for rank in range(12)]
     assert len({(one.address, one.port) for one in others}) == 1 and 1024 < place.port < 65536
-    other_step = _placed(SRUN | {"SLURM_STEP_ID": "1"})
+    other_step = _ranked(SRUN | {"SLURM_STEP_ID": "1"})
     assert other_step.port != place.port
-    given = _placed(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    given = _ranked(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (given.address, given.port) == ("10.0.0.1", 4000)
 
 
@@ -242,7 +242,7 @@ def test_srun_places_a_process() -> None:
     {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a shell or a single task
 ])
 def test_alone_means_local_ranks(environ: dict[str, str]) -> None:
-    assert place_in(environ) is None
+    assert rank_in(environ) is None
 
 
 @pytest.mark.parametrize(("environ", "words"), [
@@ -252,7 +252,7 @@ def test_alone_means_local_ranks(environ: dict[str, str]) -> None:
 ])
 def test_half_a_place_is_refused(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
-        place_in(environ)
+        rank_in(environ)
     assert all(word in str(refused.value) for word in words)
 
 
@@ -275,7 +275,8 @@ def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings: 
     seen = []
 
     def main(settings: Settings) -> int:
-        seen.append((settings.run.ranks, os.environ["RANK"], os.environ["WORLD_SIZE"], launching.here().local_world))
+        seen.append((settings.run.ranks, os.environ["RANK"], os.environ["WORLD_SIZE"],
+                     launching.this_rank().local_world))
         return 7
 
     assert launch(settings.with_values({"run.ranks": 1}), main) == 7
@@ -286,7 +287,7 @@ def test_joined_ranks_run_in_this_process_with_their_launchers_number(settings: 
 
 def test_outside_of_a_launch_there_is_no_place() -> None:
     with pytest.raises(ValueError, match="torchrun"):
-        launching.here()
+        launching.this_rank()
 
 
 def test_threads_share_the_cores(settings: Settings) -> None:

@@ -120,11 +120,11 @@ def named_decoder(name: str) -> DecoderShape:
 
 def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
     """The decoder that settings ask for, for data of `vocab` different tokens."""
-    from distca.train.model.huggingface import shape_from_hf
-
     source = model.load or model.config
-    shape = shape_from_hf(source) if source else named_decoder(model.name)
-    shape = _with_fields(shape, model)
+    if source:
+        from distca.train.model.huggingface import shape_from_hf  # which imports torch
+
+    shape = _with_fields(shape_from_hf(source) if source else named_decoder(model.name), model)
     if not source and model.name == "tiny" and not model.vocab:  # ours, for any data
         shape = replace(shape, model=replace(shape.model, vocab=max(vocab, shape.model.vocab)))
     check_heads(shape)
