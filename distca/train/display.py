@@ -1,24 +1,19 @@
-"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, a log for programs, a summary.
+"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, and a summary at the end.
 
-Rank 0 does all of it; on other ranks an Observer does nothing. `steps.jsonl` always holds one curve. Where a run goes
-on from a step that an earlier one had logged already, the earlier log stays beside it as `steps.1.jsonl`,
-`steps.2.jsonl` and so on: nothing that was logged is ever erased.
+An Observer gets every step's record and passes it on to the display, the log and the trackers. Rank 0 does all of it;
+on other ranks an Observer does nothing.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Sequence
-from itertools import count, takewhile
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,17 +21,17 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from distca.train.metrics import RECENT, RunSummary, StepRecord, Tally, as_json, trackers_for
+from distca.train.run_log import RECENT, RunSummary, StepRecord, Tally, as_json, open_log, trackers_for
 from distca.train.settings import Settings
-from distca.validation import open_own, write_own
+from distca.validation import write_own
 
 REFRESH_PER_SECOND = 2
-NUM_RECENT = 40  # steps in the loss's little curve and in the time that is left
+NUM_RECENT = 40  # steps in the loss's sparkline and in the estimate of the time that is left
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class Observer:
-    """Give it every step's record, then close it; a terminal is left as it was found."""
+    """Shows and logs every step's record until it is closed; a terminal is left as it was found."""
 
     def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None) -> None:
         self.settings = settings
@@ -52,7 +47,7 @@ class Observer:
         self.log: TextIO | None = None
         self.trackers = trackers_for(settings, self.folder)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.display: Display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
+        self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
 
     def step(self, record: StepRecord) -> None:
         if not self.watches:
@@ -67,7 +62,7 @@ class Observer:
         self.display.show(record)
 
     def close(self, *, stopped: bool = False) -> RunSummary | None:
-        """End the display and say what the run came to; None where no step was taken, and on other ranks."""
+        """End the display, write and print the summary; None if no step was taken, and on other ranks."""
         if not self.watches:
             return None
         self.display.close()
@@ -89,29 +84,23 @@ class Observer:
         return summary
 
 
-class Display(Protocol):
-    def show(self, record: StepRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Lines:
-    """A line every `log.every` steps, and one for the last step."""
+    """Prints a line every `log.every` steps, after an evaluation and for the last step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.settings, self.console = settings, console
         console.print(title(settings, world), markup=False, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
-        told = record.step % self.settings.log.every == 0 or record.eval_loss is not None
-        if told or record.step == self.settings.run.steps:
-            self.console.print(plain_line(record, self.settings.run.steps), markup=False, soft_wrap=True)
+        every, steps = self.settings.log.every, self.settings.run.steps
+        if record.step % every == 0 or record.eval_loss is not None or record.step == steps:
+            self.console.print(plain_line(record, steps), markup=False, soft_wrap=True)
 
     def close(self) -> None: ...
 
 
 class _LiveDisplay:
-    """A panel that is redrawn in place, also while a slow step runs."""
+    """Redraws a panel in place, also while a slow step runs."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.steps, self.title = settings.run.steps, title(settings, world)
@@ -134,7 +123,7 @@ class _LiveDisplay:
         recent = list(self.recent)
         record = recent[-1]
         left = (self.steps - record.step) * sum(one.seconds for one in recent) / len(recent)
-        rows = Table.grid(padding=(0, 2))
+        lines = Table.grid(padding=(0, 2))
         for name, text in (
             ("loss", f"{record.loss:.4f}  {curve([one.loss for one in recent])}"),
             *([("held out", f"{self.evaluated.eval_loss:.4f} at step {self.evaluated.step:,}")]
@@ -152,34 +141,10 @@ class _LiveDisplay:
             ("optimizer", f"lr {record.lr:.2e}, gradient norm {record.grad_norm:.2f}"),
             ("time", f"{clock(perf_counter() - self.start)}, about {clock(left)} left"),
         ):
-            rows.add_row(name, text)
+            lines.add_row(name, text)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(f"step {record.step:,}/{self.steps:,}", ProgressBar(self.steps, record.step, width=40))
-        return Panel(Group(bar, rows), title=self.title, title_align="left")
-
-
-def open_log(path: Path, step: int) -> TextIO:
-    """The log to append to, up to this step. What it said of this step and later ones stays in a numbered copy."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        lines = []
-    kept = list(takewhile(lambda line: _is_before(line, step), lines))
-    if len(kept) < len(lines):
-        numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-        shutil.copyfile(path, next(free for free in numbered if not os.path.lexists(free)))
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".steps-", delete=False) as fresh:
-            fresh.writelines(kept)
-        os.replace(fresh.name, path)
-    return open_own(path, "a")
-
-
-def _is_before(line: bytes, step: int) -> bool:
-    """Whether a whole line of the log is about an earlier step; a torn one, or none of ours, is not."""
-    try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) < step
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return False
+        return Panel(Group(bar, lines), title=self.title, title_align="left")
 
 
 def plain_line(record: StepRecord, steps: int) -> str:
@@ -195,7 +160,7 @@ def plain_line(record: StepRecord, steps: int) -> str:
 
 
 def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: Path, mode: str) -> list[str]:
-    rows = (
+    lines = (
         ("time", f"{clock(wall_seconds)}, of which {clock(summary.seconds)} in steps"),
         ("loss", f"{summary.first_loss:.4f} → {summary.final_loss:.4f}, {summary.recent_loss:.4f} over the last "
                  f"{min(summary.steps, RECENT)} steps"),
@@ -213,7 +178,7 @@ def summary_lines(summary: RunSummary, ended: str, wall_seconds: float, folder: 
         ("log", str(folder)),
     )
     head = f"{ended}: {summary.steps:,} steps, {summary.tokens:,} tokens"
-    return [head, *(f"  {name:<16}{text}" for name, text in rows)]
+    return [head, *(f"  {name:<16}{text}" for name, text in lines)]
 
 
 def _gained(summary: RunSummary, mode: str) -> str:
@@ -225,7 +190,7 @@ def _gained(summary: RunSummary, mode: str) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """Numbers as a row of little bars, the lowest to the highest; what is no number is a gap."""
+    """A sparkline of the values, from the lowest to the highest; one that is not finite is a gap."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = (high - low) or 1.0
@@ -265,7 +230,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def title(settings: Settings, world: int) -> str:
-    """What runs on how many ranks, in one line."""
+    """The model, the ranks, the tokens of a step and the mode, in one line."""
     parallel, batch = settings.parallel, settings.batch
     dedicated = settings.attention.dedicated
     tokens = batch.tokens_per_rank * batch.micro_batches * (world - dedicated) // (parallel.tensor * parallel.pipeline)

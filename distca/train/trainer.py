@@ -43,14 +43,13 @@ from distca.train.checkpoint.export import export_newest, keep_tokenizer, token_
 from distca.train.checkpoint.folder import step_folders
 from distca.train.data import Loader, open_corpora
 from distca.train.display import Observer
-from distca.train.folder_lock import FolderLock, open_log_folder
 from distca.train.groups import gather_json, groups_of, num_training, on_first, serve, set_timeouts, transport_between
-from distca.train.metrics import StepRecord
 from distca.train.model.build import build_decoder, build_optimizer, connect, learning_rate
 from distca.train.model.huggingface import config_of
 from distca.train.model.parallel import clip_grad_norm
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape, decoder_shape
+from distca.train.run_log import FolderLock, StepRecord, open_log_folder
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
 from distca.train.stages import StageWork

@@ -14,7 +14,7 @@ import pytest
 from distca.cli.report import read_log
 from distca.train.display import plain_line, server_speeds
 from distca.train.launch import launch
-from distca.train.metrics import StepRecord, as_json, figures
+from distca.train.run_log import StepRecord, as_json, figures
 from distca.train.settings import Settings
 from tests.support import rank_mains as mains
 

@@ -22,7 +22,7 @@ from distca.train.checkpoint import folder as checkpoint_folder
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError, load
 from distca.train.checkpoint.files import describe
 from distca.train.checkpoint.folder import judge, step_folders
-from distca.train.folder_lock import FolderLock
+from distca.train.run_log import FolderLock
 from tests.support import small_runs as runs
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from distca.train.display import BARS, Observer, clock, curve, size
-from distca.train.metrics import RunSummary, StepRecord, Tally
+from distca.train.run_log import RunSummary, StepRecord, Tally
 from distca.train.settings import Settings, load_settings
 
 RECORD = StepRecord(

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from distca.train.display import Observer
-from distca.train.metrics import StepRecord
+from distca.train.run_log import StepRecord
 from distca.train.settings import Settings
 
 RECORD = StepRecord(

@@ -15,7 +15,7 @@ from typing import Any, Never
 import pytest
 
 from distca.cli.report import read_log
-from distca.train.folder_lock import LOGGED_IN, OWN_NAME, FolderLock, open_log_folder
+from distca.train.run_log import LOGGED_IN, OWN_NAME, FolderLock, open_log_folder
 
 SMALL = ["--run.device", "cpu", "--run.threads", "1", "--run.ranks", "1", "--batch.tokens_per_rank", "256",
          "--data.max_document", "256"]
@@ -47,7 +47,7 @@ def test_a_log_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
-    script = ("import sys, time; from pathlib import Path; from distca.train.folder_lock import open_log_folder\n"
+    script = ("import sys, time; from pathlib import Path; from distca.train.run_log import open_log_folder\n"
               "lock = open_log_folder(Path(sys.argv[1]), None, resumed=False)\n"
               "print('held', flush=True); time.sleep(60)")
     run = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)

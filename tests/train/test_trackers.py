@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from distca.train.display import Observer
-from distca.train.metrics import LOGGED, StepRecord, Tally, figures
+from distca.train.run_log import LOGGED, StepRecord, Tally, figures
 from distca.train.settings import Settings, load_settings
 
 RECORD = StepRecord(

@@ -55,8 +55,8 @@ from distca.train.checkpoint.folder import (
     step_name,
     write_manifest,
 )
-from distca.train.folder_lock import FolderLock
 from distca.train.groups import gather_json, group_of, in_background, on_first
+from distca.train.run_log import FolderLock
 from distca.validation import UserError
 
 LOG = logging.getLogger("distca")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from distca.corpus.tokenizers import open_tokenizer
 from distca.spec import ModelShape
-from distca.train.folder_lock import each_run_its_own
 from distca.train.model.shape import DecoderShape, decoder_shape
+from distca.train.run_log import each_run_its_own
 from distca.train.settings import Settings
 from distca.train.settings.declare import check_degrees
 from distca.validation import UserError, read_text
