@@ -15,7 +15,6 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -59,14 +58,14 @@ LOG = logging.getLogger("distca")
 
 
 def run(settings: Settings) -> int:
-    """One rank's whole run; 0 when it trained to the end or was asked to stop and saved."""
-    place = launch.this_rank()
-    device = device_for(settings, place.local_rank)
-    start_group(settings, device, place.local_world)
+    """Run one rank; returns 0 when it trained to the end, or saved when it was asked to stop."""
+    env = launch.this_rank()
+    device = device_for(settings, env.local_rank)
+    start_group(settings, device, env.local_world)
     ranks = Liveness(settings.run.timeout_seconds, launch.end_rank).start()
     finished = False
     try:
-        if place.rank < num_training(settings, place.world):
+        if env.rank < num_training(settings, env.world):
             trainer = Trainer(settings, device)
             trainer.train()
             finished = trainer.step >= settings.run.steps
@@ -77,14 +76,14 @@ def run(settings: Settings) -> int:
             raise
         raise ranks.explained(error) from error
     ranks.close()
-    dist.destroy_process_group()                                 # not after a failure, which others must not tell first
-    if place.rank == 0 and finished and settings.checkpoint.export:
+    dist.destroy_process_group()                                 # not after a failure: others would report it first
+    if env.rank == 0 and finished and settings.checkpoint.export:
         export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))
     return 0
 
 
 def start_group(settings: Settings, device: torch.device, local_world: int) -> None:
-    """The process group of the launcher's environment: NCCL where every rank has a GPU of its own, else gloo."""
+    """Join the process group of the launcher's environment: NCCL if every rank has a GPU of its own, else gloo."""
     alone = device.type == "cuda" and local_world <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -94,16 +93,15 @@ def start_group(settings: Settings, device: torch.device, local_world: int) -> N
 
 
 class Trainer:
-    """What lasts from step to step: the decoder, the optimizer, the loader and who watches."""
+    """A training rank's state from step to step: batches, attention, decoder, optimizer, checkpoints."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        tensor = settings.parallel.tensor
         groups = groups_of(settings, device)
         assert groups.homes is not None, "a rank that serves has no trainer"
         self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
-        self.num_data = self.mesh["data"].size()
+        self.stage, self.num_data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].size()
         dtype = dtype_for(settings, device)
         corpus, held_out = open_corpora(settings)
         check_fills_a_batch(corpus, settings, self.num_data)
@@ -129,7 +127,7 @@ class Trainer:
         offload = Offload(device, host_bytes) if host_bytes else None
         run_segments(self.decoder, compile=compile, tile_tokens=settings.model.tile_tokens, offload=offload)
         self.optimizer = build_optimizer(self.decoder, settings)
-        self.work = StageWork(self.decoder, self.attention, tensor=tensor, dtype=dtype, device=device,
+        self.work = StageWork(self.decoder, self.attention, tensor=settings.parallel.tensor, dtype=dtype, device=device,
                               loss_chunk_tokens=settings.optimizer.loss_chunk_tokens, compiled=compile,
                               offload=offload)
         timeout = timedelta(seconds=settings.run.timeout_seconds)
@@ -157,7 +155,7 @@ class Trainer:
         return checkpoints
 
     def open_log(self) -> str:
-        """The folder that this run logs in, which is its alone until it ends."""
+        """Lock the folder that this run logs in until it ends."""
         saved = self.settings.checkpoint.folder
         self.log = open_log_folder(Path(self.settings.log.folder), Path(saved) if saved else None,
                                    resumed=self.step > 0)
@@ -176,7 +174,8 @@ class Trainer:
                 observer.step(record)
                 if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
                     self.save()
-            self.release_servers()
+            if self.settings.attention.dedicated:
+                stop_servers_from(self.attention, dist.get_world_size(self.pool))  # first: saving may take long
             self.save()
         finally:
             self.batches.close()
@@ -224,38 +223,35 @@ class Trainer:
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""
-        self.work.begin(batch)
-        stage = self.mesh["pipeline"].get_local_rank()
-        plans = batch.plan.plans_of(stage)
-        self.expect(plan for rows in plans for row in rows for plan in row)
+        plans = self.begin(batch)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
 
     def forward_only(self, batch: Batch) -> torch.Tensor:
-        """Summed loss of this rank's labels, under torch.no_grad; leaves nothing behind."""
-        self.recorder.begin_step()                               # forgets the spans of the batch before
-        self.work.begin(batch)
-        stage, ticks = self.mesh["pipeline"].get_local_rank(), batch.plan.ticks
-        plans = batch.plan.plans_of(stage)
-        self.expect(plan for tick, rows in enumerate(plans) if not ticks.backward[tick, stage]
-                    for row in rows for plan in row)
-        Pipeline(self.work, self.attention, self.neighbours).forward_only(ticks, plans)
+        """Summed loss of this rank's labels, under torch.no_grad; changes no state."""
+        self.recorder.begin_step()                               # drops the spans of the batch before
+        plans = self.begin(batch, forward_only=True)
+        Pipeline(self.work, self.attention, self.neighbours).forward_only(batch.plan.ticks, plans)
         return self.work.total
 
-    def expect(self, plans: Iterable[Plan]) -> None:
-        """Prepare what is called next; ranks that only serve hear of a plan when it is called."""
-        if not self.settings.attention.dedicated:
-            self.attention.expect(plans, self.device)
+    def begin(self, batch: Batch, forward_only: bool = False) -> list[list[list[Plan]]]:
+        """Hand the batch to this rank's stage and prepare the attention calls to come; [tick][nano-batch][depth]."""
+        self.work.begin(batch)
+        plans, backward = batch.plan.plans_of(self.stage), batch.plan.ticks.backward[:, self.stage]
+        if not self.settings.attention.dedicated:                # ranks that only serve get a plan with its call
+            self.attention.expect((plan for tick, nanos in enumerate(plans) if not (forward_only and backward[tick])
+                                   for depths in nanos for plan in depths), self.device)
+        return plans
 
     def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
-        """The sum of all ranks' losses, and the mean of each one's seconds of attention, of the rest, and waiting."""
+        """The losses' sum over all ranks, and the ranks' mean seconds in attention, in linear layers and waiting."""
         lanes = total.new_tensor([trace.seconds(lane) for lane in ("attention", "linear", "wait")])
         together = torch.cat([total.view(1), lanes / dist.get_world_size(self.pool)])
         dist.all_reduce(together, group=self.pool)
         return together.tolist()
 
     def utilization(self, plan: StepPlan, seconds: float) -> float | None:
-        """MFU of a step, over the GPUs of all ranks, those that only serve included."""
+        """MFU of a step over the GPUs of all ranks, dedicated ones included."""
         if self.peak_flops is None:
             return None
         flops = training_flops((micro_batch.lengths for micro_batch in plan.micro_batches), plan.model,
@@ -269,18 +265,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def release_servers(self) -> None:
-        """Ranks that only serve attention are done; saving may take long."""
-        if self.settings.attention.dedicated:
-            stop_servers_from(self.attention, dist.get_world_size(self.pool))
-
     def save(self) -> None:
         if self.checkpoints is not None:
             self.finish_save()
             self.checkpoints.save(self.step, self.batches.position)
 
     def finish_save(self) -> None:
-        """Wait for the save in flight; where it failed, stop or go on as `checkpoint.on_error` says."""
+        """Wait for the save in flight; if it failed, stop or go on as `checkpoint.on_error` says."""
         assert self.checkpoints is not None
         try:
             self.checkpoints.finish()
@@ -293,7 +284,7 @@ class Trainer:
         self.stopping = True
 
     def agreed_to_stop(self) -> bool:
-        """Every rank stops at the same step, when any was asked to; and hears of a save that failed at the same one."""
+        """Whether any rank was asked to stop. All ranks stop, or learn of a failed save, at the same step."""
         failed = self.checkpoints is not None and self.checkpoints.failed
         asked = torch.tensor([int(self.stopping), int(failed)])
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.trainers)
@@ -313,7 +304,7 @@ class Trainer:
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
-    """What a run's curve depends on and its tensors do not show: settings that it cannot change on its way."""
+    """Settings that a run cannot change when it resumes: its curve depends on them and its tensors do not show them."""
     facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
                              "model.window": list(shape.model.windows),
                              "run.dtype": str(dtype).removeprefix("torch.")}
@@ -325,11 +316,11 @@ def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that this rank could reach: its GPU's, or its share where ranks share one; None where that is unknown."""
+    """Peak FLOP/s of this rank's GPU, or of its share of a GPU that ranks share; None if unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    peak, place = peak_flops(torch.cuda.get_device_name(device)), launch.rank_in(os.environ)
-    sharing = 1 if place is None else max(1.0, place.local_world / torch.cuda.device_count())
+    peak, env = peak_flops(torch.cuda.get_device_name(device)), launch.rank_in(os.environ)
+    sharing = 1 if env is None else max(1.0, env.local_world / torch.cuda.device_count())
     return None if peak is None else peak / sharing
 
 
