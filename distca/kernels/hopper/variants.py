@@ -34,15 +34,16 @@ class Tiles:
     dq_keys: int = TILE_KEYS  # where dQ is computed by itself
     dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
     kept_blocks: int = 0  # of queries in a tile of dQ, where dS is kept; none where that is never faster
-    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu")
-    backward: tuple[str, ...] = ("common.cuh", "backward_maps.cuh", "backward_copy.cuh", "backward_steps.cuh",
+    forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu",
+                                "forward_kernel.cu")
+    backward: tuple[str, ...] = ("common.cuh", "backward_tasks.cuh", "backward_copy.cuh", "backward_steps.cuh",
                                  "backward.cu", "backward_ends.cu")
     backward_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "backward_dq.cu")
     kept_dq: tuple[str, ...] = ("common.cuh", "wide.cuh", "kept_dq.cu")
 
 
-_WIDE_FORWARD = ("common.cuh", "wide.cuh", "forward_softmax.cuh", "wide_forward.cu")
-_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_maps.cuh", "wide_backward_copy.cuh", "wide_backward.cu",
+_WIDE_FORWARD = ("common.cuh", "wide.cuh", "forward_softmax.cuh", "wide_forward.cu", "forward_kernel.cu")
+_WIDE_BACKWARD = ("common.cuh", "wide.cuh", "backward_tasks.cuh", "wide_backward_copy.cuh", "wide_backward.cu",
                   "backward_ends.cu")
 
 TILES = {  # by the head dim of queries and keys

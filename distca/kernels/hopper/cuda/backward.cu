@@ -239,19 +239,10 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
-    attention_backward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap query_rows,
-                       const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
-                       const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
-                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
-                       const float* lse, const float* delta, float* dq_sum, bf16* dk, bf16* dv,
-                       const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
-                       int window, const int4* pairs, int num_places, int first_head, int num_heads) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    attention_backward(BACKWARD_PARAMETERS(float* dq_sum)) {
+    unsigned char* shared = open_shared(AT_TILES);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
-        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < 2; i++) {
             barrier_init(barriers.keys_full(i), 1);
@@ -268,14 +259,13 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
         barrier_init(barriers.values_full(), 1);
         barrier_init(barriers.values_empty(), READERS);
     }
-    fence_async_proxy();
-    __syncthreads();
+    barriers_are_set();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
         give_registers<BLOCKS == 3 ? 32 : WITH_DQ || DS_OUT ? 24 : 40>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, pairs,
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, tasks_at, pairs,
                        num_places, kv_heads, {first_head, num_heads}, window, threadIdx.x);
         }
     } else {

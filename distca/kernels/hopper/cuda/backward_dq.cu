@@ -38,29 +38,19 @@ struct Maps {
     const TensorMap *queries, *douts, *keys, *key_rows, *values, *value_rows;
 };
 
-// A block, whole: what it has beyond its tile's queries comes to rows that nobody writes.
-template <int DIM>
-INLINE void copy_block(u32 to, const TensorMap* map, u32 barrier, int first, int head) {
-    arrive_expecting(barrier, ROWS / G * G * DIM * 2);
-    for (int i = 0; i < DIM / 64; i++) copy_4d(to + i * ROW_PANEL, map, barrier, i * 64, 0, head, first);
-}
-
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const int* table,
                        u32* counter, int tiles_at, int segments_at, int kv_heads, int window, u32 lane) {
-    const Work work = {table[0], table[1]};
-    const int4* tiles = reinterpret_cast<const int4*>(table + tiles_at);
-    const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
+    const QueryTable entries = {table, tiles_at, segments_at, kv_heads};
     int4* said = reinterpret_cast<int4*>(shared + AT_TILES);
-    const u32 items = work.count * kv_heads;
     Ring<STAGES> ring;
     Ring<VALUE_STAGES> value_ring;
     u32 next = 0, blocks_empty = 1;
-    if (lane == 0) next = draw(counter, items);
+    if (lane == 0) next = draw(counter, entries.items);
     while (true) {
         const u32 item = __shfl_sync(~0u, next, 0);
         int entry = 0, head = 0;
-        locate(work, item, kv_heads, entry, head);
-        const int4 tile = item < items ? tiles[entry] : make_int4(0, 0, 0, 0);
+        locate(entries.work, item, kv_heads, entry, head);
+        const int4 tile = item < entries.items ? entries.tiles[entry] : make_int4(0, 0, 0, 0);
         for (int half = 0; half < 2; half++) {
             wait(barriers.queries_empty(half), blocks_empty);
             if (lane == 0) {
@@ -68,7 +58,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                 if (tile.z == 0)
                     arrive(barriers.queries_full(half));
                 else
-                    copy_block<D>(base + AT_QUERIES + half * ROW_TILE, maps.queries, barriers.queries_full(half),
+                    copy_whole_queries(base + AT_QUERIES + half * ROW_TILE, maps.queries, barriers.queries_full(half),
                                   tile.x + half * TOKENS, head);
             }
         }
@@ -77,38 +67,31 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         int left = tile.z;  // in steps of forward
         bool is_first = true;
         for (int number = tile.w; left > 0; number++) {
-            const int4 segment = segments[number];
-            const int k_begin = segment.x, k_end = segment.y, shift = segment.z;
-            const int high = min(k_end, q_end + shift);
-            const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
-            const int stop = (low - k_begin) / KEYS;
-            left -= (high - k_begin + TABLE_KEYS - 1) / TABLE_KEYS - (low - k_begin) / TABLE_KEYS;
-            for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--) {
+            const Segment keys = {entries.segments[number], q_first, q_end, window};
+            const int stop = keys.first_tile();
+            left -= keys.num_tiles<TABLE_KEYS>();
+            for (int n = keys.last_tile(); n >= stop; n--) {
                 const bool is_last = left == 0 && n == stop;
-                if (is_last && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
-                const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
-                const int diagonal = q_first + shift - first;  // the last key that the first query sees
-                bool masked = diagonal < KEYS - 1 || count < KEYS;
-                if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
+                if (is_last && lane == 0) next = draw(counter, entries.items);  // not earlier: others may be free before
+                const Step step = {keys, n, q_first, q_end, window};
                 const u32 stage = ring.stage;
                 wait(barriers.keys_empty(stage), ring.empty());
                 if (lane == 0)
-                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = make_int4(diagonal, count, masked, is_last);
-                copy_keys(base + AT_KEYS + stage * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(stage), first,
-                          count, head, lane);
+                    reinterpret_cast<int4*>(shared + AT_STEPS)[stage] = 
+                        make_int4(step.diagonal, step.count, step.masked, is_last);
+                copy_keys(base + AT_KEYS + stage * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(stage),
+                          step.first, step.count, head, lane);
                 if (is_first)
                     for (int half = 0; half < 2; half++) {
                         wait(barriers.douts_empty(half), blocks_empty);
                         if (lane == 0)
-                            copy_block<DV>(base + AT_DOUTS + half * DOUT_TILE, maps.douts, barriers.douts_full(half),
+                            copy_whole_queries<DV>(base + AT_DOUTS + half * DOUT_TILE, maps.douts, barriers.douts_full(half),
                                            tile.x + half * TOKENS, head);
                     }
                 is_first = false;
-                wait(barriers.values_empty(value_ring.stage), value_ring.empty());
-                copy_keys<DV>(base + AT_VALUES + value_ring.stage * VALUE_TILE, maps.values, maps.value_rows,
-                              barriers.values_full(value_ring.stage), first, count, head, lane);
+                copy_values(base + AT_VALUES, barriers, maps.values, maps.value_rows, value_ring, step.first,
+                            step.count, head, lane);
                 ring.advance();
-                value_ring.advance();
             }
         }
         blocks_empty ^= 1;
@@ -138,18 +121,6 @@ INLINE float behind(float x, u32 barrier, u32 parity) {
     return __uint_as_float(__float_as_uint(x) | bits);
 }
 
-INLINE void hide(float (&p)[SCORES], int4 step, int token0, int token1, int window, u32 lane) {
-    const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
-    const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-        const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-        bool hidden = column > ((i & 2) ? last1 : last0);
-        if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
-        if (hidden) p[i] = 0;
-    }
-}
-
 INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const float* delta, bf16* dq,
                     float4* part_sums, int half, int kv_heads, float scale, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
@@ -170,8 +141,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
                     delta1 = inside1 ? delta[block.place(row + 8)] : 0.f;
         float s[SCORES], dp[SCORES], sum[D / 2];
         u32 ds[SCORES / 2];
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) sum[i] = 0;
+        clear(sum);
         u32 stage = ring.stage;
         wait(barriers.keys_full(stage), ring.full);
         products_begin();
@@ -185,7 +155,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
             products_begin();
             issue_rows<DV>(dp, douts, ROW_PANEL, base + AT_VALUES + value_ring.stage * VALUE_TILE, KEY_PANEL);
             exponentiate(s, lse0, lse1, behind(scale_log2, barriers.values_full(value_ring.stage), value_ring.full));
-            if (step.z) hide(s, step, token0, token1, window, lane);
+            if (step.z) hide_keys(s, 0, step, token0, token1, window, lane);
             products_wait<0>();
             hold(dp);
             arrive(barriers.values_empty(value_ring.stage));
@@ -238,12 +208,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                  const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
                  const float* lse, const float* delta, bf16* dq, const int* table, u32* counter, int tiles_at,
                  int segments_at, int kv_heads, float scale, int window, float4* part_sums) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    unsigned char* shared = open_shared(AT_TILES);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
-        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < 2; i++) {
             barrier_init(barriers.queries_full(i), 1);
@@ -256,8 +223,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_init(barriers.values_empty(i), READERS);
         }
     }
-    fence_async_proxy();
-    __syncthreads();
+    barriers_are_set();
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
         give_registers<40>();

@@ -39,17 +39,6 @@ INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half, bool add) {
     for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0 || add);
 }
 
-INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) {
-        const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-        const int last = block.x + column / G;
-        bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
-        if (WINDOWED) hidden |= key <= last - window;
-        if (hidden) p[i] = 0;
-    }
-}
-
 // One block of dQ, or a half's part of it, added to the others' in global memory, in any order.
 INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
     float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + (IN_TURN ? 0 : half * (BLOCK_FLOATS / 2)) + thread * 4;
@@ -69,19 +58,6 @@ INLINE void write_keys(bf16* out, u32 staging, const float (&x)[D / 2], float fa
         const uint4 numbers = load_shared(staging + (chunk >> 3) * KEY_PANEL + swizzled(row, chunk & 7));
         if (key < tile.y)
             reinterpret_cast<uint4*>(out + (static_cast<long>(tile.x + key) * kv_heads + tile.w) * D)[chunk] = numbers;
-    }
-}
-
-// Probabilities from transposed scores, in place; `lse` gives the numbers of a lane's columns.
-template <typename Lse>
-INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i += 4) {
-        const float2 less = lse(i);
-        s[i] = exp2_fast(s[i] * scale_log2 - less.x);
-        s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
-        s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
-        s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
     }
 }
 

@@ -24,6 +24,7 @@ constexpr int PANELS = D / 64;
 constexpr int KEY_PANEL = KEYS * 128;  // bytes
 constexpr int ROW_PANEL = ROWS * 128;
 constexpr int KEY_TILE = KEY_PANEL * PANELS;
+[[maybe_unused]] constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);
 [[maybe_unused]] constexpr int ROW_TILE = ROW_PANEL * PANELS;
 [[maybe_unused]] constexpr int DS_TILE = KEYS * ROWS * 2;  // gradients of the scores of a block and a tile of keys
 constexpr int READERS = 128 * BLOCKS;  // threads that compute
@@ -31,6 +32,21 @@ constexpr int READERS = 128 * BLOCKS;  // threads that compute
 
 #define INFINITE __int_as_float(0x7F800000)
 #define NONE -1e30f  // below all references of exponentials
+
+// Dynamic shared memory from a multiple of 1024 bytes on, where swizzled tiles begin. The bytes of tiles are zeros at
+// first: what no copy has written yet is finite, and meets probabilities of zero.
+INLINE unsigned char* open_shared(u32 tile_bytes) {
+    extern __shared__ unsigned char unaligned[];
+    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    for (u32 i = threadIdx.x; i < tile_bytes / 16; i += blockDim.x)
+        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    return shared;
+}
+
+INLINE void barriers_are_set() {
+    fence_async_proxy();
+    __syncthreads();
+}
 
 INLINE u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
@@ -67,6 +83,29 @@ INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u
             copy_4d(to + panel * ROW_PANEL + token * G * 128, row, barrier, panel * 64, 0, head, first + token);
         }
     }
+}
+
+// The values of one step, to the next stage of their ring.
+template <class Barriers, int STAGES>
+INLINE void copy_values(u32 stages, const Barriers& barriers, const TensorMap* tile, const TensorMap* row,
+                        Ring<STAGES>& ring, int first, int count, int head, u32 lane) {
+    wait(barriers.values_empty(ring.stage), ring.empty());
+    copy_keys<DV>(stages + ring.stage * VALUE_TILE, tile, row, barriers.values_full(ring.stage), first, count, head,
+                  lane);
+    ring.advance();
+}
+
+// A tile of keys, by one lane, with whatever stands behind its last key.
+INLINE void copy_whole_keys(u32 to, const TensorMap* tile, u32 barrier, int first, int head) {
+    arrive_expecting(barrier, KEY_TILE);
+    for (int i = 0; i < PANELS; i++) copy_3d(to + i * KEY_PANEL, tile, barrier, i * 64, head, first);
+}
+
+// A block of queries, likewise: what it has beyond its tile's queries comes to rows that nobody writes.
+template <int DIM = D>
+INLINE void copy_whole_queries(u32 to, const TensorMap* block, u32 barrier, int first, int head) {
+    arrive_expecting(barrier, TOKENS * G * DIM * 2);
+    for (int i = 0; i < DIM / 64; i++) copy_4d(to + i * ROW_PANEL, block, barrier, i * 64, 0, head, first);
 }
 
 // ---- matrix products: D[64, N] (+)= A[64, 16] B[16, N] on a warpgroup ----
@@ -106,6 +145,12 @@ template <int N>
 INLINE void hold(u32 (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+template <int N>
+INLINE void clear(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = 0;
 }
 
 // Keeps what is computed from x behind this place; the compiler would do it in every round of a loop.
@@ -190,6 +235,66 @@ INLINE void locate(const Work& work, u32 item, int kv_heads, int& entry, int& he
     } else {
         head = item % kv_heads;
         entry = item / kv_heads;
+    }
+}
+
+// A table of tiles of queries, and of the segments of keys that they walk.
+struct QueryTable {
+    Work work;
+    const int4 *tiles, *segments;
+    u32 items;
+
+    INLINE QueryTable(const int* table, int tiles_at, int segments_at, int kv_heads)
+        : work{table[0], table[1]},
+          tiles(reinterpret_cast<const int4*>(table + tiles_at)),
+          segments(reinterpret_cast<const int4*>(table + segments_at)),
+          items(work.count * kv_heads) {}
+};
+
+// The keys of a segment that queries of a tile see, [low, high), and their tiles, which are walked from the last on.
+struct Segment {
+    int k_begin, k_end, shift, high, low;
+
+    INLINE Segment(int4 entry, int q_first, int q_end, int window)
+        : k_begin(entry.x),
+          k_end(entry.y),
+          shift(entry.z),
+          high(min(k_end, q_end + shift)),
+          low(WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin) {}
+    template <int TILE>
+    INLINE int num_tiles() const {
+        return (high - k_begin + TILE - 1) / TILE - (low - k_begin) / TILE;
+    }
+    INLINE int first_tile() const { return (low - k_begin) / KEYS; }
+    INLINE int last_tile() const { return (high - k_begin + KEYS - 1) / KEYS - 1; }
+};
+
+// A tile of queries and one of keys.
+struct Step {
+    int first, count;  // keys
+    int diagonal;      // the last key that the first query sees
+    bool masked;       // some query does not see all keys, or the tile has rows of no query (`part`)
+
+    INLINE Step(const Segment& segment, int number, int q_first, int q_end, int window, bool part = false)
+        : first(segment.k_begin + number * KEYS),
+          count(min(KEYS, segment.k_end - first)),
+          diagonal(q_first + segment.shift - first),
+          masked(diagonal < KEYS - 1 || count < KEYS || part) {
+        if (WINDOWED) masked |= q_end - 1 + segment.shift - window + 1 > first;
+    }
+};
+
+// Scores of two rows of a lane, of tokens token0 and token1 of the tile: those of keys that they do not see.
+template <int N>
+INLINE void hide_keys(float (&s)[N], float hidden_score, int4 step, int token0, int token1, int window, u32 lane) {
+    const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
+    const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+        bool hidden = column > ((i & 2) ? last1 : last0);
+        if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
+        if (hidden) s[i] = hidden_score;
     }
 }
 

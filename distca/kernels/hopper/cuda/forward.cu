@@ -10,6 +10,8 @@
 // have 160 registers a thread and leave their queries in shared memory.
 
 constexpr bool QUERIES_HELD = BLOCKS == 2;
+constexpr int QUERY_READERS = READERS;  // of a slot
+constexpr int COPYING_REGISTERS = QUERIES_HELD ? 40 : 32, COMPUTING_REGISTERS = QUERIES_HELD ? 232 : 160;
 
 INLINE void issue_scores(float (&s)[64], const u32 (&q)[D / 16][4], u32 keys) {
 #pragma unroll
@@ -27,11 +29,6 @@ INLINE void issue_scores(float (&s)[64], u32 queries, u32 keys) {
                       inner_descriptor(keys + i / 4 * KEY_PANEL) + i % 4 * INNER_STEP, i > 0);
     products_commit();
 }
-
-struct Keys {  // as they lie in memory, in numbers
-    const bf16* first;
-    long token_stride, head_stride;
-};
 
 // Sixteen columns of the warp's 16 rows of queries.
 INLINE void load_queries(u32 (&q)[4], u32 queries, int i, u32 warp, u32 lane) {
@@ -188,8 +185,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     slot = slots.stage;
     if (!begin_tile()) return;
     left--;
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] = 0;
+    clear(o);
     begin_scores();
     products_wait<0>();
     finish_scores(load_said(base + AT_STEPS + 16 * key_ring.stage), true);
@@ -215,50 +211,10 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         if (begins) {
             write(factors);
             slot = next_slot;
-#pragma unroll
-            for (int i = 0; i < D / 2; i++) o[i] = 0;
+            clear(o);
         }
     }
     begin_values();
     finish_values();
     write(finish_tile());
-}
-
-extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
-    attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-                      const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
-                      float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride,
-                      float4* part_sums, float2* part_references) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
-    const u32 base = shared_address(shared);
-    const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
-        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < SLOTS; i++) {
-            barrier_init(barriers.queries_full(i), 1);
-            barrier_init(barriers.queries_empty(i), READERS);
-        }
-        for (u32 i = 0; i < STAGES; i++) {
-            barrier_init(barriers.keys_full(i), 1);
-            barrier_init(barriers.values_full(i), 1);
-            barrier_init(barriers.keys_empty(i), READERS);
-            barrier_init(barriers.values_empty(i), READERS);
-        }
-    }
-    fence_async_proxy();
-    __syncthreads();
-    const int warpgroup = threadIdx.x >> 7;
-    if (warpgroup == 0) {
-        give_registers<QUERIES_HELD ? 40 : 32>();
-        if (threadIdx.x < 32)
-            copy_ahead(shared, base, barriers, &queries, &keys, &values, &value_rows, table, counter, tiles_at,
-                       segments_at, kv_heads, window, threadIdx.x);
-    } else {
-        take_registers<QUERIES_HELD ? 232 : 160>();
-        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
-                warpgroup - 1, kv_heads, scale * LOG2E, window);
-    }
 }

@@ -22,39 +22,28 @@ struct Barriers {
     INLINE u32 values_empty(u32 stage) const { return base + 8 * (2 * SLOTS + 3 * STAGES + stage); }
 };
 
-INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values, const TensorMap* value_rows,
-                        Ring<STAGES>& ring, int first, int count, int head, u32 lane) {
-    wait(barriers.values_empty(ring.stage), ring.empty());
-    copy_keys(base + AT_VALUES + ring.stage * KEY_TILE, values, value_rows, barriers.values_full(ring.stage), first,
-              count, head, lane);
-    ring.advance();
-}
-
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* queries,
                        const TensorMap* keys, const TensorMap* values, const TensorMap* value_rows, const int* table,
                        u32* counter, int tiles_at, int segments_at, int kv_heads, int window, u32 lane) {
-    const Work work = {table[0], table[1]};
-    const int4* tiles = reinterpret_cast<const int4*>(table + tiles_at);
-    const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
-    const u32 items = work.count * kv_heads;
+    const QueryTable entries = {table, tiles_at, segments_at, kv_heads};
     Ring<SLOTS> slots;
     Ring<STAGES> key_ring, value_ring;
     // A tile's number and its entry are a trip to memory each, begun with one of the last steps of the tile before.
     u32 next = 0, item = 0, trips = 1;  // to make
     int4 tile = make_int4(0, 0, 0, 0);
-    if (lane == 0) next = draw(counter, items);
+    if (lane == 0) next = draw(counter, entries.items);
     auto look_up = [&] {
         item = __shfl_sync(~0u, next, 0);
         int entry, head;
-        locate(work, item, kv_heads, entry, head);
-        if (item < items) tile = tiles[entry];
+        locate(entries.work, item, kv_heads, entry, head);
+        if (item < entries.items) tile = entries.tiles[entry];
     };
     while (true) {
         if (trips > 0) look_up();
         u32 slot = slots.stage;
         wait(barriers.queries_empty(slot), slots.empty());
         int4* said = reinterpret_cast<int4*>(shared + AT_TILES) + slot;
-        if (item >= items) {
+        if (item >= entries.items) {
             if (lane == 0) {
                 *said = make_int4(0, 0, 0, 0);
                 arrive(barriers.queries_full(slot));
@@ -62,7 +51,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             return;
         }
         int entry, head;
-        locate(work, item, kv_heads, entry, head);
+        locate(entries.work, item, kv_heads, entry, head);
         const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
         if (lane == 0) {
             *said = make_int4(tile.x, tile.y, tile.z, head);
@@ -76,40 +65,32 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         int left = tile.z;
         trips = 2;
         for (int number = tile.w; left > 0; number++) {
-            const int4 segment = segments[number];
-            const int k_begin = segment.x, k_end = segment.y, shift = segment.z;
-            const int high = min(k_end, q_end + shift);
-            const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
-            const int stop = (low - k_begin) / KEYS;
-            for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--, left--) {
+            const Segment segment = {entries.segments[number], q_first, q_end, window};
+            const int stop = segment.first_tile();
+            for (int n = segment.last_tile(); n >= stop; n--, left--) {
                 if (left <= 3 && trips > 0) {  // not earlier: others may be free before
                     if (trips == 1)
                         look_up();
                     else if (lane == 0)
-                        next = draw(counter, items);
+                        next = draw(counter, entries.items);
                     trips--;
                 }
-                const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
-                const int diagonal = q_first + shift - first;  // the last key that the first query sees
-                bool masked = diagonal < KEYS - 1 || count < KEYS;
-                if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
+                const Step step = {segment, n, q_first, q_end, window};
                 u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
                 if (lane == 0) {
                     reinterpret_cast<int4*>(shared + AT_STEPS)[stage] =
-                        make_int4(diagonal, count, first, 2 * head + masked);
-                    arrive_expecting(barriers.keys_full(stage), KEY_TILE);
-                    for (int i = 0; i < PANELS; i++)
-                        copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage),
-                                i * 64, head, first);
+                        make_int4(step.diagonal, step.count, step.first, 2 * head + step.masked);
+                    copy_whole_keys(base + AT_KEYS + stage * KEY_TILE, keys, barriers.keys_full(stage), step.first,
+                                    head);
                 }
                 key_ring.advance();
                 if (value_count)
-                    copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
-                value_first = first;
-                value_count = count;
+                    copy_values(base + AT_VALUES, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
+                value_first = step.first;
+                value_count = step.count;
             }
         }
-        copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
+        copy_values(base + AT_VALUES, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
     }
 }

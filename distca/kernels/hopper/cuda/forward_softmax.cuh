@@ -12,6 +12,11 @@ INLINE float depending(float x, float on, u32 zero) {
     return __uint_as_float(__float_as_uint(x) | (__float_as_uint(on) & zero));
 }
 
+struct Keys {  // as they lie in memory, in numbers
+    const bf16* first;
+    long token_stride, head_stride;
+};
+
 // Of two rows of a lane.
 struct Softmax {
     float from0 = NONE, from1 = NONE;  // references, scaled to base 2
@@ -20,15 +25,7 @@ struct Softmax {
 
     INLINE void mask(float (&s)[SCORES], int4 step, int half, int window, u32 warp, u32 lane) {
         const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
-        const int last0 = min(step.x + token0, step.y - 1), last1 = min(step.x + token1, step.y - 1);
-        const int first0 = step.x + token0 - window + 1, first1 = step.x + token1 - window + 1;
-#pragma unroll
-        for (int i = 0; i < SCORES; i++) {
-            const int column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-            bool hidden = column > ((i & 2) ? last1 : last0);
-            if (WINDOWED) hidden |= column < ((i & 2) ? first1 : first0);
-            if (hidden) s[i] = -INFINITE;
-        }
+        hide_keys(s, -INFINITE, step, token0, token1, window, lane);
     }
 
     INLINE bool lacks_references() const { return __any_sync(~0u, from0 == NONE || from1 == NONE); }

@@ -85,8 +85,7 @@ INLINE void compute(u32 base, const Barriers& barriers, bf16* dq, int number, in
     Ring<STAGES> ring;
     while (true) {
         float sum[D / 2];
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) sum[i] = 0;
+        clear(sum);
         int4 tile, step;
         do {
             wait(barriers.full(ring.stage), ring.full);
@@ -117,19 +116,15 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     attention_kept_dq(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
                       const unsigned char* ds, bf16* dq, const int* table, u32* counter, int pairs_at, int kv_heads,
                       float scale, int first_head, int num_heads) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    unsigned char* shared = open_shared(AT_STEPS);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_STEPS / 16; i += blockDim.x)
-        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0)
         for (u32 i = 0; i < STAGES; i++) {
             barrier_init(barriers.full(i), 2);  // keys and gradients
             barrier_init(barriers.empty(i), READERS);
         }
-    fence_async_proxy();
-    __syncthreads();
+    barriers_are_set();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
     if (warpgroup == 0) {
         if (threadIdx.x < 32)

@@ -7,8 +7,6 @@
 #define TABLE_KEYS KEYS
 #endif
 
-[[maybe_unused]] constexpr int VALUE_TILE = KEY_PANEL * (DV / 64);  // bytes
-
 #define TEXT40 TEXT32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define TEXT96                                                         \
     TEXT64                                                             \

@@ -11,17 +11,6 @@
 // scores and dP twice (backward_dq.cu). Where memory has room for dS (DS_OUT), the second warpgroup leaves it there, and
 // dQ takes one product (kept_dq.cu).
 
-INLINE void hide(float (&p)[SCORES], int4 block, int row, int window, u32 lane) {
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-        const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-        const int last = block.x + column / G;
-        bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
-        if (WINDOWED) hidden |= key <= last - window;
-        if (hidden) p[i] = 0;
-    }
-}
-
 struct KeyRows {  // of a tile, as they lie in memory
     int rows;
     long first;
@@ -53,8 +42,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             sync_named(1, 128);  // all warps have theirs
         else
             arrive(barriers.keys_empty());
-#pragma unroll
-        for (int i = 0; i < DV / 2; i++) sums[i] = 0;
+        clear(sums);
 
         auto begin_scores = [&] {
             wait(barriers.queries_full(query_ring.stage), query_ring.full);
@@ -67,14 +55,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
             hold(s);
             const int masked = load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).x;
             const u32 lse = base + AT_LSE + query_ring.stage * ROWS * 4 + columns;
-#pragma unroll
-            for (int i = 0; i < SCORES; i += 4) {
-                const float2 less = load_pair(lse + i * 8);
-                s[i] = exp2_fast(s[i] * scale_log2 - less.x);
-                s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
-                s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
-                s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
-            }
+            exponentiate(s, [=](int i) { return load_pair(lse + i * 8); }, scale_log2);
             if (masked) hide(s, load_said(base + AT_BLOCKS + 32 * query_ring.stage), row, window, lane);
             arrive(barriers.queries_empty(query_ring.stage));
         };
@@ -153,8 +134,7 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
             sync_named(2, 128);  // all warps have theirs
         else if (HELD_VALUES == DV / 16)
             arrive(barriers.values_empty());
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) sums[i] = 0;
+        clear(sums);
 
         auto begin_dp = [&] {
             wait(barriers.douts_full(dout_ring.stage), dout_ring.full);
@@ -244,19 +224,10 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    attention_backward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap query_rows,
-                       const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,
-                       const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,
-                       const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,
-                       const float* lse, const float* delta, unsigned char* ds, bf16* dk, bf16* dv,
-                       const int* table, u32* counter, int items_at, int rows_at, int kv_heads, float scale,
-                       int window, const int4* pairs, int num_places, int first_head, int num_heads) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
+    attention_backward(BACKWARD_PARAMETERS(unsigned char* ds)) {
+    unsigned char* shared = open_shared(AT_TILE);
     const u32 base = shared_address(shared);
     const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILE / 16; i += blockDim.x)
-        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) {
         barrier_init(barriers.keys_full(), 1);
         barrier_init(barriers.keys_empty(), READERS);
@@ -275,15 +246,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_init(barriers.douts_empty(i), READERS);
         }
     }
-    fence_async_proxy();
-    __syncthreads();
+    barriers_are_set();
     const Heads heads = {first_head, num_heads};
     const int warpgroup = threadIdx.x >> 7;
     if (warpgroup == 0) {
         give_registers<24>();
         if (threadIdx.x < 32) {
             const Maps maps = {&queries, &query_rows, &douts, &dout_rows, &keys, &key_rows, &values, &value_rows};
-            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, rows_at, pairs, kv_heads,
+            copy_ahead(shared, base, barriers, maps, lse, delta, table, counter, items_at, tasks_at, pairs, kv_heads,
                        heads, window, threadIdx.x);
         }
     } else {

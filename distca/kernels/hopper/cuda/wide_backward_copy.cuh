@@ -42,11 +42,11 @@ struct Barriers {
 };
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const Maps& maps, const float* lse,
-                       const float* delta, const int* table, u32* counter, int items_at, int rows_at, const int4* pairs,
+                       const float* delta, const int* table, u32* counter, int items_at, int tasks_at, const int4* pairs,
                        int kv_heads, Heads heads, int window, u32 lane) {
     const Work work = {table[0], table[1]};
     const int4* entries = reinterpret_cast<const int4*>(table + items_at);
-    const int4* rows = reinterpret_cast<const int4*>(table + rows_at);
+    const int4* tasks = reinterpret_cast<const int4*>(table + tasks_at);
     int4* said = reinterpret_cast<int4*>(shared + AT_TILE);
     const u32 items = work.count * heads.count;
     Ring<QUERY_STAGES> query_ring;
@@ -70,35 +70,26 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         const int k_first = tile.x, k_end = tile.x + tile.y;
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
-            const int4 a = rows[2 * number], b = rows[2 * number + 1];
-            const int q_begin = a.x, q_end = a.y, shift = b.x;
-            const int low = max(k_first, a.z),
-                      high = min(min(k_end, a.w), q_end + shift);  // keys of the tile seen by the row
-            if (low >= high) continue;
-            const int first_block = max(0, low - shift - q_begin) / TOKENS;
-            int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
-            if (WINDOWED) {
-                const int reach = high + window - 1 - shift - q_begin;  // queries from here on see no key of the tile
-                stop = min(stop, (max(0, reach) + TOKENS - 1) / TOKENS);
-            }
+            const Task task = {tasks[2 * number], tasks[2 * number + 1]};
+            const int low = max(k_first, task.k_begin), high = min(min(k_end, task.k_end), task.q_end + task.shift);
+            if (low >= high) continue;  // it sees no key of the tile
+            const int first_block = task.first_block(low), stop = task.stop_block(high, window);
             int place = 0;
             for (int block = stop - 1; block >= first_block; block--, left--) {
                 if (DS_OUT && (stop - 1 - block) % 32 == 0) {  // a lane has every 32nd block's, looked up together
-                    const int4 pair = pairs[b.z + max(0, block - static_cast<int>(lane))];
+                    const int4 pair = pairs[task.pair_base + max(0, block - static_cast<int>(lane))];
                     place = pair.z + (k_first - pair.x) / KEYS;
                 }
                 const int ds_place = DS_OUT ? __shfl_sync(~0u, place, (stop - 1 - block) % 32) : 0;
                 if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
-                const int q_first = q_begin + block * TOKENS, q_count = min(TOKENS, q_end - q_first);
-                const int diagonal = q_first + shift - k_first;  // the last key of the tile that the first query sees
-                bool masked = diagonal < KEYS - 1 || a.z > k_first || a.w < k_first + KEYS || q_count * G < ROWS;
-                if (WINDOWED) masked |= q_first + q_count - 1 + shift - window + 1 > k_first;
+                const BlockStep step = {task, block, k_first, window};
+                const int q_first = step.q_first, q_count = step.q_count;
                 const u32 stage = query_ring.stage, dout_stage = dout_ring.stage;
                 wait(barriers.queries_empty(stage), query_ring.empty());
                 if (lane == 0) {
                     int4* block_said = reinterpret_cast<int4*>(shared + AT_BLOCKS) + 2 * stage;
-                    block_said[0] = make_int4(diagonal, a.z - k_first, a.w - k_first, q_count * G);
-                    block_said[1] = make_int4(masked, ds_place, 0, 0);
+                    block_said[0] = make_int4(step.diagonal, task.k_begin - k_first, task.k_end - k_first, q_count * G);
+                    block_said[1] = make_int4(step.masked, ds_place, 0, 0);
                 }
                 copy_queries(base + AT_QUERIES + stage * ROW_TILE, maps.queries, maps.query_rows,
                              barriers.queries_full(stage), q_first, q_count, head, lane);

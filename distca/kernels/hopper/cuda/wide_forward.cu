@@ -5,6 +5,8 @@
 // have been taken, and its outs go from registers to memory under the first scores of the next.
 
 constexpr int STAGES = 2;
+constexpr int SLOTS = 2, QUERY_READERS = READERS / 2;               // a block's own
+constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 constexpr int AT_QUERIES = 0;                                       // two blocks
 constexpr int AT_KEYS = AT_QUERIES + 2 * ROW_TILE;
 constexpr int AT_VALUES = AT_KEYS + STAGES * KEY_TILE;
@@ -25,7 +27,7 @@ struct Barriers {
     INLINE u32 values_empty(u32 stage) const { return base + 80 + 8 * stage; }
 };
 
-// Both blocks of a tile, whole: what they have beyond its queries comes to rows that nobody writes.
+// Both blocks of a tile, whole.
 INLINE void copy_tile(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* queries, int4 tile,
                       int head, u32 turn, u32 lane) {
     for (int half = 0; half < 2; half++) {
@@ -37,37 +39,23 @@ INLINE void copy_tile(unsigned char* shared, u32 base, const Barriers& barriers,
                 arrive(full);
                 continue;
             }
-            arrive_expecting(full, TOKENS * G * D * 2);
-            for (int i = 0; i < PANELS; i++)
-                copy_4d(base + AT_QUERIES + half * ROW_TILE + i * ROW_PANEL, queries, full, i * 64, 0, head,
-                        tile.x + half * TOKENS);
+            copy_whole_queries(base + AT_QUERIES + half * ROW_TILE, queries, full, tile.x + half * TOKENS, head);
         }
     }
-}
-
-INLINE void copy_values(u32 base, const Barriers& barriers, const TensorMap* values, const TensorMap* value_rows,
-                        Ring<STAGES>& ring, int first, int count, int head, u32 lane) {
-    wait(barriers.values_empty(ring.stage), ring.empty());
-    copy_keys<DV>(base + AT_VALUES + ring.stage * VALUE_TILE, values, value_rows, barriers.values_full(ring.stage),
-                  first, count, head, lane);
-    ring.advance();
 }
 
 INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers, const TensorMap* queries,
                        const TensorMap* keys, const TensorMap* values, const TensorMap* value_rows, const int* table,
                        u32* counter, int tiles_at, int segments_at, int kv_heads, int window, u32 lane) {
-    const Work work = {table[0], table[1]};
-    const int4* tiles = reinterpret_cast<const int4*>(table + tiles_at);
-    const int4* segments = reinterpret_cast<const int4*>(table + segments_at);
-    const u32 items = work.count * kv_heads;
+    const QueryTable entries = {table, tiles_at, segments_at, kv_heads};
     Ring<STAGES> key_ring, value_ring;
     u32 next = 0, turn = 0;
-    if (lane == 0) next = draw(counter, items);
+    if (lane == 0) next = draw(counter, entries.items);
     while (true) {
         const u32 item = __shfl_sync(~0u, next, 0);
         int entry = 0, head = 0;
-        locate(work, item, kv_heads, entry, head);
-        const int4 tile = item < items ? tiles[entry] : make_int4(0, 0, 0, 0);
+        locate(entries.work, item, kv_heads, entry, head);
+        const int4 tile = item < entries.items ? entries.tiles[entry] : make_int4(0, 0, 0, 0);
         if (tile.z == 0) {
             copy_tile(shared, base, barriers, queries, tile, head, turn, lane);
             return;
@@ -76,46 +64,33 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         int value_first = 0, value_count = 0;  // values are copied one step behind their keys
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
-            const int4 segment = segments[number];
-            const int k_begin = segment.x, k_end = segment.y, shift = segment.z;
-            const int high = min(k_end, q_end + shift);
-            const int low = WINDOWED ? max(k_begin, q_first + shift - window + 1) : k_begin;
-            const int stop = (low - k_begin) / KEYS;
-            for (int n = (high - k_begin + KEYS - 1) / KEYS - 1; n >= stop; n--, left--) {
-                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
-                const int first = k_begin + n * KEYS, count = min(KEYS, k_end - first);
-                const int diagonal = q_first + shift - first;  // the last key that the first query sees
-                bool masked = diagonal < KEYS - 1 || count < KEYS || q_end - q_first < 2 * TOKENS;
-                if (WINDOWED) masked |= q_end - 1 + shift - window + 1 > first;
+            const Segment segment = {entries.segments[number], q_first, q_end, window};
+            const int stop = segment.first_tile();
+            for (int n = segment.last_tile(); n >= stop; n--, left--) {
+                if (left == 1 && lane == 0) next = draw(counter, entries.items);  // not earlier: others may be free before
+                const Step step = {segment, n, q_first, q_end, window, q_end - q_first < 2 * TOKENS};
                 const u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
                 if (lane == 0) {
-                    const int flags = masked * MASKED + (left == 1) * LAST + (next < items) * MORE;
+                    const int flags = step.masked * MASKED + (left == 1) * LAST + (next < entries.items) * MORE;
                     reinterpret_cast<int4*>(shared + AT_STEPS)[stage] =
-                        make_int4(diagonal, count, first, (head << HEADS_FROM) + flags);
-                    arrive_expecting(barriers.keys_full(stage), KEY_TILE);
-                    for (int i = 0; i < PANELS; i++)
-                        copy_3d(base + AT_KEYS + stage * KEY_TILE + i * KEY_PANEL, keys, barriers.keys_full(stage),
-                                i * 64, head, first);
+                        make_int4(step.diagonal, step.count, step.first, (head << HEADS_FROM) + flags);
+                    copy_whole_keys(base + AT_KEYS + stage * KEY_TILE, keys, barriers.keys_full(stage), step.first,
+                                    head);
                 }
                 key_ring.advance();
                 if (value_count)
-                    copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
+                    copy_values(base + AT_VALUES, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
                 else
                     copy_tile(shared, base, barriers, queries, tile, head, turn, lane);
-                value_first = first;
-                value_count = count;
+                value_first = step.first;
+                value_count = step.count;
             }
         }
-        copy_values(base, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
+        copy_values(base + AT_VALUES, barriers, values, value_rows, value_ring, value_first, value_count, head, lane);
         turn ^= 1;
     }
 }
-
-struct Keys {  // as they lie in memory, in numbers
-    const bf16* first;
-    long token_stride, head_stride;
-};
 
 // A warp's scores again, by itself, keys from memory: what it does again the others need not know of.
 INLINE void repeat_scores(float (&s)[SCORES], u32 queries, const Keys& keys, int4 step, u32 warp, u32 lane) {
@@ -221,8 +196,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     begin_scores();
     products_wait<0>();
     while (true) {
-#pragma unroll
-        for (int i = 0; i < DV / 2; i++) o[i] = 0;
+        clear(o);
         softmax = Softmax();
         finish_scores(step_said(), true);
         round_pairs(p, s);
@@ -253,41 +227,4 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     products_wait<0>();
     finish_values();
     write(finish_tile());
-}
-
-extern "C" __global__ void __launch_bounds__(384, 1)
-    attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
-                      const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows, bf16* out,
-                      float* lse, const int* table, u32* counter, int tiles_at, int segments_at, int kv_heads,
-                      float scale, int window, const bf16* k, long k_token_stride, long k_head_stride,
-                      float4* part_sums, float2* part_references) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
-    const u32 base = shared_address(shared);
-    const Barriers barriers = {base + AT_BARRIERS};
-    for (u32 i = threadIdx.x; i < AT_TILES / 16; i += blockDim.x)
-        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < 2; i++) {
-            barrier_init(barriers.queries_full(i), 1);
-            barrier_init(barriers.queries_empty(i), READERS / 2);
-            barrier_init(barriers.keys_full(i), 1);
-            barrier_init(barriers.keys_empty(i), READERS);
-            barrier_init(barriers.values_full(i), 1);
-            barrier_init(barriers.values_empty(i), READERS);
-        }
-    }
-    fence_async_proxy();
-    __syncthreads();
-    const int warpgroup = threadIdx.x >> 7;
-    if (warpgroup == 0) {
-        give_registers<24>();
-        if (threadIdx.x < 32)
-            copy_ahead(shared, base, barriers, &queries, &keys, &values, &value_rows, table, counter, tiles_at,
-                       segments_at, kv_heads, window, threadIdx.x);
-    } else {
-        take_registers<240>();
-        compute(base, barriers, {k, k_token_stride, k_head_stride}, out, lse, {part_sums, part_references},
-                warpgroup - 1, kv_heads, scale * LOG2E, window);
-    }
 }

@@ -1,0 +1,86 @@
+// What backward shares with that of wide heads: tensors, tasks as they meet a tile of keys, and transposed scores.
+
+#define BACKWARD_PARAMETERS(SUMS)                                                                               \
+    const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap query_rows,                    \
+        const __grid_constant__ TensorMap douts, const __grid_constant__ TensorMap dout_rows,                   \
+        const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap key_rows,                     \
+        const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap value_rows,                 \
+        const float *lse, const float *delta, SUMS, bf16 *dk, bf16 *dv, const int *table, u32 *counter,         \
+        int items_at, int tasks_at, int kv_heads, float scale, int window, const int4 *pairs, int num_places,   \
+        int first_head, int num_heads
+
+struct Maps {
+    const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
+};
+
+// One number per row of a block, which lie apart by token; the barrier counts the lanes that brought theirs.
+INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads,
+                         u32 lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 32; i++) {
+        const int row = i * 32 + lane;
+        const bool inside = row < q_count * G;
+        const float* source =
+            from + (inside ? static_cast<long>(q_first + row / G) * kv_heads * G + head * G + row % G : 0);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + row * 4), "l"(source),
+                     "r"(inside ? 4 : 0)
+                     : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+struct Task {
+    int q_begin, q_end, k_begin, k_end, shift;
+    int block_base, pair_base;  // of its first block among all blocks, and among all pairs where dS is kept
+
+    INLINE Task(int4 a, int4 b)
+        : q_begin(a.x), q_end(a.y), k_begin(a.z), k_end(a.w), shift(b.x), block_base(b.y), pair_base(b.z) {}
+
+    // Blocks [first, stop) of its queries see some of keys [low, high).
+    INLINE int first_block(int low) const { return max(0, low - shift - q_begin) / TOKENS; }
+    INLINE int stop_block(int high, int window) const {
+        const int stop = (q_end - q_begin + TOKENS - 1) / TOKENS;
+        const int reach = high + window - 1 - shift - q_begin;  // queries from here on see none of them
+        return WINDOWED ? min(stop, (max(0, reach) + TOKENS - 1) / TOKENS) : stop;
+    }
+};
+
+// A block of a task's queries and a tile of keys.
+struct BlockStep {
+    int q_first, q_count;
+    int diagonal;  // the last key of the tile that the first query sees
+    bool masked;   // some query does not see all keys
+
+    INLINE BlockStep(const Task& task, int block, int k_first, int window)
+        : q_first(task.q_begin + block * TOKENS),
+          q_count(min(TOKENS, task.q_end - q_first)),
+          diagonal(q_first + task.shift - k_first),
+          masked(diagonal < KEYS - 1 || task.k_begin > k_first || task.k_end < k_first + KEYS || q_count * G < ROWS) {
+        if (WINDOWED) masked |= q_first + q_count - 1 + task.shift - window + 1 > k_first;
+    }
+};
+
+// Probabilities of keys, in rows, and queries, in columns, that do not see each other become zero.
+INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) {
+        const int key = row + ((i & 2) ? 8 : 0), column = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
+        const int last = block.x + column / G;
+        bool hidden = key > last || key < block.y || key >= block.z || column >= block.w;
+        if (WINDOWED) hidden |= key <= last - window;
+        if (hidden) p[i] = 0;
+    }
+}
+
+// Probabilities from transposed scores, in place; `lse` gives the numbers of a lane's columns.
+template <typename Lse>
+INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i += 4) {
+        const float2 less = lse(i);
+        s[i] = exp2_fast(s[i] * scale_log2 - less.x);
+        s[i + 1] = exp2_fast(s[i + 1] * scale_log2 - less.y);
+        s[i + 2] = exp2_fast(s[i + 2] * scale_log2 - less.x);
+        s[i + 3] = exp2_fast(s[i + 3] * scale_log2 - less.y);
+    }
+}
