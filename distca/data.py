@@ -1,11 +1,11 @@
-"""Rows for trainers: documents laid over ranks, equal tokens on each, with the labels that a cut would lose.
+"""Rows for trainers: documents laid over ranks, equal tokens on each, with labels that are shifted before the cut.
 
-The label of a slice's last token is the first token of the next slice, on another rank; so labels are shifted here,
-before documents are cut, and their number over all ranks comes along for the loss. What comes out is what attention
-reads by `distca.integrations`: true positions, and where parts do not follow the order of ranks, document numbers.
+The label of a slice's last token is the first token of the next slice, which may be on another rank. So labels are
+shifted here, before documents are cut, and a row carries the number of labels over all ranks for the loss. Rows have
+what `distca.integrations` read: positions in documents, and document numbers if parts are not in the order of ranks.
 
-`Collator` does this inside any loader: ranks tell each other the documents that each of them drew, and every rank
-keeps its own row of them all. A document longer than a rank needs nothing else.
+`Collator` does this inside any loader: ranks gather the documents that each of them drew, and every rank keeps its own
+row of them all. A document longer than a rank needs nothing else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
 
 _MASKS = ("completion_mask", "assistant_masks")  # of TRL: tokens that count as labels
-
-_MOST_WORDS = 1024  # of 8 bytes, in what a rank says of its features
-
+_MOST_WORDS = 1024  # of 8 bytes, in a rank's error message
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Labelled = tuple[np.ndarray, np.ndarray]  # a document's token ids and labels
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank's tokens of a batch; `document_ids` only where its parts do not follow the order of ranks."""
+    """One rank's tokens of a batch; with `document_ids` only where parts are not in the order of ranks."""
 
     input_ids: torch.Tensor            # [tokens] int64
     position_ids: torch.Tensor         # [tokens] int64, in the token's document
@@ -45,7 +43,7 @@ class Row:
     num_items: int                     # labels of all ranks that count
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """What a Transformers model takes: one row, or a token of padding where this rank has none."""
+        """Arguments of a Transformers model: one row, or one token of padding if this rank has none."""
         named = {"input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels,
                  "shift_labels": self.shift_labels}
         if self.document_ids is not None:
@@ -58,19 +56,14 @@ class Row:
 
 
 def rows(
-    documents: Sequence[Tokens],
-    rank: int,
-    ranks: int,
-    *,
-    labels: Sequence[Tokens] | None = None,
-    placement: str = "given",
-    tolerance: float = 0.05,
+    documents: Sequence[Tokens], rank: int, ranks: int, *, labels: Sequence[Tokens] | None = None,
+    placement: str = "given", tolerance: float = 0.05,
 ) -> Row:
-    """This rank's row of all ranks' documents, the same arguments but `rank` on every rank.
+    """This rank's row of all ranks' documents; every rank passes the same arguments but `rank`.
 
-    `given` cuts the documents in order wherever a rank is full, rows differ by a token at most. `balanced` chooses who
-    holds what, so that attention moves less; rows differ by less than `ranks` tokens. `labels`, like documents and by
-    default equal to them, are -100 where a token is not to be predicted.
+    `given` cuts the documents in order wherever a rank is full; rows differ by a token at most. `balanced` chooses
+    which rank holds which tokens, so that attention moves less; rows differ by less than `ranks` tokens. `labels` have
+    the shape of documents, which they are by default, and are -100 where a token is not to be predicted.
     """
     tokens = [_column(document, f"documents[{i}]") for i, document in enumerate(documents)]
     targets = tokens if labels is None else [_column(one, f"labels[{i}]") for i, one in enumerate(labels)]
@@ -84,13 +77,11 @@ def rows(
     layout = _in_order(lengths, ranks) if placement == "given" or lengths.sum() < ranks else _balanced(
         lengths, ranks, tolerance)
     shifted = [np.append(one[1:], IGNORED) for one in targets]
-    mine = layout.rank == rank
-    slices = list(zip(layout.document[mine].tolist(), layout.start[mine].tolist(), layout.stop[mine].tolist(),
-                      strict=True))
-    input_ids, own, shift_labels = (_cut(columns, slices) for columns in (tokens, targets, shifted))
-    columns = layout.tokens(rank)
-    return Row(input_ids, torch.from_numpy(columns.position), own, shift_labels,
-               None if placement == "given" else torch.from_numpy(columns.document),
+    mine = layout.tokens(rank)
+    at = (np.cumsum(lengths) - lengths)[mine.document] + mine.position  # [tokens of this rank]
+    input_ids, own, shift_labels = (torch.from_numpy(np.concatenate(every)[at]) for every in (tokens, targets, shifted))
+    return Row(input_ids, torch.from_numpy(mine.position), own, shift_labels,
+               None if placement == "given" else torch.from_numpy(mine.document),
                sum(int((one != IGNORED).sum()) for one in shifted))
 
 
@@ -101,12 +92,13 @@ class Collator:
     `seq_lengths`. Every rank of `group` collates at the same time, in its main process: `dataloader_num_workers` is 0.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, placement: str = "given", tolerance: float = 0.05
-                 ) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, placement: str = "given", tolerance: float = 0.05
+    ) -> None:
         self.group, self.placement, self.tolerance = group, placement, tolerance
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """This rank's row of everybody's documents, as a Transformers model takes it."""
+        """This rank's row of all ranks' documents, as arguments of a Transformers model."""
         rank, ranks = 0, 1
         if dist.is_initialized():
             if torch.utils.data.get_worker_info() is not None:
@@ -125,11 +117,6 @@ def _column(values: Tokens, field: str) -> np.ndarray:
     return found.astype(np.int64, copy=False)
 
 
-def _cut(columns: list[np.ndarray], slices: list[tuple[int, int, int]]) -> torch.Tensor:
-    parts = [columns[document][start:stop] for document, start, stop in slices]
-    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
-
-
 def _in_order(lengths: np.ndarray, ranks: int) -> Layout:
     """One stream of documents, cut into rows that differ by a token at most."""
     stops, total = np.cumsum(lengths), int(lengths.sum())
@@ -143,7 +130,7 @@ def _in_order(lengths: np.ndarray, ranks: int) -> Layout:
 
 
 def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:
-    """Placement fills ranks exactly; the stream's last few tokens join the slices that they follow."""
+    """The balanced placement, which fills ranks exactly; the last few tokens join the slices before them."""
     stops = np.cumsum(lengths)
     divided = int(stops[-1]) // ranks * ranks
     kept = np.clip(divided - (stops - lengths), 0, lengths)      # [documents] tokens that are placed
@@ -159,9 +146,9 @@ def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:
 
 
 def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> list[Labelled]:
-    """Every rank's documents: how many and how long in one collective, their lengths, tokens and labels in another.
+    """Every rank's documents, by two collectives: their numbers, then their lengths, tokens and labels.
 
-    A rank whose features are wrong tells why instead, and every rank raises it.
+    A rank whose features are wrong sends its error message instead, and every rank raises it.
     """
     wrong: ValueError | None = None
     try:
@@ -173,30 +160,27 @@ def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | 
     except ValueError as error:
         wrong, content = error, from_text(str(error), _MOST_WORDS)
         header = [-1, len(content)]
-    told = _all_gather(torch.tensor(header), group)
-    padded = torch.zeros(max(words if count < 0 else count + 2 * words for count, words in told), dtype=torch.int64)
+    headers = _all_gather(torch.tensor(header), group)
+    padded = torch.zeros(max(words if count < 0 else count + 2 * words for count, words in headers), dtype=torch.int64)
     padded[:len(content)] = torch.from_numpy(content.copy())
     table = _all_gather(padded, group)
-    for rank, (row, (count, words)) in enumerate(zip(table, told, strict=True)):
+    for rank, (entry, (count, words)) in enumerate(zip(table, headers, strict=True)):
         if count < 0:
-            raise UserError(f"rank {rank}: {to_text(row[:words])}") from wrong
-    return [document for row, (count, tokens) in zip(table, told, strict=True)
-            for document in _from_wire(row, count, tokens)]
+            raise UserError(f"rank {rank}: {to_text(entry[:words])}") from wrong
+    documents: list[Labelled] = []
+    for entry, (count, words) in zip(table, headers, strict=True):
+        edges, every = np.cumsum(entry[:count])[:-1], entry[count:count + 2 * words]
+        documents += zip(*(np.split(column, edges) for column in np.split(every, 2)), strict=True) if count else ()
+    return documents
 
 
 def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> np.ndarray:
-    """[ranks, numbers] of numbers that are as many on every rank."""
+    """[ranks, numbers] Every rank's numbers; every rank gives as many."""
     on_cpu = "cpu:" in str(dist.get_backend_config(group))
     mine = mine.to(torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone).cpu().numpy()
-
-
-def _from_wire(row: np.ndarray, count: int, tokens: int) -> list[Labelled]:
-    edges = np.cumsum(row[:count])[:-1]
-    ids, labels = (row[count + at:count + at + tokens] for at in (0, tokens))
-    return list(zip(np.split(ids, edges), np.split(labels, edges), strict=True)) if count else []
 
 
 def _documents_of(features: Sequence[Mapping[str, Any]]) -> list[Labelled]:

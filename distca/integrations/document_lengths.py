@@ -1,15 +1,15 @@
-"""Read a rank's slices of documents out of what trainers hand to attention.
+"""Read a rank's slices of documents out of the arguments that trainers pass to attention.
 
-Attention that is cut by document needs nothing but where slices begin in their documents and how long they are; how a
-batch tells that differs. Cumulative lengths and positions are the two conventions in use, and rows with padding are
-still common where batches are small. Where a batch says it twice, both must say the same: cumulative lengths cut
-documents, and positions or numbers of documents that begin one elsewhere are refused. Nothing is judged here that other
-ranks may explain: see `spanning`.
+Attention that is cut by document needs the position in its document at which each slice begins, and each slice's
+length. Trainers give cumulative lengths, positions, or rows with padding. Where a batch gives several of these they
+must agree: positions or document numbers that begin a document where cumulative lengths do not are refused. Slices that
+continue a document of another rank are joined in row_exchange.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,18 +34,28 @@ def whole_documents(lengths: Sequence[int]) -> RowSlices:
     return RowSlices((0,) * len(lengths), tuple(lengths))
 
 
-def from_cumulative(edges: torch.Tensor, num_tokens: int, field: str = "cumulative lengths") -> list[int]:
-    """Lengths of the documents between neighbouring edges, without empty ones; `field` names them in errors."""
-    at = edges.cpu().numpy().reshape(-1)
-    lengths = np.diff(at)
-    if len(at) < 1 or at[0] != 0 or at[-1] != num_tokens or (lengths < 0).any():
-        shown = ", ".join(str(edge) for edge in at[:8]) + (", …" if len(at) > 8 else "")
-        raise UserError(f"{field} is [{shown}] for {num_tokens} tokens; give rising numbers from 0 to the number of "
-                        "tokens, padding included")
-    return lengths[lengths > 0].tolist()
+@dataclass(frozen=True, slots=True)
+class PackedEdges:
+    """Cumulative lengths of a batch's documents, and what else its trainer passes to every layer."""
+
+    edges: torch.Tensor                      # [documents + 1]
+    key_edges: torch.Tensor | None = None    # the same for keys
+    positions: torch.Tensor | None = None    # [tokens] or [rows, tokens]; rows past 0 continue a document
+    check: Callable[[], None] | None = None  # called when the documents are read; raises what else is wrong
+    lasting: bool = False                    # whether the tensors are never refilled
+
+    def slices(self, num_tokens: int) -> RowSlices:
+        _check_keys(self.edges, self.key_edges)
+        if self.check is not None:
+            self.check()
+        if self.positions is not None and self.positions.numel() != num_tokens:
+            raise UserError(f"positions have shape {tuple(self.positions.shape)} for {num_tokens} tokens; give a "
+                            "position for each token")
+        rows = 1 if self.positions is None or self.positions.ndim == 1 else max(self.positions.shape[0], 1)
+        return from_edges(self.edges, (rows, num_tokens // rows), self.positions)
 
 
-def check_keys(edges: torch.Tensor, key_edges: torch.Tensor | None) -> None:
+def _check_keys(edges: torch.Tensor, key_edges: torch.Tensor | None) -> None:
     """Refuse keys that are cut into other documents than queries."""
     if key_edges is not None and key_edges is not edges and (
             key_edges.shape != edges.shape or bool((key_edges != edges).any())):
@@ -54,52 +64,21 @@ def check_keys(edges: torch.Tensor, key_edges: torch.Tensor | None) -> None:
 
 
 def from_positions(position_ids: torch.Tensor, document_ids: torch.Tensor | None = None) -> RowSlices:
-    """Slices of rows laid end to end, by the positions of their tokens: [tokens] or [rows, tokens]."""
+    """Slices of rows laid end to end, from the positions of their tokens: [tokens] or [rows, tokens]."""
     position = _numbers(position_ids, "position_ids")
     document = None if document_ids is None else _numbers(document_ids, "document_ids")
     return _slices(position, _begins(position, document), document)
 
 
-def from_batch(
-    position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None, padding: torch.Tensor | None,
-    batch: int, row_len: int, document_ids: torch.Tensor | None = None,
-) -> tuple[RowSlices, np.ndarray | None]:
-    """Slices of the documents of `batch` rows laid end to end, and which tokens they are (None: all).
-
-    Slices begin at each row and wherever positions do not go up by one, or where cu_seq_lens says. `padding`
-    [batch, row_len] is true for tokens that count; the others belong to no document. `document_ids` [batch, row_len]
-    say which slices of all ranks are one document, where that is not the order of ranks.
-    """
-    real = None if padding is None else padding.cpu().numpy().astype(bool)
-    if real is not None and real.all():
-        real = None
-    if cu_seq_lens is not None:
-        if real is not None:
-            raise UserError("cu_seq_lens_q came with an attention_mask that has padding; give one of them")
-        return from_edges(cu_seq_lens, (batch, row_len), position_ids, document_ids, "cu_seq_lens_q"), None
-    if position_ids is None or position_ids.ndim != 2:
-        found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
-        raise UserError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
-                        "position_ids [rows, tokens] to a model that hands them to its attention")
-    position = _numbers(position_ids, "position_ids", (batch, row_len))
-    document = None if document_ids is None else _numbers(document_ids, "document_ids", (batch, row_len))
-    begins = _begins(position, document)
-    if real is None:
-        return _slices(position, begins, document), None
-    inside = np.zeros_like(real)
-    inside[:, 1:] = real[:, 1:] & real[:, :-1]                   # tokens that follow another real token
-    if (real.sum(axis=1) > inside.sum(axis=1) + 1).any():
-        raise UserError("attention_mask has padding between the tokens of a row; pad at one end, or pack documents "
-                        "with position_ids that restart")
-    kept = np.flatnonzero(real.reshape(-1))
-    columns = (_behind_padding(position, real), begins | ~inside, document)
-    return _slices(*(None if x is None else x.reshape(-1)[kept] for x in columns)), kept
-
-
 def from_arguments(
-    named: Mapping[str, Any], padding: torch.Tensor | None, batch: int, row_len: int
+    named: Mapping[str, Any], padding: torch.Tensor | None, shape: tuple[int, int]
 ) -> tuple[RowSlices, np.ndarray | None]:
-    """`from_batch` of what Transformers hands to its attention; all that says where documents begin must agree."""
+    """Slices of [rows, tokens] laid end to end, from Transformers' arguments, and the tokens they hold (None: all).
+
+    Slices begin at each row and wherever positions do not go up by one, or where cu_seq_lens_q says. `padding`
+    [rows, tokens] is true for tokens that count; the others belong to no document. `document_ids` [rows, tokens] number
+    the documents of all ranks, where a document's parts are not in the order of ranks.
+    """
     for name in _OF_OTHERS:
         if named.get(name) is not None:
             raise UserError(f"attention got {name}, which nothing here reads; say where documents begin by "
@@ -107,62 +86,61 @@ def from_arguments(
     edges, key_edges = named.get("cu_seq_lens_q"), named.get("cu_seq_lens_k")
     if edges is None and key_edges is not None:
         raise UserError("cu_seq_lens_k came without cu_seq_lens_q; give both")
-    if edges is not None:
-        check_keys(edges, key_edges)
-    found = from_batch(named.get("position_ids"), edges, padding, batch, row_len, named.get("document_ids"))
-    slices, kept = found
+    real = None if padding is None else padding.cpu().numpy().astype(bool)
+    if real is not None and real.all():
+        real = None
+    kept = None if real is None else np.flatnonzero(real)
+    if edges is None:
+        slices = _from_rows(named.get("position_ids"), named.get("document_ids"), real, shape)
+    else:
+        _check_keys(edges, key_edges)
+        if real is not None:
+            raise UserError("cu_seq_lens_q came with an attention_mask that has padding; give one of them")
+        slices = from_edges(edges, shape, named.get("position_ids"), named.get("document_ids"), "cu_seq_lens_q")
     for name in ("max_length_q", "max_length_k"):
         if named.get(name) is not None and slices.length and int(named[name]) < max(slices.length):
             raise UserError(f"{name} is {int(named[name])} but a document has {max(slices.length)} tokens; give the "
                             "longest one's, or leave it out")
     if named.get("seq_idx") is not None:
-        number = _numbers(named["seq_idx"], "seq_idx", (batch, row_len)).reshape(-1)
-        at = np.arange(batch * row_len) if kept is None else kept
-        cut = np.zeros(len(at), dtype=bool)
-        cut[np.cumsum((0, *slices.length[:-1]))[:len(slices.length)]] = True
-        wrong = np.flatnonzero((np.diff(number[at]) != 0) != cut[1:])
-        wrong = wrong[at[wrong + 1] % row_len != 0]              # rows begin one in any case
-        if len(wrong):
-            raise UserError(f"seq_idx goes from {number[at[wrong[0]]]} to {number[at[wrong[0] + 1]]} at token "
-                            f"{at[wrong[0] + 1]}, which is not where position_ids or cu_seq_lens_q begin documents; "
-                            "let them say the same, or leave it out")
-    return found
+        _check_numbers(_numbers(named["seq_idx"], "seq_idx", shape), slices, kept)
+    return slices, kept
 
 
-def _numbers(tensor: torch.Tensor, field: str, shape: tuple[int, int] | None = None) -> np.ndarray:
-    """[rows, tokens] on the host; one row stands for all rows of a `shape`."""
-    if tensor.ndim not in (1, 2) or tensor.dtype.is_floating_point:
-        raise UserError(f"{field} has shape {tuple(tensor.shape)} and {tensor.dtype}; give whole numbers [tokens] or "
-                        "[rows, tokens]")
-    found = tensor.cpu().numpy()
-    found = found if tensor.ndim == 2 else found[None]
-    if shape is not None and found.shape not in (shape, (1, shape[1])):
-        raise UserError(f"{field} has shape {tuple(tensor.shape)} for tokens of shape {shape}; give a number for each")
-    return found if shape is None else np.broadcast_to(found, shape)
+def _from_rows(
+    position_ids: torch.Tensor | None, document_ids: torch.Tensor | None, real: np.ndarray | None,
+    shape: tuple[int, int],
+) -> RowSlices:
+    """Slices of rows whose documents are given by positions, without the tokens that are not `real` [rows, tokens]."""
+    if position_ids is None or position_ids.ndim != 2:
+        found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
+        raise UserError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
+                        "position_ids [rows, tokens] to a model that hands them to its attention")
+    position = _numbers(position_ids, "position_ids", shape)
+    document = None if document_ids is None else _numbers(document_ids, "document_ids", shape)
+    begins = _begins(position, document)
+    if real is None:
+        return _slices(position, begins, document)
+    inside = np.zeros_like(real)
+    inside[:, 1:] = real[:, 1:] & real[:, :-1]                   # tokens that follow another real token
+    if (real.sum(axis=1) > inside.sum(axis=1) + 1).any():
+        raise UserError("attention_mask has padding between the tokens of a row; pad at one end, or pack documents "
+                        "with position_ids that restart")
+    return _slices(_behind_padding(position, real)[real], (begins | ~inside)[real],
+                   None if document is None else document[real])
 
 
-def _begins(position: np.ndarray, document: np.ndarray | None) -> np.ndarray:
-    """[rows, tokens] Where a slice begins: a row, a position that is not the next one, another document."""
-    begins = np.ones(position.shape, dtype=bool)
-    begins[:, 1:] = np.diff(position, axis=1) != 1
-    if document is not None:
-        begins[:, 1:] |= np.diff(document, axis=1) != 0
-    return begins
-
-
-def _behind_padding(position: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Positions of tokens behind padding whose positions count that padding from 0: these begin a document."""
-    padded = real.argmax(axis=1)                                 # [rows] tokens of padding before the first real one
-    counted = (position[:, 0] == 0) & ~real[:, 0] & (np.take_along_axis(position, padded[:, None], 1)[:, 0] == padded)
-    return position - np.where(counted, padded, 0)[:, None]
-
-
-def _slices(position: np.ndarray | None, begins: np.ndarray | None, document: np.ndarray | None) -> RowSlices:
-    assert position is not None and begins is not None
-    first = np.flatnonzero(begins)
-    length = np.diff(np.append(first, begins.size))
-    return RowSlices(tuple(position.reshape(-1)[first].tolist()), tuple(length.tolist()),
-                     None if document is None else tuple(document.reshape(-1)[first].tolist()))
+def _check_numbers(number: np.ndarray, slices: RowSlices, kept: np.ndarray | None) -> None:
+    """Refuse seq_idx [rows, tokens] that does not change exactly where a row's slices begin."""
+    at = np.arange(number.size) if kept is None else kept
+    cut = np.zeros(len(at), dtype=bool)
+    cut[np.cumsum((0, *slices.length[:-1]))[:len(slices.length)]] = True
+    flat = number.reshape(-1)[at]
+    wrong = np.flatnonzero((np.diff(flat) != 0) != cut[1:])
+    wrong = wrong[at[wrong + 1] % number.shape[1] != 0]          # rows begin a slice in any case
+    if len(wrong):
+        raise UserError(f"seq_idx goes from {flat[wrong[0]]} to {flat[wrong[0] + 1]} at token {at[wrong[0] + 1]}, "
+                        "which is not where position_ids or cu_seq_lens_q begin documents; let them say the same, or "
+                        "leave it out")
 
 
 def from_edges(
@@ -171,11 +149,12 @@ def from_edges(
 ) -> RowSlices:
     """Slices between neighbouring edges of [rows, tokens] laid end to end; positions say which continue a document.
 
-    Rows that all begin with 0 may count on over documents, as models number tokens that are given no positions. With
-    `document_ids` positions are always true ones. What begins a document elsewhere than the edges is refused.
+    Positions of rows that all begin with 0 may run on across documents, since models number tokens that way by default.
+    With `document_ids` positions are always those in the document. Positions or numbers that begin a document elsewhere
+    than the edges are refused. `field` names the edges in messages.
     """
     num_tokens = shape[0] * shape[1]
-    lengths = from_cumulative(edges, num_tokens, field)
+    lengths = _lengths_between(edges, num_tokens, field)
     if not lengths or (document_ids is None and (position_ids is None or position_ids.numel() != num_tokens)):
         return whole_documents(lengths)
     if position_ids is None:
@@ -204,8 +183,54 @@ def from_edges(
     return _slices(position, begins | cut.reshape(begins.shape), document)
 
 
+def _lengths_between(edges: torch.Tensor, num_tokens: int, field: str) -> list[int]:
+    """Lengths of the documents between neighbouring edges, without empty ones."""
+    at = edges.cpu().numpy().reshape(-1)
+    lengths = np.diff(at)
+    if len(at) < 1 or at[0] != 0 or at[-1] != num_tokens or (lengths < 0).any():
+        shown = ", ".join(str(edge) for edge in at[:8]) + (", …" if len(at) > 8 else "")
+        raise UserError(f"{field} is [{shown}] for {num_tokens} tokens; give rising numbers from 0 to the number of "
+                        "tokens, padding included")
+    return lengths[lengths > 0].tolist()
+
+
+def _numbers(tensor: torch.Tensor, field: str, shape: tuple[int, int] | None = None) -> np.ndarray:
+    """[rows, tokens] on the host; a single row is repeated to the rows of `shape`."""
+    if tensor.ndim not in (1, 2) or tensor.dtype.is_floating_point:
+        raise UserError(f"{field} has shape {tuple(tensor.shape)} and {tensor.dtype}; give whole numbers [tokens] or "
+                        "[rows, tokens]")
+    found = tensor.cpu().numpy()
+    found = found if tensor.ndim == 2 else found[None]
+    if shape is not None and found.shape not in (shape, (1, shape[1])):
+        raise UserError(f"{field} has shape {tuple(tensor.shape)} for tokens of shape {shape}; give a number for each")
+    return found if shape is None else np.broadcast_to(found, shape)
+
+
+def _begins(position: np.ndarray, document: np.ndarray | None) -> np.ndarray:
+    """[rows, tokens] Whether a slice begins here: at a row, a position that is not the next, another document."""
+    begins = np.ones(position.shape, dtype=bool)
+    begins[:, 1:] = np.diff(position, axis=1) != 1
+    if document is not None:
+        begins[:, 1:] |= np.diff(document, axis=1) != 0
+    return begins
+
+
+def _behind_padding(position: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Positions without the padding before a row's tokens, where they count it from 0: such tokens begin a document."""
+    padded = real.argmax(axis=1)                                 # [rows] tokens of padding before the first real one
+    counted = (position[:, 0] == 0) & ~real[:, 0] & (np.take_along_axis(position, padded[:, None], 1)[:, 0] == padded)
+    return position - np.where(counted, padded, 0)[:, None]
+
+
+def _slices(position: np.ndarray, begins: np.ndarray, document: np.ndarray | None) -> RowSlices:
+    first = np.flatnonzero(begins)
+    length = np.diff(np.append(first, begins.size))
+    return RowSlices(tuple(position.reshape(-1)[first].tolist()), tuple(length.tolist()),
+                     None if document is None else tuple(document.reshape(-1)[first].tolist()))
+
+
 def _counted(position: np.ndarray, cut: np.ndarray) -> np.ndarray:
-    """[tokens] Whether a token of the same document follows whose position is not 0; padding has zeros to its end."""
+    """[tokens] Whether a later token of the same document has a position other than 0; padding has zeros to its end."""
     last = np.append(np.flatnonzero(cut)[1:], len(cut)) - 1      # of each document
     latest = np.maximum.accumulate(np.where(position != 0, np.arange(len(position)), -1))[last]
     return latest[np.cumsum(cut) - 1] > np.arange(len(position))

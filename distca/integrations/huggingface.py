@@ -1,13 +1,16 @@
 """Transformers with balanced attention: `enable(model)`, or `attn_implementation="distca"` after importing this file.
 
-Transformers builds a model's masks once per forward, ahead of its layers, and hands them to every layer. Ours is no
-mask but a `PackedMask`: the forward it belongs to. The first layer reads this rank's documents, exchanges lengths and
-plans; the others find the plan there, and so does a layer that gradient checkpointing replays. No dense mask exists.
+Transformers builds a model's masks once per forward, ahead of its layers, and passes them to every layer. Ours is a
+`PackedMask`, which only names the forward it belongs to: no dense mask exists. The first layer reads this rank's
+documents, exchanges lengths and plans; the other layers, and those that gradient checkpointing replays, use that plan.
 
-Only training leaves home: a module in training mode, in a forward that records gradients. Evaluation and generation
-talk to nobody, so ranks may run unequal numbers of batches of them; `evaluation="pool"` lets documents of evaluation
-span ranks, which then evaluate in step. What a model was enabled with stays with the model, also in its copies: a hook
-says which model runs, ahead of its masks.
+Only training uses the pool: a module in training mode, in a forward that records gradients. Evaluation and generation
+are computed locally, so ranks may run unequal numbers of batches of them. With `evaluation="pool"` documents of
+evaluation may span ranks, and all ranks evaluate the same number of batches. Options of `enable` stay with the model
+and its copies: a hook notes which model runs, ahead of its masks.
+
+Served are models with causal softmax attention over documents or windows of them. Layers that carry a state along a
+document may stand beside it, if every document stays whole on a rank. Other models are refused by name.
 """
 
 from __future__ import annotations
@@ -15,10 +18,9 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from threading import local
 from typing import Any
 
 import torch
@@ -27,9 +29,9 @@ import torch.distributed as dist
 from distca.cost.latency_table import LatencyTable
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import DOCUMENTS, RowSlices, from_arguments
-from distca.integrations.huggingface_models import check_config, refused, shape_of, stateful_reason
 from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
 from distca.kernels import kernel_named
+from distca.models import shape_of_config
 from distca.planning.plan import Plan
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Transport
@@ -47,25 +49,22 @@ check_version("transformers", transformers.__version__)
 
 NAME = "distca"
 EVALUATION = ("home", "pool")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATEFUL = {"linear_attention", "mamba", "conv"}                # layers that carry state along a document
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
 
 
 def enable(
-    model: torch.nn.Module,
-    group: dist.ProcessGroup | None = None,
-    *,
-    tolerance: float = 0.05,
-    kernel: str = "auto",
-    state: str = "resend",
-    transport: str | Transport = "c10d",
-    cost: LatencyTable | None = None,
+    model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, tolerance: float = 0.05, kernel: str = "auto",
+    state: str = "resend", transport: str | Transport = "c10d", cost: LatencyTable | None = None,
     evaluation: str = "home",
 ) -> PackedAttention:
-    """Balance this model's attention over the ranks of `group`, or refuse it by name. Call it on every rank.
+    """Balance this model's attention over the ranks of `group`, or refuse the model by name. Call it on every rank.
 
-    `group` None is the default group, also where torch.distributed is initialized later. A group of its own
-    (`dist.new_group()`) lets exchanges pass the trainer's collectives. The rest is CoreAttention's and plan's.
-    `evaluation` "pool" lets documents span ranks in evaluation too, which every rank then runs as often as the others.
+    `group` None is the default group, also if torch.distributed is initialized later. A group of its own
+    (`dist.new_group()`) lets exchanges overtake the trainer's collectives. The rest is CoreAttention's and plan's.
+    `evaluation` "pool" lets documents span ranks in evaluation too; every rank then runs the same number of batches.
     """
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
@@ -73,16 +72,15 @@ def enable(
                         "PreTrainedModel, wrapped or not")
     if evaluation not in EVALUATION:
         raise UserError(f"evaluation is {evaluation!r}; choose one of: {', '.join(EVALUATION)}")
-    check_config(inner.config)
+    _check_config(inner.config)
     if not inner._can_set_attn_implementation():
-        raise refused(inner.config, "its attention does not go through transformers' AttentionInterface")
+        raise _refused(inner.config, "its attention does not go through transformers' AttentionInterface")
     if any(getattr(part, "is_causal", True) is False for part in inner.modules()):
-        raise refused(inner.config, "its attention is not causal")
+        raise _refused(inner.config, "its attention is not causal")
     if kernel != "auto":
         kernel_named(kernel)
-    attention = PackedAttention(group, model=shape_of(inner.config), tolerance=tolerance, kernel=kernel, state=state,
-                                transport=transport, cost=cost)
-    served = _Served(attention, evaluation == "pool", stateful_reason(inner.config))
+    served = _Served.of(inner.config, evaluation == "pool", group=group, tolerance=tolerance, kernel=kernel,
+                        state=state, transport=transport, cost=cost)
     for part in _mask_makers(inner):
         if attached(part) is None:
             part.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -90,20 +88,50 @@ def enable(
     inner.set_attn_implementation(NAME)
     if served.whole_only is not None:
         warn_once(f"distca balances the attention layers of {inner.config.model_type} alone: {served.whole_only}")
-    return attention
+    return served.attention
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    """Refuse, by name, a model whose attention is not causal softmax over documents or windows of them."""
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise _refused(config, "it has cross-attention")
+    if config.get_text_config(decoder=True) is not config:
+        raise _refused(config, "it has several parts, such as text and images; enable its language model alone")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        raise _refused(config, "its attention is not causal")
+    kinds = set(getattr(config, "layer_types", None) or [])
+    others = kinds - _LAYER_TYPES - (_STATEFUL if kinds & _LAYER_TYPES else set())
+    if others or getattr(config, "attention_chunk_size", None) is not None:
+        raise _refused(config, f"it has layers of other kinds: {', '.join(sorted(others)) or 'chunked_attention'}")
+    if getattr(config, "v_head_dim", None) is not None:
+        raise _refused(config, f"its values have a head size of their own (v_head_dim {config.v_head_dim})")
+    for name in _DROPOUTS:
+        if getattr(config, name, 0.0):
+            raise _refused(config, f"{name} is {getattr(config, name)}; set it to 0")
+
+
+def _stateful_reason(config: PreTrainedConfig) -> str | None:
+    """Why documents of this model cannot span ranks; None if they can."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or []) & _STATEFUL)
+    return None if not kinds else (f"its {', '.join(kinds)} layers carry a state along each document, which does not "
+                                   "cross ranks; give every rank whole documents")
+
+
+def _refused(config: Any, reason: str) -> ValueError:
+    return UserError(f"distca cannot serve the attention of {config.model_type}: {reason}")
 
 
 def _mask_makers(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The innermost models, without the heads around them."""
+    """The innermost models, without the models with heads around them."""
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in models if not any(isinstance(below, PreTrainedModel) for below in part.children())]
 
 
 @torch.compiler.disable(reason="looks at values")
 def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Ahead of a model's masks: whose they are, and that they are no numbers of documents.
+    """Note, ahead of a model's masks, whose they are, and refuse masks that number documents.
 
-    Transformers makes a mask of ones and zeros of whatever it is given, and documents 1, 1, 2, 2 become one.
+    Transformers turns any mask into ones and zeros, which would make one document of 1, 1, 2, 2.
     """
     served = attached(module)
     served.forward, served.generates, served.refused = None, named.get("past_key_values") is not None, None
@@ -114,11 +142,11 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
                 f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
                 "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
     is_made = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
-    _RUNNING.served = None if is_made and not module.training else served  # a static cache's masks come ready made
+    _RUNNING.set(None if is_made and not module.training else served)  # masks for a static cache are made already
 
 
 class _Forward:
-    """One forward of one model, on all its layers; made with its first mask, filled by its first layer."""
+    """One forward of one model; made with its first mask, and given a batch by its first layer."""
 
     def __init__(self, served: _Served) -> None:
         self.served, self.attention, self.refused = served, served.attention, served.refused
@@ -138,25 +166,24 @@ class _Forward:
     def begin(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, about: dict[str, Any]
     ) -> PackedBatch:
-        if self.batch is None:
-            slices = self._read(query, about)
-            if self.in_pool or (module.training and self.records):
-                shapes = Shapes(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
-                self.batch = self.attention.begin(slices, query.device, shapes)
-                if self.served.whole_only is not None and self.batch.spans:
-                    config: Any = module.config
-                    raise refused(config, self.served.whole_only)
-            else:
-                self.batch = self.attention.at_home(slices)
+        if self.batch is not None:
+            return self.batch
+        slices = self._read(query, about)
+        if not (self.in_pool or (module.training and self.records)):
+            self.batch = self.attention.at_home(slices)
+            return self.batch
+        shapes = Shapes(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
+        self.batch = self.attention.begin(slices, query.device, shapes)
+        if self.served.whole_only is not None and self.batch.spans:
+            raise _refused(module.config, self.served.whole_only)
         return self.batch
 
     def _read(self, query: torch.Tensor, about: dict[str, Any]) -> RowSlices | ValueError:
-        """This rank's slices, or what is wrong with its batch."""
-        num_rows, _, row_len, _ = query.shape
+        """This rank's slices, or the error of its batch."""
         try:
             if self.refused is not None:
                 raise self.refused
-            slices, kept = from_arguments(about, self.padding, num_rows, row_len)
+            slices, kept = from_arguments(about, self.padding, (query.shape[0], query.shape[2]))
         except ValueError as error:
             return error
         self.kept = None if kept is None else torch.from_numpy(kept).to(query.device)
@@ -165,70 +192,69 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True)
 class PackedMask:
-    """What layers get for a mask."""
+    """The mask that layers get."""
 
     forward: _Forward
     window: int | None
 
     def contiguous(self) -> PackedMask:
-        """As `generate` asks of the masks it makes for static caches."""
+        """`generate` calls this on the masks it makes for static caches."""
         return self
 
 
 @dataclass(slots=True)
 class _Served:
-    """What a model keeps, or models that were only given the attention's name and share a config."""
+    """State of an enabled model, or of models that share a config and were only given the attention's name."""
 
     attention: PackedAttention
-    pool_evaluation: bool = False
-    whole_only: str | None = None                                # why documents cannot span ranks
+    pool_evaluation: bool
+    whole_only: str | None                                       # why documents cannot span ranks
     forward: _Forward | None = field(default=None, repr=False)   # whose masks are being made
     generates: bool = False                                      # into a cache, each rank at its own pace
-    refused: ValueError | None = field(default=None, repr=False)  # what is wrong with the batch of this forward
+    refused: ValueError | None = field(default=None, repr=False)  # error of this forward's batch
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, pool_evaluation: bool, **options: Any) -> _Served:
+        shape = shape_of_config(config.to_dict(), config.model_type, any_type=True)
+        return cls(PackedAttention(model=shape, **options), pool_evaluation, _stateful_reason(config))
 
     @property
     def latest(self) -> Plan | None:
         return self.attention.latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Served:
-        """A copy of a model has the same group and options, and forwards of its own."""
+        """A copy of a model has the same group and options, but its own forwards."""
         return memo.setdefault(id(self), _Served(copy.deepcopy(self.attention), self.pool_evaluation, self.whole_only))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Served, (self.attention, self.pool_evaluation, self.whole_only)
 
 
-class _Running(local):
-    """The enabled model whose masks are being made in this thread."""
-
-    served: _Served | None = None
-
-
-_RUNNING = _Running()
+_RUNNING: ContextVar[_Served | None] = ContextVar("running", default=None)  # the model whose masks are being made
 
 
 def _served(config: PreTrainedConfig) -> _Served:
-    """A model that was only given the attention's name is served over the default group."""
-    if _RUNNING.served is not None:
-        return _RUNNING.served
+    """The running model's state; models that were only given the attention's name use the default group."""
+    if (served := _RUNNING.get()) is not None:
+        return served
     if attached(config) is None:
-        check_config(config)
-        attach(config, _Served(PackedAttention(model=shape_of(config)), False, stateful_reason(config)))
+        _check_config(config)
+        attach(config, _Served.of(config, False))
     return attached(config)
 
 
 def packed_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **about: Any
 ) -> PackedMask | torch.Tensor | None:
-    """Transformers' mask interface. With a cache that holds something, the dense mask of ordinary attention."""
+    """Transformers' mask interface: a PackedMask, or sdpa's dense mask if a cache already holds keys."""
     begins_at_zero = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     if q_length != kv_length or not begins_at_zero:
         if not torch.compiler.is_compiling():
-            _RUNNING.served = None
+            _RUNNING.set(None)
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
                          kv_offset=kv_offset, **about)
     if about.get("use_vmap"):
-        raise refused(about["config"], "it overlays a mask of its own")
+        raise _refused(about["config"], "it overlays a mask of its own")
     return _mask_of_forward(about["config"], about.get("local_size"), about.get("attention_mask"))
 
 
@@ -237,7 +263,7 @@ def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torc
     served = _served(config)
     forward = served.forward
     if forward is None or forward.batch is not None or window in forward.windows:
-        forward = served.forward = _Forward(served)              # makes each kind of mask once, then layers run
+        forward = served.forward = _Forward(served)              # each forward makes each kind of mask once
     return forward.mask(window, padding)
 
 
@@ -256,14 +282,14 @@ def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: PackedMask,
     dropout: float, scaling: float | None, about: dict[str, Any],
 ) -> torch.Tensor:
-    _RUNNING.served = None                                       # its masks are made
+    _RUNNING.set(None)                                           # all masks are made
     _check_call(module, key, query, dropout, about)
     forward = mask.forward
     query, key, value = _one_dtype(query, key, value)
     batch = forward.begin(module, query, key, about)
-    flat = [_flat(x, forward.kept) for x in (query, key, value)]  # [tokens, heads, dim]
-    out = forward.attention.attend(flat[0], flat[1], flat[2], batch, scale=scaling, window=mask.window,
-                                   softcap=about.get("softcap"), sinks=about.get("s_aux"))
+    q, k, v = (_flat(x, forward.kept) for x in (query, key, value))  # [tokens, heads, dim]
+    out = forward.attention.attend(q, k, v, batch, scale=scaling, window=mask.window, softcap=about.get("softcap"),
+                                   sinks=about.get("s_aux"))
     rows, heads, row_len, dim = query.shape
     if forward.kept is not None:
         out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
@@ -278,38 +304,37 @@ def _flat(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 
 
 def _one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """As autocast does for torch's own attention: rotary embeddings may leave q and k wider than v."""
+    """Cast as autocast does for torch's own attention: rotary embeddings may leave q and k wider than v."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    return [x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x for x in tensors]
 
 
 def _check_call(
     module: torch.nn.Module, key: torch.Tensor, query: torch.Tensor, dropout: float, about: dict[str, Any]
 ) -> None:
-    config: Any = module.config
+    config = module.config
     if about.get("position_bias") is not None:
-        raise refused(config, "it passes position_bias to attention")
+        raise _refused(config, "it passes position_bias to attention")
     if about.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise refused(config, "its attention is not causal")
+        raise _refused(config, "its attention is not causal")
     if dropout:
-        raise refused(config, f"attention dropout is {dropout}; set it to 0")
+        raise _refused(config, f"attention dropout is {dropout}; set it to 0")
     if key.shape[2] != query.shape[2]:
-        raise refused(config, f"{query.shape[2]} queries meet {key.shape[2]} keys under a mask for as many")
+        raise _refused(config, f"{query.shape[2]} queries meet {key.shape[2]} keys under a mask for as many")
 
 
 def _ordinary(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, dropout: float, scaling: float | None, about: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Decoding, where one token meets a cache, as transformers does it."""
+    """Transformers' own attention, for decoding with a cache and for masks of the user."""
     if module.training and query.shape[2] == key.shape[2]:
         given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
         error = UserError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
                            "give attention_mask [rows, tokens] or nothing, and documents by position_ids or "
                            "cu_seq_lens_q")
-        served, _RUNNING.served = _RUNNING.served, None
+        served = _RUNNING.get()
+        _RUNNING.set(None)
         if served is not None and torch.is_grad_enabled():
             served.attention.begin(error, query.device)          # other ranks are waiting for a batch
         raise error
@@ -328,12 +353,10 @@ def _ordinary(
     return out, None
 
 
-def _formula(kind: type[torch.nn.Module]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The model's own eager attention, which knows its softcap and sinks; every model has it under this name."""
+def _formula(kind: type[torch.nn.Module]) -> Any:
+    """The model's own eager attention, with its softcap and sinks; every model has it under this name."""
     modules = (sys.modules[above.__module__] for above in kind.__mro__)
-    found: Callable[..., Any] = next(module.eager_attention_forward for module in modules
-                                     if hasattr(module, "eager_attention_forward"))
-    return found
+    return next(module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward"))
 
 
 @cache
@@ -343,7 +366,7 @@ def _say_decoding() -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Once, and on one rank."""
+    """Log a warning once, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _LOG.warning(message)
 

@@ -1,7 +1,7 @@
-"""What the Trainer's logs say of attention: printed, or as figures beside the loss.
+"""Callbacks that report attention in the Trainer's logs: printed, or as figures beside the loss.
 
-Figures are means over the optimizer steps since the last log. Work is that of the plan; bytes and seconds are measured
-on the rank that logs.
+Figures are means over the optimizer steps since the last log. Work is the plan's; bytes and seconds are measured on the
+rank that logs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class AttentionWork(TrainerCallback):
 
 
 class AttentionLogs(TrainerCallback):
-    """Five figures in every log of training, for TensorBoard, W&B, MLflow and `trainer.state.log_history`.
+    """Add five figures to every log of training, for TensorBoard, W&B, MLflow and `trainer.state.log_history`.
 
-    `AttentionLogs.add_to(trainer)` puts it ahead of the callbacks that report, which see what is there when they are
-    called.
+    `AttentionLogs.add_to(trainer)` puts it ahead of the callbacks that report, so that they see its figures.
     """
 
     def __init__(self) -> None:
@@ -88,10 +87,10 @@ class AttentionLogs(TrainerCallback):
 
 
 def figures(plan: Plan, trace: StepTrace, rank: int) -> tuple[float, ...]:
-    """Of one optimizer step, in the order of FIGURES.
+    """FIGURES of one optimizer step.
 
-    Saved are the seconds that the busiest rank would have computed at home, at this rank's measured rate, less those
-    of the busiest server and this rank's wait.
+    Seconds saved are those of the busiest rank without moving attention, less those of the busiest server, both at this
+    rank's measured rate, and less this rank's wait.
     """
     summary = plan.summary()
     seconds, wait = (sum(span.stop_seconds - span.start_seconds for span in trace.spans if span.lane == lane)

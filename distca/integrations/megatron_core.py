@@ -1,17 +1,19 @@
 """Megatron-Core with balanced attention: a core-attention module for a layer spec.
 
-`enable(layer_spec)` puts it into any decoder layer's spec, and `gpt_layer_local` is one for `--spec`. Documents come
-as `packed_seq_params` (THD) that every layer gets, also where `core_attn` recomputation replays it. The pool is the
-data-parallel ranks of a pipeline stage with the same tensor-parallel index: they hold the same layers and heads and
-run the same schedule, so they call in the same order. Ranks of other stages are at another layer or in another phase
-at that moment, so no pool spans stages. Whatever is not packed is Megatron's own attention.
+`enable(layer_spec)` puts it into any decoder layer's spec, and `gpt_layer_local` is a spec for `--spec`. Documents come
+as `packed_seq_params` (THD), which every layer gets, also when `core_attn` recomputation replays it. The pool is the
+data-parallel ranks of a pipeline stage with the same tensor-parallel index. They hold the same layers and heads and run
+the same schedule, so they make the same calls in the same order. Ranks of other stages are at another layer or in
+another phase at that moment, so no pool spans stages. Batches that are not packed use Megatron's own attention.
 
 THD has no field for where a row begins in its document, and Megatron's RoPE begins every sequence at 0. Documents that
-span ranks therefore need `follow_positions(model)`, which lets both follow the `position_ids` of GPTModel's forward.
+span ranks therefore need `follow_positions(model)`: attention and RoPE then use the `position_ids` of GPTModel's
+forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from distca.integrations import check_version, not_installed
-from distca.integrations.packed import attach
-from distca.integrations.packed_layers import Options, PackedLayers, layers_over
+from distca.integrations.document_lengths import PackedEdges
+from distca.integrations.packed import PackedAttention, attach, shared_attention
 from distca.runtime.transport import Transport
 from distca.validation import UserError
 
@@ -31,7 +33,6 @@ try:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.module import MegatronModule
@@ -49,46 +50,31 @@ _POSITIONS = "distca_positions"                                  # on packed_seq
 
 
 class BalancedCoreAttention(MegatronModule):
-    """Core attention over packed documents, computed where the plan says; a `CoreAttention` of Megatron's protocols.
+    """Core attention over packed documents, computed where the plan says, by Megatron's protocol.
 
     `group` is the pool, by default the data-parallel ranks. Its ranks must run the same layers in the same order.
+    `options` are PackedAttention's, `others` Megatron's for attention that is not packed.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
-        options: Options = Options(),  # noqa: B008 (frozen)
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, *,
+        group: dist.ProcessGroup | None = None, options: Mapping[str, Any] | None = None, **others: Any,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check(config, attn_mask_type, attention_type, dropout)
         self.scale = softmax_scale
         self.window, self.layer_number = _window(config, layer_number), layer_number
-        self.group = getattr(pg_collection, "dp", None) if group is None else group
-        self.options = options
-        self.pool: PackedLayers | None = None
+        self.group = getattr(others.get("pg_collection"), "dp", None) if group is None else group
+        self.options = dict(options or {})
+        self.pool: PackedAttention | None = None
         self.unpacked = DotProductAttention(
-            config, layer_number, attn_mask_type, attention_type, dropout, softmax_scale, cp_comm_type, pg_collection)
+            config, layer_number, attn_mask_type, attention_type, dropout, softmax_scale, **others)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        /,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, /, *,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """query [tokens, heads, dim], key and value [tokens, kv_heads, dim] -> [tokens, heads * dim]."""
@@ -110,24 +96,18 @@ class BalancedCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         if self.pool is None:
             data_parallel = parallel_state.get_data_parallel_group() if self.group is None else self.group
-            self.pool = layers_over(data_parallel, self.options)
+            self.pool = shared_attention(data_parallel, **self.options)
             attach(self, self.pool)
-        edges, key_edges = document_edges(packed)
-        return self.pool.attend(query, key, value, edges, key_edges=key_edges, training=self.training, scale=self.scale,
-                                positions=getattr(packed, _POSITIONS, None), window=self.window,
-                                check=partial(_check_lengths, packed), layer=self.layer_number)
+        batch = self.pool.begin_edges(_edges(packed), (query, key, value), training=self.training,
+                                      layer=self.layer_number)
+        return self.pool.attend(query, key, value, batch, scale=self.scale, window=self.window)
 
 
 def enable(
-    layer_spec: ModuleSpec,
-    group: dist.ProcessGroup | None = None,
-    *,
-    tolerance: float = 0.05,
-    kernel: str = "auto",
-    state: str = "resend",
-    transport: str | Transport = "c10d",
+    layer_spec: ModuleSpec, group: dist.ProcessGroup | None = None, *, tolerance: float = 0.05, kernel: str = "auto",
+    state: str = "resend", transport: str | Transport = "c10d",
 ) -> ModuleSpec:
-    """The spec of a decoder layer, with its self-attention's core replaced; the given one stays as it is.
+    """The spec of a decoder layer, with its self-attention's core replaced; the given spec is not changed.
 
     `group` None is Megatron's data-parallel group. The rest is plan's and CoreAttention's.
     """
@@ -135,13 +115,14 @@ def enable(
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
         raise UserError(f"layer_spec builds {getattr(layer_spec.module, '__name__', layer_spec.module)} without "
                         "self-attention that has a core_attention; give the spec of a decoder layer")
-    core = partial(BalancedCoreAttention, group=group, options=Options(tolerance, kernel, state, transport))
+    options = {"tolerance": tolerance, "kernel": kernel, "state": state, "transport": transport}
+    core = partial(BalancedCoreAttention, group=group, options=options)
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     return replace(layer_spec, submodules=replace(layer_spec.submodules, self_attention=attention))
 
 
 def follow_positions(model: torch.nn.Module) -> torch.nn.Module:
-    """Let documents span ranks: RoPE and attention of the GPTModel inside follow the `position_ids` of its forward.
+    """Let documents span ranks: RoPE and attention of the GPTModel inside use the `position_ids` of its forward.
 
     A row whose first position is not 0 continues the document that the data-parallel rank before ended with. Every
     pipeline stage passes `position_ids` then.
@@ -162,7 +143,7 @@ def follow_positions(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """For attention on `packed_seq_params`, which all layers get, and for RoPE on the model."""
+    """Keep positions on `packed_seq_params`, which attention of all layers gets, and on the model for RoPE."""
     packed = named.get("packed_seq_params")
     position_ids = named.get("position_ids", inputs[1] if len(inputs) > 1 else None)
     gpt.distca_positions = None
@@ -177,24 +158,22 @@ def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _rotate_by_position(gpt: Any, rotary: Any, _: Any, angles: torch.Tensor) -> torch.Tensor:
-    """[tokens, 1, 1, dim]: one angle per packed token, which Megatron takes as they are where there are so many."""
+    """[tokens, 1, 1, dim] One angle per packed token; Megatron uses them unchanged if there are as many as tokens."""
     positions = gpt.distca_positions
     return angles if positions is None else rotary.get_emb(int(positions.max()) + 1)[positions]
 
 
-def document_edges(packed: PackedSeqParams) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where documents begin and end among queries and among keys; padding after a document's tokens is part of it.
-
-    Attention is causal, so that padding is seen by nothing but padding.
-    """
+def _edges(packed: PackedSeqParams) -> PackedEdges:
+    """Where documents begin and end; padding after a document's tokens is part of it, and causal attention hides it."""
     if packed.qkv_format != "thd":
         raise UserError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}; give 'thd'")
     edges = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    return edges, packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
+    key_edges = packed.cu_seqlens_kv if packed.cu_seqlens_kv_padded is None else packed.cu_seqlens_kv_padded
+    return PackedEdges(edges, key_edges, getattr(packed, _POSITIONS, None), partial(_check_lengths, packed))
 
 
 def _check_lengths(packed: PackedSeqParams) -> None:
-    """Refuse a batch whose documents do not fit what else packed_seq_params say of them."""
+    """Refuse documents that do not fit the other fields of packed_seq_params."""
     if packed.cu_seqlens_q is None:
         return
     real, padded = packed.cu_seqlens_q.diff(), packed.cu_seqlens_q_padded
@@ -207,7 +186,7 @@ def _check_lengths(packed: PackedSeqParams) -> None:
 
 
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, dropout: float) -> None:
-    """Refuse, when the model is built, attention that is not causal softmax over whole documents or windows of them."""
+    """Refuse, when the model is built, attention that is not causal softmax over documents or windows of them."""
     if attention_type != "self" or config.multi_latent_attention:
         kind = "multi-latent attention" if attention_type == "self" else f"{attention_type}-attention"
         raise UserError(f"this layer has {kind}; distca serves grouped-query self-attention")
@@ -225,7 +204,7 @@ def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, d
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Keys that a query sees, itself among them: Megatron's (left, 0) counts those before it, and -1 all of them."""
+    """Keys that a query sees, its own included: Megatron's (left, 0) counts those before it, and -1 means all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     left, right = config.window_size

@@ -1,11 +1,12 @@
-"""Turn each rank's own slices of packed documents into one plan that all ranks share.
+"""Plan each rank's slices of packed documents over one pool of ranks, and attend them there.
 
-A trainer knows only the tokens of its own rank. Once per forward, ahead of the first layer, the ranks tell each other
-where their slices begin and how long they are in one small collective; from there on every rank computes the same
-plan by itself and all layers use it. `torch.compile` breaks its graph around all of this: lengths are numbers on the
-host and change with every batch.
-Where no document spans ranks, whatever is not worth moving (evaluation, generation, sliding windows) is computed at
-home without a word to anybody. Nothing in this file knows which framework trains.
+A trainer knows only the tokens of its own rank. Once per forward, ahead of the first layer, ranks exchange where their
+slices begin and how long they are, in one small collective. Every rank then computes the same plan by itself, and all
+layers use it. `torch.compile` breaks its graph around all of this: lengths are numbers on the host and change with
+every batch.
+
+Where no document spans ranks, evaluation, generation and sliding windows are computed locally, without communication.
+Nothing here depends on the framework that trains.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, Protocol
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable
-from distca.integrations.document_lengths import RowSlices, from_positions, whole_documents
+from distca.integrations.document_lengths import PackedEdges, RowSlices, from_positions, whole_documents
 from distca.integrations.row_exchange import Rows, RowTable, join_slices, spans
 from distca.kernels.interface import check_tensors
 from distca.planning.balance import balance
@@ -36,19 +37,19 @@ from distca.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from distca.spec import ModelShape
 from distca.validation import UserError
 from distca.workload.packing import check_tolerance
-from distca.workload.topology import Topology
 
 _OPTIONS = ("group", "model", "tolerance", "kernel", "state", "transport", "cost")
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A micro-batch of packed documents: hold on to it for all layers, also where they are replayed."""
+    """A micro-batch of packed documents. Keep it for all layers, and until recomputation has replayed them."""
 
     slices: RowSlices             # this rank's, in the order of its tokens
-    plan: Plan | None             # of the whole group; None: everything is computed at home
-    backward: Plan | None = None  # for the gradients, where seconds are known and these are not forward's
-    rows: Rows = ()               # of every rank, where there is a plan
+    plan: Plan | None             # of the whole group; None: everything is computed locally
+    backward: Plan | None = None  # of the gradients, where it differs
+    rows: Rows = ()               # slices of every rank, where there is a plan
 
     @property
     def spans(self) -> bool:
@@ -63,48 +64,35 @@ class PackedBatch:
 class PackedAttention:
     """Attention over this rank's slices of packed documents, computed where a plan of the whole group says.
 
-    `group` None is the default group, or no group where torch.distributed is not initialized: one process by itself.
-    `model` says how many bytes a token's query and keys have; None: as the first call shows. `kernel`, `state`,
-    `transport` and `recorder` are CoreAttention's. `speed` may be set between batches, alike on every rank.
+    `group` None is the default group, or this process alone where torch.distributed is not initialized. `model` gives
+    the bytes of a token's query and keys; None takes them from the first call. `kernel`, `state`, `transport` and
+    `recorder` are CoreAttention's. `speed` may be set between batches, to the same values on every rank.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        model: ModelShape | None = None,
-        tolerance: float = 0.05,
-        kernel: str = "auto",
-        state: str = "resend",
-        transport: str | Transport = "c10d",
-        cost: LatencyTable | None = None,
-        recorder: Recorder | None = None,
+        self, group: dist.ProcessGroup | None = None, *, model: ModelShape | None = None, tolerance: float = 0.05,
+        kernel: str = "auto", state: str = "resend", transport: str | Transport = "c10d",
+        cost: LatencyTable | None = None, recorder: Recorder | None = None,
     ) -> None:
         check_tolerance(tolerance)
         self.group, self.kernel, self.state, self.transport = group, kernel, state, transport
         self.model, self.tolerance, self.cost, self.recorder = model, tolerance, cost, recorder
-        self.latest: Plan | None = None                          # of the batch begun last
-        self._two_plans = cost is not None and state == "resend"  # servers that keep their inputs serve both ways
+        self.latest: Plan | None = None                          # of the last batch that was planned
         self._layout = lru_cache(PLANS_KEPT)(join_slices)
         self._plan = lru_cache(PLANS_KEPT)(self._balanced)
         self._unmoved = lru_cache(PLANS_KEPT)(self._at_home)
         self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
-        self._topology: Topology | None = None                   # found then
-        self._table: RowTable | None = None                      # made then
+        self._table: RowTable | None = None                      # made with it
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._speed: Sequence[float] | None = None
         self._begun = WeakTensorKeyDictionary()                  # tensor -> _Begun
 
-    def anew(self, **changed: Any) -> PackedAttention:
-        """The same group and options, or those `changed`, with nothing begun."""
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        return PackedAttention(**{**options, **changed})
-
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedAttention:
-        return self.anew()
+        """The same group and options, without batches."""
+        return PackedAttention(**{name: getattr(self, name) for name in _OPTIONS})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Groups do not leave their process: what is loaded elsewhere runs over the default group there."""
+        """Groups do not leave their process: a copy that is loaded elsewhere uses the default group there."""
         return partial(PackedAttention, **{name: getattr(self, name) for name in _OPTIONS if name != "group"}), ()
 
     @property
@@ -118,7 +106,7 @@ class PackedAttention:
         self._plan.cache_clear()
 
     def record(self, recorder: Recorder | None) -> None:
-        """Note the waits and the computing of whatever is attended in the pool from now on."""
+        """Record waits and attention of calls in the pool from now on."""
         self.recorder = recorder
         if self._pool is not None:
             self._pool.recorder = recorder
@@ -129,14 +117,14 @@ class PackedAttention:
         document_ids: torch.Tensor | None = None, layer: int | None = None, scale: float | None = None,
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of positions [tokens] -> out like q.
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] at positions [tokens] -> out like q.
 
         Or [rows, tokens, heads, dim] with positions [rows, tokens]. Position 0 begins a document; a row that begins
-        later continues the document of the row before it, or of the rank before. `document_ids`, like positions, number
-        the documents of all ranks where loaders put their parts elsewhere. Every rank of the group makes this call.
-        Each call reads positions and exchanges lengths, because a buffer may have been refilled. `layer`, counted up in
-        every forward from the model's first layer, lets the first one do that for all that pass the same tensors.
-        `scale`, `window`, `softcap` and `sinks` are CoreAttention's.
+        later continues the document of the row before it, or of the rank before. `document_ids`, shaped like positions,
+        number the documents of all ranks where loaders put their parts elsewhere. Every rank of the group makes this
+        call. Each call reads positions and exchanges lengths, because a buffer may have been refilled. With `layer`,
+        which counts up from the model's first layer in every forward, the first layer does that for all layers that
+        pass the same tensors. `scale`, `window`, `softcap` and `sinks` are CoreAttention's.
         """
         def read() -> RowSlices:
             if q.shape[:-2] != position_ids.shape:
@@ -144,30 +132,41 @@ class PackedAttention:
                                 "position for each token")
             return from_positions(position_ids, document_ids)
 
-        rows = (q, k, v) if q.ndim == 3 else tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v))
-        batch = self.begin_once(position_ids, read, rows[0], rows[1], rows[2], layer=layer, beside=document_ids)
-        out = self.attend(rows[0], rows[1], rows[2], batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # a view would be a node more of autograd's
+        rows = (q, k, v)
+        if q.ndim != 3:
+            rows = tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in rows)  # type: ignore[assignment]
+        batch = self.begin_once(position_ids, read, rows, layer=layer, beside=document_ids)
+        out = self.attend(*rows, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # a view would be one more node of autograd
+
+    def begin_edges(self, given: PackedEdges, qkv: Qkv, *, training: bool, layer: int | None = None) -> PackedBatch:
+        """The batch between cumulative lengths that every layer of a forward gets.
+
+        Only training uses the pool: ranks may evaluate unequal numbers of batches.
+        """
+        return self.begin_once(given.edges, partial(given.slices, len(qkv[0])), qkv, layer=layer,
+                               beside=given.positions, in_pool=training and self.group is not None,
+                               lasting=given.lasting)
 
     def begin_once(
-        self, key: torch.Tensor, read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-        in_pool: bool = True, beside: torch.Tensor | None = None, layer: int | None = None, lasting: bool = False,
+        self, key: torch.Tensor, read: Callable[[], RowSlices], qkv: Qkv, *, layer: int | None,
+        beside: torch.Tensor | None, in_pool: bool = True, lasting: bool = False,
     ) -> PackedBatch:
-        """The batch that a tensor and the one `beside` it stand for, read once for the layers of a forward.
+        """The batch of the tensor `key` and the one `beside` it, read once for all layers of a forward.
 
-        A tensor that is the same object may have other contents: torch does not count what is written in inference
-        mode, through `.data`, numpy or a CUDA graph. And where this rank's contents stayed the same, another rank's may
-        not have. So a call shares what was read only where every rank can tell that it belongs to the same forward: it
-        is of the `layer` after the last one, or a replay in backward, or the tensor is `lasting`, never refilled.
+        The same tensor object may have new contents: torch does not count writes in inference mode, through `.data`,
+        numpy or a CUDA graph. And if this rank's contents stayed the same, another rank's may have changed. So a call
+        reuses a batch only where every rank can know that the call belongs to the same forward: it has the next
+        `layer`, it is a replay in backward, or the tensor is `lasting`, which means never refilled.
         """
         begun = self._begun.get(key)
         replayed = torch._C._current_graph_task_id() != -1
         if begun is None or begun.in_pool != in_pool or begun.beside is not beside or not (
                 lasting or replayed or (layer is not None and begun.layer is not None and layer == begun.layer + 1)):
-            slices, shapes = _read(read, q, k, v)
+            slices, shapes = _read(read, *qkv)
             if self.model is None and shapes is not None:
                 self.model = _shape_of(shapes)
-            batch = self.begin(slices, q.device, shapes) if in_pool else self.at_home(slices)
+            batch = self.begin(slices, qkv[0].device, shapes) if in_pool else self.at_home(slices)
             begun = self._begun[key] = _Begun(batch, in_pool, beside, layer)
         elif not replayed:
             begun.layer = layer
@@ -180,21 +179,21 @@ class PackedAttention:
     ) -> PackedBatch:
         """Exchange slices and plan; every rank calls this once per forward. `device` carries the exchange.
 
-        Plain lengths are documents that lie whole on this rank; an error says why this rank has none. Where one has
-        none, the ranks' slices do not make whole documents or their shapes differ, every rank raises the same
-        ValueError.
+        Plain lengths are documents that lie whole on this rank; an error means that this rank has no batch. Every rank
+        raises the same ValueError if one has none, if shapes differ, or if slices do not make whole documents.
         """
         mine = slices if isinstance(slices, RowSlices | ValueError) else whole_documents(slices)
-        rows = self._everyones(mine, torch.device(device), shapes)
+        rows = self._exchange(mine, torch.device(device), shapes)
         assert isinstance(mine, RowSlices)
         if not any(row.start for row in rows):
             return PackedBatch(mine, None)
         self.latest = self._plan(rows, False)
-        return PackedBatch(mine, self.latest, self._plan(rows, True) if self._two_plans else None, rows)
+        two_plans = self.cost is not None and self.state == "resend"  # servers that keep their inputs serve both ways
+        return PackedBatch(mine, self.latest, self._plan(rows, True) if two_plans else None, rows)
 
     @not_compiled
     def at_home(self, slices: RowSlices | Sequence[int] | ValueError) -> PackedBatch:
-        """A batch that talks to nobody, such as evaluation's: ranks may run unequal numbers of these."""
+        """A batch without communication, for evaluation: ranks may run unequal numbers of these."""
         if isinstance(slices, ValueError):
             raise slices
         mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
@@ -212,25 +211,22 @@ class PackedAttention:
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of this rank's slices -> out like q."""
         scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        pool = self._pool or self._home
         if batch.leaves_home(window):
             assert batch.plan is not None
-            return self._servers(q, k, v, batch.plan, backward=batch.backward, **scores)
-        if batch.spans:                                          # queries stay, keys of a window come
-            return self._servers(q, k, v, self._unmoved(batch.rows, window), window=window, **scores)
+            return pool(q, k, v, batch.plan, backward=batch.backward, **scores)
+        if batch.spans:                                          # queries stay, and keys inside the window travel
+            return pool(q, k, v, self._unmoved(batch.rows, window), window=window, **scores)
         if not batch.slices.start:
             rest = (x.sum() for x in (k, v, sinks) if x is not None)
-            return q + sum(rest)                                 # no tokens, but gradients of 0 for what made them
+            return q + sum(rest)                                 # no tokens, but gradients of 0 for k, v and sinks
         return self._home(q, k, v, self._unmoved((batch.slices,), None), window=window, **scores)
 
-    @property
-    def _servers(self) -> CoreAttention:
-        return self._home if self._pool is None else self._pool
-
-    def _everyones(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
+    def _exchange(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
         if self._pool is None and dist.is_initialized():
             self._pool = CoreAttention(self.group, kernel=self.kernel, state=self.state, transport=self.transport,
                                        recorder=self.recorder)
-            self._topology, self._table = self._pool.topology, RowTable(self.group)
+            self._table = RowTable(self.group)
         if self._table is not None:
             return self._table.exchange(mine, device, shapes)
         if isinstance(mine, ValueError):
@@ -241,7 +237,7 @@ class PackedAttention:
         model = self._shape()
         time = None if self.cost is None else AttentionTime.of(self.cost, model)
         return balance(self._layout(rows), model, tolerance=self.tolerance, speed=self.speed, cost=time,
-                       backward=backward, topology=self._topology)
+                       backward=backward, topology=None if self._pool is None else self._pool.topology)
 
     def _at_home(self, rows: Rows, window: int | None) -> Plan:
         """Every query on its own rank; with a window, no keys before it travel."""
@@ -260,7 +256,7 @@ class PackedAttention:
 
 @dataclass(slots=True)
 class _Begun:
-    """What a tensor stood for when it was last read, and for which of the layers since."""
+    """The batch of a tensor when it was last read, and the last layer that used the batch."""
 
     batch: PackedBatch
     in_pool: bool
@@ -271,7 +267,7 @@ class _Begun:
 def _read(
     read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[RowSlices | ValueError, Shapes | None]:
-    """This rank's slices and the shapes of its tensors, or what is wrong with them."""
+    """This rank's slices and the shapes of its tensors, or the error."""
     try:
         slices = read()
         check_tensors(q, k, v)
@@ -284,24 +280,26 @@ def _read(
 
 
 def _shape_of(shapes: Shapes) -> ModelShape:
-    """Planning asks only for the bytes of a token's query and keys."""
+    """A model for planning, which uses only the bytes of a token's query and keys."""
     heads, kv_heads, dim = shapes[:3]
     return ModelShape(name="packed", num_layers=1, hidden=heads * dim, num_heads=heads, num_kv_heads=kv_heads,
                       head_dim=dim, ffn=heads * dim, vocab=1)
 
 
-class Planned(Protocol):
-    """Something that knows the plan of its last training forward."""
+def shared_attention(group: dist.ProcessGroup | None, **options: Any) -> PackedAttention:
+    """The attention that all layers with the same pool and options share, so that they plan once.
 
-    @property
-    def latest(self) -> Plan | None: ...
+    Its group is None where the pool is this process alone.
+    """
+    return _shared(None if group is None or dist.get_world_size(group) == 1 else group, **options)
 
 
+_shared = cache(PackedAttention)
 _PLANNED: dict[int, Any] = {}                                    # by id of a config that models share
 _FIELD = "_distca_planned"
 
 
-def attach(owner: object, planned: Planned) -> None:
+def attach(owner: object, planned: Any) -> None:
     """Let `latest_plan` find what plans for a module, whose copies take it along, or for all models of a config."""
     if isinstance(owner, torch.nn.Module):
         setattr(owner, _FIELD, planned)

@@ -1,15 +1,13 @@
-"""What ranks tell each other ahead of a forward: their slices, the kind of their tensors, or why they cannot go on.
+"""Exchange every rank's slices ahead of a forward, and join the slices of all ranks into documents.
 
-One row of numbers per rank, in one small collective. A rank that finds something wrong with its own batch takes part
-all the same and says what: every rank then raises that line, instead of waiting for one that is gone.
+Each rank sends its slices and the shapes of its tensors in one small collective. A rank whose own batch is wrong takes
+part in the collective too and sends its error message, which every rank then raises: no rank waits for one that is
+gone.
 
-Which slices of which ranks are one document, from nothing but the positions of their tokens.
-
-Slices stand in the order of ranks, and on a rank in the order of its rows. One that begins at position 0 begins a
-document; one that begins later continues the document that the slice before it ended with, on the same rank or on
-the nearest one before it that has tokens. Loaders that put slices elsewhere number the documents instead, and then
-positions alone order their parts. Every rank judges the same table, so what is wrong is said by all of them, in the
-same words, before anybody computes.
+Slices are ordered by rank, and on a rank by their tokens. A slice that begins at position 0 begins a document; one that
+begins later continues the document of the slice before it, on the same rank or on the nearest earlier rank that has
+tokens. Loaders with another order number their documents, and positions then order a document's parts. Every rank
+checks the same table, so all ranks raise the same message before any of them computes.
 """
 
 from __future__ import annotations
@@ -32,47 +30,47 @@ from distca.workload.layout import Layout
 
 FIRST_CAPACITY = 255                                             # slices of a rank that fit the first collective
 Rows = tuple[RowSlices, ...]                                     # [ranks]
-_NOT_NUMBERED = -2 ** 63                                         # no loader's number of a document
+_NOT_NUMBERED = -2 ** 63                                         # not a number that a loader gives a document
+_NUMBERED = "document_ids that number the documents of all ranks"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_HEADER = 5                                                      # slices, or bytes of a refusal below 0; the kind
+_HEADER = 5                                                      # slices, or -bytes of an error; then heads … dtype
 
 
 class RowTable:
-    """Rows of one group. It grows where a rank has more slices than ever before, on all ranks at once."""
+    """The collective of one group. Its capacity grows on all ranks at once, when a rank has more slices than fit."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self._capacity = group, FIRST_CAPACITY
         self._ranks = dist.get_world_size(group)
 
     def exchange(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
-        """Every rank's slices in rank order: one collective, and one more where the table grows."""
+        """Every rank's slices in rank order, by one collective, or two when the capacity grows."""
         while True:
             table = self._gather(mine, device, shapes)
             _check(table, mine)
-            most = max(row[0] for row in table)
+            most = max(entry[0] for entry in table)
             if most <= self._capacity:
-                return tuple(_slices(row) for row in table)
+                return tuple(_slices(entry) for entry in table)
             self._capacity = 2 ** most.bit_length() - 1
 
-    def _gather(
-        self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None
-    ) -> list[list[int]]:
-        """A row per rank: the header, then as many starts, lengths and documents of its slices as fit, or text."""
-        row = np.zeros(_HEADER + 3 * self._capacity, dtype=np.int64)
+    def _gather(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> list[list[int]]:
+        """An entry per rank: the header, then the start, length and document of each slice that fits, or text."""
+        entry = np.zeros(_HEADER + 3 * self._capacity, dtype=np.int64)
         if isinstance(mine, ValueError):
             text = from_text(str(mine) or repr(mine), 3 * self._capacity)
-            row[0], row[_HEADER:_HEADER + len(text)] = -8 * len(text), text
+            entry[0], entry[_HEADER:_HEADER + len(text)] = -8 * len(text), text
         else:
             count = min(len(mine.start), self._capacity)
-            row[0] = len(mine.start)
-            fit = row[_HEADER:_HEADER + 3 * count].reshape(-1, 3)
+            entry[0] = len(mine.start)
+            fit = entry[_HEADER:_HEADER + 3 * count].reshape(-1, 3)
             fit[:, 0], fit[:, 1] = mine.start[:count], mine.length[:count]
             fit[:, 2] = _NOT_NUMBERED if mine.document is None else mine.document[:count]
         if shapes is not None:
-            row[1:_HEADER] = (*shapes[:3], _DTYPES.index(shapes.dtype) if shapes.dtype in _DTYPES else len(_DTYPES))
-        everyone = torch.empty(self._ranks, len(row), dtype=torch.int64, device=device)
+            dtype = _DTYPES.index(shapes.dtype) if shapes.dtype in _DTYPES else len(_DTYPES)
+            entry[1:_HEADER] = *shapes[:3], dtype
+        everyone = torch.empty(self._ranks, len(entry), dtype=torch.int64, device=device)
         try:
-            dist.all_gather(list(everyone), torch.from_numpy(row).to(device), group=self.group)
+            dist.all_gather(list(everyone), torch.from_numpy(entry).to(device), group=self.group)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {dist.get_rank(self.group)} of {self._ranks}: the ranks did not exchange their lengths, because "
@@ -82,12 +80,12 @@ class RowTable:
 
 
 def _check(table: Sequence[Sequence[int]], mine: RowSlices | ValueError) -> None:
-    """Raise what a rank refused, or that ranks have tensors of different kinds; the same line on every rank."""
-    for rank, row in enumerate(table):
-        if row[0] < 0:
-            text = to_text(row[_HEADER:_HEADER - row[0] // 8])
+    """Raise a rank's error, or that ranks have tensors of different shapes; the same line on every rank."""
+    for rank, entry in enumerate(table):
+        if entry[0] < 0:
+            text = to_text(entry[_HEADER:_HEADER - entry[0] // 8])
             raise UserError(f"rank {rank}: {text}") from (mine if isinstance(mine, ValueError) else None)
-    kinds = {tuple(row[1:_HEADER]): rank for rank, row in reversed(list(enumerate(table))) if row[1]}
+    kinds = {tuple(entry[1:_HEADER]): rank for rank, entry in reversed([*enumerate(table)]) if entry[1]}
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])[:2]
         raise UserError(f"rank {first} has {_words(one)} and rank {second} {_words(other)}; run the same model in the "
@@ -100,17 +98,14 @@ def _words(kind: Sequence[int]) -> str:
     return f"{heads} query heads and {kv_heads} key heads of {dim} in {name}"
 
 
-def _slices(row: Sequence[int]) -> RowSlices:
-    sent = row[_HEADER:_HEADER + 3 * row[0]]
+def _slices(entry: Sequence[int]) -> RowSlices:
+    sent = entry[_HEADER:_HEADER + 3 * entry[0]]
     start, length, document = (tuple(sent[at::3]) for at in range(3))
     return RowSlices(start, length, None if all(number == _NOT_NUMBERED for number in document) else document)
 
 
-_NUMBERED = "document_ids that number the documents of all ranks"
-
-
 def join_slices(rows: Sequence[RowSlices]) -> Layout:
-    """The layout of every rank's slices, in rank order; raises in one line where they do not make whole documents."""
+    """The layout of every rank's slices, in rank order; refused if they do not make whole documents."""
     start, length = (np.array(list(chain.from_iterable(column)), dtype=np.int64) for column in
                      ((row.start for row in rows), (row.length for row in rows)))
     if len(start) == 0:
@@ -132,12 +127,12 @@ def join_slices(rows: Sequence[RowSlices]) -> Layout:
 
 
 def spans(layout: Layout) -> bool:
-    """Whether a document lies on several ranks, none of which can go on alone."""
+    """Whether a document lies on several ranks."""
     return bool((layout.ranks_per_document() > 1).any())
 
 
 def _in_order(rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """[slices] Their documents, where each slice past position 0 continues the one before it."""
+    """[slices] Documents of slices, each of which continues the slice before it unless it begins at position 0."""
     continues = start > 0
     expected = np.concatenate([[0], (start + length)[:-1]])
     wrong = np.flatnonzero(continues & (start != expected))
@@ -147,7 +142,7 @@ def _in_order(rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.nda
 
 
 def _not_continued(rank: np.ndarray, start: np.ndarray, length: np.ndarray, i: int) -> str:
-    """What is wrong with slice i, which begins past position 0 and not where the slice before it ended."""
+    """The message for slice i, which begins past position 0 and not where the slice before it ended."""
     at, here = int(start[i]), int(rank[i])
     if i == 0:
         return (f"rank {here} begins at position {at} and no rank before it has tokens, so it continues nothing; begin "
@@ -161,7 +156,7 @@ def _not_continued(rank: np.ndarray, start: np.ndarray, length: np.ndarray, i: i
 
 
 def _numbered(rows: Sequence[RowSlices], rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """[slices] Their documents by number, in the order of their first slices."""
+    """[slices] Documents of numbered slices, in the order of the documents' first slices."""
     number = np.array(list(chain.from_iterable(row.document or () for row in rows)), dtype=np.int64)
     order = np.lexsort((start, number))
     first = np.ones(len(order), dtype=bool)

@@ -1,12 +1,12 @@
 """torchtitan with balanced attention: `--override.imports distca.integrations.torchtitan.enable`.
 
 torchtitan's override hook swaps the varlen inner attention of every layer for `BalancedAttention`, a subclass, so that
-the trainer goes on building its packing metadata. The pool is the data-parallel ranks of a pipeline stage with the same
-tensor-parallel index: those that hold the same layers and heads and run the same schedule, so they call in the same
-order whatever other stages do, and torchtitan's pipelining stays as it is.
+the trainer still builds its packing metadata. The pool is the data-parallel ranks of a pipeline stage with the same
+tensor-parallel index. They hold the same layers and heads and run the same schedule, so they make the same calls in the
+same order whatever other stages do, and torchtitan's pipelining stays as it is.
 
 Inner attention gets the edges of documents but no positions, and torchtitan knows only documents that begin in their
-row. So the function that makes edges of positions is wrapped: it notes the positions, and makes edges for rows that
+row. So the function that turns positions into edges is wrapped: it keeps the positions, and makes edges for rows that
 continue another rank's document.
 """
 
@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.integrations import check_version, not_installed
-from distca.integrations.document_lengths import from_positions
-from distca.integrations.packed import attach
-from distca.integrations.packed_layers import Options, PackedLayers, layers_over
+from distca.integrations.document_lengths import PackedEdges, from_positions
+from distca.integrations.packed import PackedAttention, attach, shared_attention
 from distca.validation import UserError
 
 try:
@@ -44,7 +43,7 @@ _edges_of = decoder.create_varlen_metadata_for_document          # torchtitan's 
 
 
 class BalancedAttention(VarlenAttention):
-    """Varlen attention computed where the plan says. Evaluation, and one rank by itself, compute at home."""
+    """Varlen attention computed where the plan says; evaluation, and a rank without peers, compute locally."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -56,8 +55,8 @@ class BalancedAttention(VarlenAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.window = _window(config.window_size)
-        self.options = Options(config.tolerance, config.kernel, config.state, config.transport)
-        self.pool: PackedLayers | None = None
+        self.options = {name: getattr(config, name) for name in ("tolerance", "kernel", "state", "transport")}
+        self.pool: PackedAttention | None = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         if parallel_dims.cp_enabled:
@@ -68,20 +67,13 @@ class BalancedAttention(VarlenAttention):
         super().parallelize(parallel_dims)
 
     def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        **kwargs: Any,
+        self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, *, attention_masks: VarlenMetadata,
+        scale: float | None = None, out_transform: Callable[..., torch.Tensor] | None = None, **kwargs: Any,
     ) -> torch.Tensor:
         """q [batch, tokens, heads, dim], k and v [batch, tokens, kv_heads, dim] -> out like q."""
         self._check_call(q_BLNH, v_BLNH, attention_masks)
         sinks = None if out_transform is None else _sinks(out_transform)
-        if q_BLNH.is_meta:                                       # the pipeline asks for shapes
+        if q_BLNH.is_meta:                                       # the pipeline infers shapes
             return torch.empty_like(q_BLNH)
         dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan's own does on a GPU
         q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BLNH, k_BLNH, v_BLNH))  # [tokens, heads, dim]
@@ -94,13 +86,13 @@ class BalancedAttention(VarlenAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: VarlenMetadata, scale: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        edges = metadata.cu_seq_q
-        pool = self._join(_data_parallel_group()) if self.pool is None else self.pool
-        return pool.attend(q, k, v, edges, positions=_POSITIONS.get(edges), training=self.training, scale=scale,
-                           window=self.window, sinks=sinks, key_edges=metadata.cu_seq_k, lasting=edges in _POSITIONS)
+        edges, pool = metadata.cu_seq_q, self.pool or self._join(_data_parallel_group())
+        given = PackedEdges(edges, metadata.cu_seq_k, _POSITIONS.get(edges), lasting=edges in _POSITIONS)
+        batch = pool.begin_edges(given, (q, k, v), training=self.training)
+        return pool.attend(q, k, v, batch, scale=scale, window=self.window, sinks=sinks)
 
-    def _join(self, group: dist.ProcessGroup | None) -> PackedLayers:
-        self.pool = layers_over(group, self.options)
+    def _join(self, group: dist.ProcessGroup | None) -> PackedAttention:
+        self.pool = shared_attention(group, **self.options)
         attach(self, self.pool)
         return self.pool
 
@@ -117,7 +109,7 @@ class BalancedAttention(VarlenAttention):
 
 @override(target=VarlenAttention.Config, description="attention balanced over data-parallel ranks")
 def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
-    """Every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
+    """Balance every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
     _window(config.window_size)
     for module in (decoder, gpt_oss):                            # which calls it by a name of its own
         module.create_varlen_metadata_for_document = document_edges
@@ -125,7 +117,7 @@ def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.
 
 
 def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
-    """Edges of documents from positions [batch, tokens], also where a row continues the document of the one before."""
+    """Edges of documents from positions [batch, tokens], also where a row continues the document of the row before."""
     if bool((positions[:, 0] == 0).all()):
         made = _edges_of(positions, **options)
     else:
@@ -139,7 +131,7 @@ def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
 
 
 def _sinks(out_transform: Any) -> torch.Tensor:
-    """gpt-oss's, which it would apply to out and a log-sum-exp with a gradient; distca's has none, and needs none."""
+    """The sinks of gpt-oss, which it applies to out and log-sum-exp; distca's log-sum-exp has no gradient for that."""
     if getattr(out_transform, "__func__", None) is not gpt_oss.Attention._apply_sinks:
         name = getattr(out_transform, "__qualname__", out_transform)
         raise UserError(f"the model passes out_transform {name} to its attention; distca serves that of gpt-oss "
@@ -149,7 +141,7 @@ def _sinks(out_transform: Any) -> torch.Tensor:
 
 
 def _data_parallel_group() -> dist.ProcessGroup | None:
-    """By the name of its mesh: a model that is only sharded is parallelized without asking its modules."""
+    """Found by the mesh's name: torchtitan does not call `parallelize` on modules of a model that is only sharded."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     meshes = {group.group_desc: group for group in dist.distributed_c10d._world.pg_names}
@@ -158,11 +150,11 @@ def _data_parallel_group() -> dist.ProcessGroup | None:
     if "mesh_pp" not in meshes or any(meshes[name].size() > 1 for name in ("mesh_pp", "mesh_tp", "mesh_cp")):
         raise UserError("torchtitan has made no mesh of data-parallel ranks, over which its attention could be "
                         "balanced; train with its Trainer, or call model.parallelize(parallel_dims)")
-    return dist.group.WORLD                                      # which a mesh of all ranks takes without naming it
+    return dist.group.WORLD                                      # a mesh of all ranks uses it without naming it
 
 
 def _window(window_size: tuple[int, int]) -> int | None:
-    """Keys that a query sees, itself among them: torchtitan's (left, 0) counts those before it, and -1 all of them."""
+    """Keys that a query sees, its own included: torchtitan's (left, 0) counts those before it, and -1 means all."""
     left, right = window_size
     if right != 0 or left < -1:
         raise UserError(f"window_size is {window_size}; distca serves causal attention: (-1, 0), or (left, 0)")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca.integrations.document_lengths import RowSlices, from_arguments, from_edges
-from distca.integrations.packed_layers import Options, PackedLayers
+from distca.integrations.document_lengths import PackedEdges, RowSlices, from_arguments, from_edges
+from distca.integrations.packed import PackedAttention
 from distca.integrations.row_exchange import join_slices
 from tests.support.refusals import refusal
 
@@ -33,7 +33,7 @@ def every_way(lengths: list[int]) -> dict[str, Any]:
 
 def read(named: dict[str, Any]) -> list[int]:
     """Lengths of the documents, as attention on one rank takes them."""
-    slices, kept = from_arguments(named, None, 1, TOKENS)
+    slices, kept = from_arguments(named, None, (1, TOKENS))
     assert kept is None
     return join_slices([slices]).lengths.tolist()
 
@@ -113,7 +113,8 @@ def test_layers_refuse_positions_that_contradict_their_edges() -> None:
                              (torch.tensor([3, 4, 5, 0, 1, 2]), "does not begin a document at token 3"),
                              (torch.arange(5), "positions have shape")):
         with pytest.raises(ValueError, match=words):
-            PackedLayers(None, Options()).attend(q, k, v, torch.tensor([0, 6]), training=True, positions=positions)
+            given = PackedEdges(torch.tensor([0, 6]), positions=positions)
+            PackedAttention().begin_edges(given, (q, k, v), training=True)
 
 
 def small(attention: str = "sdpa") -> Any:
@@ -171,7 +172,7 @@ def test_megatron_refuses_what_contradicts_its_lengths(
     alone: Any = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
     core = BalancedCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone)
-    core.pool = PackedLayers(None, Options())
+    core.pool = PackedAttention()
     edges: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 3, 8]), "max_seqlen_q": 5}
     q, k, v = torch.randn(3, 8, 2, 8)
     assert core(q, k, v, None, packed_seq_params=PackedSeqParams(**edges)).shape == (8, 16)

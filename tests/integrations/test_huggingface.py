@@ -28,7 +28,7 @@ pytest.importorskip("transformers")
 import transformers as hf
 from transformers import DataCollatorWithFlattening
 
-from distca.integrations.document_lengths import from_batch, whole_documents
+from distca.integrations.document_lengths import from_arguments, whole_documents
 from distca.integrations.huggingface import enable
 from distca.integrations.packed import latest_plan
 from distca.integrations.row_exchange import RowTable
@@ -266,23 +266,23 @@ def test_documents_are_read_from_padded_rows(rows: list[tuple[list[int], bool]],
         begin = row_len - sum(lengths) if right else 0
         mask[row, begin:begin + sum(lengths)] = True
         position[row, mask[row]] = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.int64)
-    slices, kept = from_batch(position, None, mask, len(rows), row_len)
+    slices, kept = from_arguments({"position_ids": position}, mask, (len(rows), row_len))
     assert slices == whole_documents([length for lengths, _ in rows for length in lengths])
     everything = mask.flatten().nonzero().flatten().tolist()
     assert (list(range(len(rows) * row_len)) if kept is None else kept.tolist()) == everything
 
 
 @pytest.mark.parametrize(("about", "message"), [
-    ((None, torch.tensor([0, 3, 2, 6]), None, 1, 6), "rising numbers"),
-    ((None, torch.tensor([0, 3, 5]), None, 1, 6), r"cu_seq_lens_q is \[0, 3, 5\] for 6 tokens"),
-    ((None, torch.tensor([0, 6]), torch.tensor([[1, 1, 1, 1, 1, 0]]), 1, 6), "give one of them"),
-    ((None, None, None, 1, 6), "cannot be told apart; give cu_seq_lens_q"),
-    ((torch.zeros(3, 1, 6), None, None, 1, 6), r"position_ids of shape \(3, 1, 6\)"),
-    ((torch.arange(6)[None], None, torch.tensor([[1, 1, 0, 1, 1, 1]]), 1, 6), "padding between the tokens"),
+    ((None, torch.tensor([0, 3, 2, 6]), None), "rising numbers"),
+    ((None, torch.tensor([0, 3, 5]), None), r"cu_seq_lens_q is \[0, 3, 5\] for 6 tokens"),
+    ((None, torch.tensor([0, 6]), torch.tensor([[1, 1, 1, 1, 1, 0]])), "give one of them"),
+    ((None, None, None), "cannot be told apart; give cu_seq_lens_q"),
+    ((torch.zeros(3, 1, 6), None, None), r"position_ids of shape \(3, 1, 6\)"),
+    ((torch.arange(6)[None], None, torch.tensor([[1, 1, 0, 1, 1, 1]])), "padding between the tokens"),
 ])
 def test_documents_that_cannot_be_read_are_named(about: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        from_batch(*about)
+        from_arguments({"position_ids": about[0], "cu_seq_lens_q": about[1]}, about[2], (1, 6))
 
 
 SMALLER: dict[str, Any] = {**SIZE, "num_hidden_layers": 1}

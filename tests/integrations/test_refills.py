@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from distca.integrations.document_lengths import PackedEdges
 from distca.integrations.packed import PackedAttention
-from distca.integrations.packed_layers import Options, PackedLayers
 from distca.integrations.row_exchange import RowTable
 from distca.kernels import dense_attention
 from distca.runtime.transport.c10d import C10dTransport
@@ -85,8 +85,13 @@ def plain() -> tuple[Attend, Callable[[list[int]], torch.Tensor]]:
 
 
 def layers() -> tuple[Attend, Callable[[list[int]], torch.Tensor]]:
-    served = PackedLayers(None, Options())
-    return partial(served.attend, training=True), edges_of
+    served = PackedAttention()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, *, layer: int | None
+               ) -> torch.Tensor:
+        return served.attend(q, k, v, served.begin_edges(PackedEdges(edges), (q, k, v), training=True, layer=layer))
+
+    return attend, edges_of
 
 
 def megatron() -> tuple[Attend, Callable[[list[int]], torch.Tensor]]:
@@ -102,7 +107,7 @@ def megatron() -> tuple[Attend, Callable[[list[int]], torch.Tensor]]:
                                attention_dropout=0.0)
     alone: Any = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     core = BalancedCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone)
-    core.pool = PackedLayers(None, Options())
+    core.pool = PackedAttention()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: torch.Tensor, *, layer: int) -> torch.Tensor:
         core.layer_number = layer

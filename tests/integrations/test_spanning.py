@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca
-from distca.integrations.document_lengths import RowSlices, from_batch, from_positions
+from distca.integrations.document_lengths import RowSlices, from_arguments, from_positions
 from distca.integrations.row_exchange import join_slices, spans
 from distca.kernels import dense_attention
 from distca.runtime.transport import Transport
@@ -203,9 +203,10 @@ def test_any_cuts_give_back_the_documents(lengths: list[int], cuts: list[int], n
 def test_padding_that_positions_count_begins_a_document_and_a_later_position_does_not() -> None:
     position = torch.arange(6).expand(2, 6)
     left = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    assert from_batch(position, None, left, 2, 6)[0] == RowSlices((0, 0), (4, 6))
-    assert from_batch(position + 4, None, left, 2, 6)[0] == RowSlices((6, 4), (4, 6))
+    assert from_arguments({"position_ids": position}, left, (2, 6))[0] == RowSlices((0, 0), (4, 6))
+    assert from_arguments({"position_ids": position + 4}, left, (2, 6))[0] == RowSlices((6, 4), (4, 6))
     edges = torch.tensor([0, 2, 6])
-    assert from_batch(position[:1], edges, None, 1, 6)[0] == RowSlices((0, 0), (2, 4))
     continued = torch.tensor([[7, 8, 0, 1, 2, 3]])
-    assert from_batch(continued, edges, None, 1, 6)[0] == RowSlices((7, 0), (2, 4))
+    for positions, start in ((position[:1], 0), (continued, 7)):
+        slices, _ = from_arguments({"position_ids": positions, "cu_seq_lens_q": edges}, None, (1, 6))
+        assert slices == RowSlices((start, 0), (2, 4))

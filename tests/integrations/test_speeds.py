@@ -14,7 +14,7 @@ from distca.models import MODELS
 def test_plans_follow_the_speeds_that_were_set_last(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: tuple[RowSlices, ...] = (whole_documents([8192]), whole_documents([8192]))
     attention = PackedAttention(model=MODELS["llama3-8b"], tolerance=0.02)
-    monkeypatch.setattr(attention, "_everyones", lambda *_: rows)
+    monkeypatch.setattr(attention, "_exchange", lambda *_: rows)
 
     def share() -> float:
         plan = attention.begin(rows[0]).plan
