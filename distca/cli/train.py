@@ -16,6 +16,7 @@ import typer
 import distca
 from distca.cli.options import number
 from distca.train.settings import Settings, known_settings, load_settings, unknown_setting
+from distca.train.settings.checks import check_settings
 from distca.validation import UNITS_HELP, UserError
 
 
@@ -41,7 +42,7 @@ def train_command(
         overrides["run.ranks"] = str(ranks)
     settings = load_settings(path, overrides)
     if show_settings:
-        settings.check()
+        check_settings(settings)
         print(settings.to_toml(), end="")
         return
     from distca.train.launch import launch, rank_in

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import distca
 from distca.train.display import title
 from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
 
@@ -75,7 +76,7 @@ def launch(settings: Settings, main: Main) -> int:
     if env is not None:
         _quiet_torch()
         settings = settings.with_values({"run.ranks": env.world})
-    settings.check()
+    check_settings(settings)
     if env is None:
         check_whole("run.ranks", settings.run.ranks, most=MAX_LOCAL_RANKS,
                     why="the most processes that one machine starts; torchrun and srun start more machines")

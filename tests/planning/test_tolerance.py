@@ -23,6 +23,7 @@ from distca.simulate.sweep import Question, compare
 from distca.spec import ClusterShape, cluster_named
 from distca.train.batches import attention_time, step_plan
 from distca.train.settings import Settings, load_settings
+from distca.train.settings.checks import check_settings
 from distca.workload.documents import sample_lengths
 from distca.workload.sequences import Source
 
@@ -93,7 +94,7 @@ def test_auto_needs_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="tolerance is 'auto' but cost is None; give the latency table"):
         distca.plan_step([[512, 512]], 2, tolerance="auto")
     with pytest.raises(ValueError, match=r"attention\.tolerance is 'auto' but attention.cost is empty; name"):
-        Settings().with_values({"attention.tolerance": "auto"}).check()
+        check_settings(Settings().with_values({"attention.tolerance": "auto"}))
     with pytest.raises(ValueError, match=r"attention\.tolerance is 'tight'; give a number or auto"):
         load_settings(None, {"attention.tolerance": "tight"})
     with pytest.raises(SystemExit) as ended:

@@ -17,6 +17,7 @@ from typing import Any
 
 from distca.train import launch
 from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
 
 
 def _say(settings: Settings, **facts: Any) -> None:
@@ -59,7 +60,7 @@ def second_fails(settings: Settings) -> int:
 
 
 def all_refuse(settings: Settings) -> int:
-    settings.with_values({"optimizer.lr": -1.0}).check()
+    check_settings(settings.with_values({"optimizer.lr": -1.0}))
     return 0
 
 

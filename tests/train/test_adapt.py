@@ -16,6 +16,7 @@ from distca.train.display import plain_line, server_speeds
 from distca.train.launch import launch
 from distca.train.run_log import StepRecord, as_json, figures
 from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
 from tests.support import rank_mains as mains
 
 RECORD = StepRecord(step=3, loss=2.5, lr=1e-3, grad_norm=1.0, tokens=100, seconds=1.0, tokens_per_second=100.0,
@@ -29,7 +30,7 @@ RECORD = StepRecord(step=3, loss=2.5, lr=1e-3, grad_norm=1.0, tokens=100, second
 ])
 def test_what_cannot_adapt_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings().with_values({"attention.adapt": True, **values}).check()
+        check_settings(Settings().with_values({"attention.adapt": True, **values}))
 
 
 def test_the_log_the_display_and_the_page_show_each_servers_speed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from distca.models import model_named
 from distca.train.batches import step_plan
 from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
 
 STEPS = 6
 TOKENS = 2048  # of a step, in two micro-batches
@@ -163,5 +164,5 @@ def test_work_before_is_counted_over_the_same_pool_as_work_after() -> None:
 ])
 def test_what_cannot_run_is_refused_in_one_line(values: dict[str, int | str], words: str) -> None:
     with pytest.raises(ValueError, match="dedicated") as refused:
-        Settings().with_values(values).check()
+        check_settings(Settings().with_values(values))
     assert words in str(refused.value) and "\n" not in str(refused.value)

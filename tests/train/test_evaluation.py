@@ -18,6 +18,7 @@ from distca.train.model.build import build_optimizer, learning_rate
 from distca.train.model.decoder import Decoder
 from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
 from distca.train.trainer import Trainer
 from tests.support.batches import batches_of
 from tests.support.decoders import hidden_of
@@ -103,7 +104,7 @@ def logged(settings: Settings) -> tuple[list[float], list[float | None]]:
 
 def train(ranks: int, runs: list[Settings]) -> None:
     for settings in runs:
-        settings.check()
+        check_settings(settings)
     outcomes = run_processes(ranks, train_each, runs, timeout_seconds=120, deadline_seconds=280)
     assert [outcome.error for outcome in outcomes] == [None] * ranks
 

@@ -20,6 +20,7 @@ from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape, named_decoder
 from distca.train.settings import Model, Settings
+from distca.train.settings.checks import check_settings
 from tests.support.decoders import hidden_of
 
 transformers = pytest.importorskip("transformers")
@@ -263,7 +264,7 @@ def test_a_window_of_a_config_can_be_taken_away(tmp_path: Path) -> None:
 ])
 def test_settings_that_contradict_are_one_line(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
-        Settings().with_values(values).check()
+        check_settings(Settings().with_values(values))
     assert "\n" not in str(refused.value)
 
 

@@ -20,6 +20,7 @@ from distca.runtime.attention import STATES
 from distca.runtime.transport import TRANSPORTS
 from distca.train import launch as launching
 from distca.train.settings import KERNELS, Settings, known_settings, load_settings, settings_table
+from distca.train.settings.checks import check_settings
 from distca.train.settings.declare import Known
 
 ROOT = Path(distca.__file__).parents[1]
@@ -35,7 +36,7 @@ class Train:
         self.launched: list[Settings] = []
 
     def launch(self, settings: Settings, main: object) -> int:
-        settings.check()
+        check_settings(settings)
         self.launched.append(settings)
         return 0
 
@@ -103,7 +104,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 
 
 def test_defaults_can_run_and_are_all_documented() -> None:
-    Settings().check()
+    check_settings(Settings())
     assert {name.partition(".")[0] for name in KNOWN} == {section.name for section in fields(Settings)}
     for known in KNOWN.values():
         assert known.help.endswith(".") and len(known.help) > 15 and type(known.default) is known.type
@@ -174,7 +175,7 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("overrides", "fragments"), IMPOSSIBLE, ids=lambda value: " ".join(value))
 def test_what_cannot_run_is_refused_in_one_line(overrides: dict[str, str], fragments: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
-        load_settings(None, overrides).check()
+        check_settings(load_settings(None, overrides))
     assert "\n" not in str(refused.value)
     for fragment in fragments:
         assert fragment in str(refused.value)
@@ -190,7 +191,7 @@ def test_what_cannot_run_is_refused_in_one_line(overrides: dict[str, str], fragm
     {"optimizer.beta1": "0", "attention.tolerance": "1"},
 ])
 def test_what_can_run_is_not_refused(overrides: dict[str, str]) -> None:
-    load_settings(None, overrides).check()
+    check_settings(load_settings(None, overrides))
 
 
 @pytest.mark.parametrize(("text", "fragments"), [

@@ -15,6 +15,7 @@ from distca.spec import ModelShape
 from distca.train.model.decoder import Decoder
 from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings, preflight
+from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import check_machine, compiles
 from tests.support.decoders import hidden_of
 
@@ -30,13 +31,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ])
 def test_settings_that_cannot_run_anywhere(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings().with_values(values).check()
+        check_settings(Settings().with_values(values))
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path: Path) -> None:
     chosen = Settings().with_values({"run.device": "cpu", "model.recompute": "full", "model.offload": 4.0,
                                      "log.folder": str(tmp_path)})
-    chosen.check()
+    check_settings(chosen)
     with pytest.raises(ValueError, match=r"model.offload is 4 but this run is on cpu, .*; set it to 0"):
         check_machine(chosen)
 

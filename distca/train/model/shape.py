@@ -7,14 +7,12 @@ numbers along, a config.json states its own, and single fields of the settings c
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distca.models import MODELS, TRAINABLE
 from distca.spec import ModelShape, unknown_name
+from distca.train.settings import Model
 from distca.validation import UserError
-
-if TYPE_CHECKING:
-    from distca.train.settings import Model
 
 SIZES = {"hidden": "hidden", "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads",
          "head_dim": "head_dim", "ffn": "ffn", "vocab": "vocab"}  # of the settings -> of a ModelShape

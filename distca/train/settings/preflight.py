@@ -1,7 +1,7 @@
 """What this machine can do for a run: its device, its arithmetic, its share of cores, and what it must refuse.
 
-`Settings.check` knows what no machine can run; `check_machine` knows what this one cannot: a GPU that is not there, a
-package that is not installed, a file that does not exist. Both speak before any process starts.
+`check_settings` refuses what no machine can run; `check_machine` what this one cannot: a GPU that is not there, a
+package that is not installed, a file that does not exist. Both run before any process starts.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distca.corpus.tokenizers import open_tokenizer
-from distca.spec import ModelShape
 from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.run_log import each_run_its_own
 from distca.train.settings import Settings
-from distca.train.settings.declare import check_degrees
+from distca.train.settings.checks import check_degrees
 from distca.validation import UserError, read_text
 
 MAX_LOG_BYTES = 2**30  # of a steps.jsonl that a run continues
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_machine(settings: Settings) -> None:
-    """Raise a one-line ValueError where these settings cannot run here."""
+    """Raise a one-line UserError where these settings cannot run here."""
     _require_packages(settings)
     _check_files(settings)
     import torch
@@ -48,30 +48,28 @@ def check_machine(settings: Settings) -> None:
                         "in host memory anyway; set it to 0")
     shape = _model(settings)
     if settings.attention.cost:
-        _check_cost(settings, shape.model)
+        from distca.train.batches import attention_time
+
+        with _refusals_name("attention.cost"):
+            attention_time(settings, shape.model)
     if settings.attention.kernel != "auto":
         from distca.kernels import choose
 
-        device = device_for(settings, local_rank=0)
-        try:
+        with _refusals_name("attention.kernel"):
             for window in dict.fromkeys(shape.model.layer_windows):
                 choose(device, dtype_for(settings, device), shape.model.head_dim, window, settings.attention.kernel)
-        except ValueError as error:
-            raise UserError(f"attention.kernel: {error}") from None
 
 
-def _check_cost(settings: Settings, model: ModelShape) -> None:
-    """A latency table that can be read and knows the model's heads."""
-    from distca.train.batches import attention_time
-
+@contextmanager
+def _refusals_name(field: str) -> Iterator[None]:
     try:
-        attention_time(settings, model)
+        yield
     except ValueError as error:
-        raise UserError(f"attention.cost: {error}") from None
+        raise UserError(f"{field}: {error}" if field else str(error)) from None
 
 
 def device_for(settings: Settings, local_rank: int) -> torch.device:
-    """This rank's device; ranks share GPUs where there are fewer of them."""
+    """Return this rank's device; ranks share GPUs where there are fewer of them."""
     import torch
 
     kind = settings.run.device
@@ -81,16 +79,16 @@ def device_for(settings: Settings, local_rank: int) -> torch.device:
 
 
 def dtype_for(settings: Settings, device: torch.device) -> torch.dtype:
-    """The arithmetic of the layers on this device."""
+    """Return the arithmetic of the layers on this device."""
     import torch
 
     automatic = "bfloat16" if device.type == "cuda" else "float32"
-    name = automatic if settings.run.dtype == "auto" else settings.run.dtype
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+    dtype: torch.dtype = getattr(torch, automatic if settings.run.dtype == "auto" else settings.run.dtype)
+    return dtype
 
 
 def compiles(settings: Settings, device: torch.device) -> bool:
-    """Whether segments are compiled; asked to without a compiler for the device, this refuses."""
+    """Return whether segments are compiled; refuse `model.compile` on without a compiler for the device."""
     chosen = settings.model.compile
     if chosen == "off" or (chosen == "auto" and device.type != "cuda"):
         return False
@@ -110,7 +108,7 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]) -> int:
-    """CPU threads of a rank. srun binds tasks to cores of their own, so there the count is of one task already."""
+    """Return the CPU threads of a rank. srun binds tasks to cores of their own: its count is of one task already."""
     if settings.run.threads:
         return settings.run.threads
     if "SLURM_CPUS_PER_TASK" in environ and "SLURM_PROCID" in environ:
@@ -176,7 +174,7 @@ def _check_corpus(name: str, path: str, source: str, split: str) -> None:
 
 
 def _check_writable(name: str, folder: str, path: Path) -> None:
-    """The path, or the nearest folder above it that exists, takes new files."""
+    """Refuse a path if neither it nor the nearest folder above it that exists takes new files."""
     path = path.absolute()
     try:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -187,7 +185,7 @@ def _check_writable(name: str, folder: str, path: Path) -> None:
 
 
 def _model(settings: Settings) -> DecoderShape:
-    """The model, once its shape is found to fit and its files to be weights."""
+    """Return the model's shape, checked to fit the data and the ranks, with weights that can be read."""
     from distca.train.model.huggingface import check_weight_files
 
     chosen = settings.model
@@ -195,14 +193,12 @@ def _model(settings: Settings) -> DecoderShape:
     if settings.data.tokenizer:
         has_texts = settings.data.content == "text" and settings.data.source != "megatron"
         vocab = open_tokenizer(settings.data.tokenizer, "data.tokenizer", special_tokens=has_texts).vocab
-    source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
     if chosen.load and not (Path(chosen.load) / "config.json").is_file():
         raise UserError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
                         "folder of a Hugging Face model")
-    try:
+    source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
+    with _refusals_name(source if chosen.load or chosen.config else ""):
         shape = decoder_shape(chosen)
-    except ValueError as error:
-        raise UserError(f"{source}: {error}" if chosen.load or chosen.config else str(error)) from None
     decoder_shape(chosen, vocab)
     check_degrees(settings, shape)
     if chosen.load:
