@@ -27,7 +27,7 @@ from distca.workload.layout import Layout
 from distca.workload.topology import Topology
 
 if TYPE_CHECKING:
-    from distca.simulate.outcomes import Comparison
+    from distca.simulate.sweep import Comparison
 
 
 def plan(

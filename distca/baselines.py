@@ -51,7 +51,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -100,15 +99,6 @@ def step_of_groups(
         packed.append(MicroBatch(layout.lengths, (NanoBatch(layout, np.arange(layout.num_documents)),)))
     return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp,
                                  gather_ranks=cp)
-
-
-def fixed_packing_step(
-    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
-    cp: int = 1,
-) -> StepPlan:
-    """num_data / cp groups of cp data ranks with as many tokens each."""
-    return step_of_groups(fixed_rows(micro_batches, num_data // cp), per_sequence_layout, model, cp=cp, layers=layers,
-                          tp=tp)
 
 
 def per_sequence_layout(layout: Layout, cp: int) -> Layout:
@@ -181,15 +171,6 @@ _ROUNDS = 200
 _LEVEL = 1e-3  # a heaviest chunk so little above the mean is left alone
 
 
-def variable_length_step(
-    lengths: np.ndarray, chunk: np.ndarray, model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
-    cp: int = 1,
-) -> StepPlan:
-    """A step whose `chunk`s, as `variable_length` deals them, are rows of one micro-batch after the other."""
-    return step_of_groups(variable_rows(lengths, chunk, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
-                          tp=tp)
-
-
 def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list[Layout]:
     """Chunk c is replica c % replicas' row in micro-batch c // replicas; a micro-batch without documents is none."""
     rows = []
@@ -253,13 +234,6 @@ def _shift(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.nd
     free[heavy] += tokens[i, j]
     free[light] -= tokens[i, j]
     return True
-
-
-def wlb_ideal_step(
-    rows: Sequence[Layout], cost: AttentionTime, model: ModelShape, *, layers: Sequence[int], tp: int = 1, cp: int = 1
-) -> StepPlan:
-    """A step with `rows[m]` over the replicas in micro-batch m, as `fixed_rows` or `variable_rows` make them."""
-    return step_of_groups(rows, partial(adaptive_layout, cost=cost), model, cp=cp, layers=layers, tp=tp)
 
 
 def adaptive_layout(layout: Layout, cp: int, *, cost: AttentionTime) -> Layout:

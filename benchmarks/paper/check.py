@@ -24,10 +24,9 @@ from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs, check_holds_step
 from distca.simulate.execute import execute
-from distca.simulate.outcomes import Figures, Outcome
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
-from distca.simulate.sweep import Question, compare
+from distca.simulate.sweep import Figures, Outcome, Question, compare
 from distca.spec import cluster_named
 from distca.workload.sequences import Source
 from paper.cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
@@ -96,7 +95,7 @@ def _batches(case: Case, num_batches: int) -> tuple[Setting, Costs, list[StepDoc
 
 def _ours(placement: str, where: Setting, costs: Costs, batch: StepDocuments, tolerance: float = DEFAULT_TOLERANCE,
           ping_pong: bool = True) -> StepPlan:
-    plan = STRATEGIES["distca"].step_plan(PoolChoice(placement, tolerance, ping_pong), where, costs, batch)
+    plan = PoolChoice(placement, tolerance, ping_pong).step_plan(where, costs, batch)
     assert plan is not None, "ours plans whatever it needs; whether it fits is not asked here"
     return plan
 
@@ -109,8 +108,7 @@ def _gathered_keys(case: Case, num_batches: int) -> list[Row]:
     where, costs, batches = _batches(case, num_batches)
     shares = []
     for batch in batches:
-        choice = GroupChoice(where.num_data, "fixed", "document")
-        plan = STRATEGIES["per_document_cp"].step_plan(choice, where, costs, batch)
+        plan = GroupChoice(where.num_data, "fixed", "document").step_plan(where, costs, batch)
         assert plan is not None, "64K tokens a rank are no dust"
         known = PlanCosts(plan, costs.attention)
         waits = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False), record=True)
@@ -129,8 +127,7 @@ def _variable_chunks(case: Case, num_batches: int) -> list[Row]:
     where, costs, batches = _batches(case, num_batches)
     found = []
     for batch in batches:
-        choice = GroupChoice(REPLICA_RANKS, "variable", "document")
-        plan = STRATEGIES["variable_length"].step_plan(choice, where, costs, batch)
+        plan = GroupChoice(REPLICA_RANKS, "variable", "document").step_plan(where, costs, batch)
         if plan is not None:
             done = execute(plan, costs, plan_costs=PlanCosts(plan, costs.attention, hides=False))
             held = done.memory.activations
@@ -223,7 +220,7 @@ def _run(
     `others` are links that differ: free ones, and for ours those of one byte.
     """
     costs = question.costs(where)
-    plan = STRATEGIES[name].step_plan(choice, where, costs, question.batch(where, number))
+    plan = choice.step_plan(where, costs, question.batch(where, number))
     if plan is None:
         return None
     known = PlanCosts(plan, costs.attention)

@@ -1,11 +1,11 @@
-"""What attention calls take of every rank: seconds as a server, messages, keys that go round a group.
+"""Costs of attention calls on every rank: seconds as a server, messages, keys that go round a group.
 
-Plans repeat over layers and ticks. What a plan's tasks take does not depend on links, and is worked out once for each
-plan and direction (`PlanCosts`); plans that run at the same time are put together once for each such set (`Calls`).
+Plans repeat over layers and ticks. Seconds and messages of a plan do not depend on links and are computed once for each
+plan and direction (`PlanCosts`). Plans that run at the same time are one call, made once for each such set (`Calls`).
 
 A context-parallel group may wait for all its keys and then attend, or attend chunk by chunk while the next chunk
-travels, as ring attention does. Chunks are shorter shards, which kernels run less well, so each group does what ends
-sooner. Documents whose slices do not fill a tile are not cut again: they wait for the last chunk.
+travels, as in ring attention. Chunking lowers the kernel's efficiency, so each group does what ends sooner. Documents
+whose slices do not fill a tile are not cut again: they wait for the last chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TILE
 from distca.planning.traffic import Traffic, traffic_in_hops, two_hops_pay
-from distca.simulate.clock import Clock, Exchange, Ring
+from distca.simulate.clock import Clock, Exchange, Ring, group_max
 from distca.simulate.costs import Costs
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
@@ -34,7 +34,7 @@ Placed = tuple[tuple[int, int, bool], ...]  # (first rank, plan, whether backwar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """What homes and servers of one plan send each other."""
+    """Messages between homes and servers of one plan."""
 
     home: np.ndarray          # [messages]
     server: np.ndarray        # [messages]
@@ -51,8 +51,7 @@ class Messages:
 
 
 class PlanCosts:
-    """Seconds and messages of the plans of a step, by their index, whatever the links; rings may be told not to hide.
-    """
+    """Seconds and messages of a step's plans, by their index; `hides=False` makes rings wait for all their keys."""
 
     def __init__(self, step: StepPlan, attention: AttentionTime, *, hides: bool = True) -> None:
         self.gather_ranks, self.attention, self.hides = step.gather_ranks, attention, hides
@@ -72,7 +71,7 @@ class PlanCosts:
         return self._seconds[key]
 
     def chunk_seconds(self, at: int, backward: bool) -> np.ndarray:
-        """[ranks, chunks] of attention that takes a rank's own keys first, then the chunks of its ring."""
+        """[ranks, chunks] seconds of attention that takes a rank's own keys first, then the chunks of its ring."""
         key = at, backward
         if at not in self._chunks:
             self._chunks[at] = ChunkTasks.of(self.plans[at].layout, self.gather_ranks)
@@ -81,7 +80,7 @@ class PlanCosts:
         return self._chunk_seconds[key]
 
     def hops(self, at: int, backward: bool) -> tuple[Messages, ...]:
-        """Messages of one hop, or of two where ranks of a node need much alike: between nodes, then inside them."""
+        """Messages of one hop, or of two if ranks of a node share many keys: between nodes, then inside them."""
         key, plan = (at, backward), self.plans[at]
         if key not in self._hops:
             nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
@@ -92,14 +91,14 @@ class PlanCosts:
         return self._hops[key]
 
     def messages(self, at: int, backward: bool) -> Messages:
-        """Of all hops."""
+        """Messages of all hops."""
         hops = self.hops(at, backward)
         return Messages(*(np.concatenate([getattr(hop, name) for hop in hops]) for name in Messages.__slots__))
 
     def exchanges(
         self, placed: Placed, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
     ) -> tuple[tuple[Exchange, Exchange], ...]:
-        """Of each hop, homes to servers and back, of plans that run at the same time."""
+        """Exchanges of each hop, homes to servers and back, of plans that run at the same time."""
         if placed not in self._exchanges:
             hops: list[tuple[Exchange, Exchange]] = []
             for parts in zip_longest(*([(first, hop) for hop in self.hops(at, backward)]
@@ -113,7 +112,7 @@ class PlanCosts:
         return self._exchanges[placed]
 
     def buffer_bytes(self, at: int, backward: bool) -> np.ndarray:
-        """[servers] that a call holds for others: what they sent, and what goes back to them."""
+        """[servers] bytes that a call holds for other ranks: what they sent, and what goes back to them."""
         found = self.messages(at, backward)
         return np.bincount(found.server, weights=found.going_bytes + found.coming_bytes,
                            minlength=self.plans[at].num_servers)
@@ -123,10 +122,8 @@ PerToken = tuple[int, int]  # bytes of a moved query, of a moved key
 
 
 def token_bytes(model: ModelShape, tp: int, backward: bool) -> tuple[PerToken, PerToken]:
-    """What goes to servers and what comes back.
-
-    Forward: Q, K, V go, O and log-sum-exp come. Backward, as `resend` does it: Q, K, V, O, dO and log-sum-exp go,
-    gradients come.
+    """Bytes to servers and back. Forward: Q, K, V, then O and log-sum-exp. Backward, as `resend` does it: Q, K, V, O,
+    dO and log-sum-exp, then gradients.
     """
     q, kv, out, lse = (size(tp) for size in (model.q_token_bytes, model.kv_token_bytes, model.out_token_bytes,
                                              model.lse_token_bytes))
@@ -135,20 +132,20 @@ def token_bytes(model: ModelShape, tp: int, backward: bool) -> tuple[PerToken, P
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolCall:
-    """One attention call whose homes send to servers; stages that keep to themselves may be in different phases."""
+    """One attention call whose homes send to servers; without sharing, stages may be in different phases."""
 
-    seconds: tuple[tuple[str, np.ndarray], ...]  # of each phase: what it is called, and [ranks]
+    seconds: tuple[tuple[str, np.ndarray], ...]  # of each phase: its name, and [ranks]
     going: Exchange
     coming: Exchange
-    inside: tuple[Exchange, Exchange] | None = None  # the hop inside nodes: behind `going`, and before `coming`
+    inside: tuple[Exchange, Exchange] | None = None  # the hop inside nodes: after `going`, and before `coming`
 
     def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
-        """Homes send, and nodes pass on what came in; when servers have it."""
+        """Dispatch: homes send, gateways relay; return when servers have received."""
         there = clock.exchange("to servers", ready, self.going)
         return there if self.inside is None else clock.exchange("inside nodes", there, self.inside[0])
 
     def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
-        """Servers compute and send back; when homes have it."""
+        """Combine: servers compute and send back; return when homes have received."""
         for name, seconds in self.seconds:
             there = clock.compute(name, "attention", there, seconds)
         if self.inside is not None:
@@ -156,28 +153,15 @@ class PoolCall:
         return clock.exchange("to homes", there, self.coming)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RingCall:
-    """One attention call of groups that gather each other's keys."""
-
-    ring: Ring
-
-    def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
-        return ready
-
-    def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
-        return clock.ring(there, self.ring)
-
-
 class Calls:
     """Attention calls of all ranks, over given links."""
 
     def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
         self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
-        self._made: dict[Placed, PoolCall | RingCall] = {}
+        self._made: dict[Placed, PoolCall | Ring] = {}
         self._rings: dict[tuple[int, bool], np.ndarray] = {}
 
-    def of(self, placed: Placed) -> PoolCall | RingCall:
+    def of(self, placed: Placed) -> PoolCall | Ring:
         if placed not in self._made:
             pool = self.plan_costs.gather_ranks == 1
             self._made[placed] = self._pool_call(placed) if pool else self._ring_call(placed)
@@ -194,7 +178,7 @@ class Calls:
             placed, self.num_ranks, self.costs.ranks_per_node, self.costs.ranks_per_pod)]
         return PoolCall(named, *hops[0], hops[1] if len(hops) > 1 else None)
 
-    def _ring_call(self, placed: Placed) -> RingCall:
+    def _ring_call(self, placed: Placed) -> Ring:
         runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)
         columns = np.zeros((4, self.num_ranks))
         for first, at, backward in placed:
@@ -203,10 +187,10 @@ class Calls:
             if (key := (at, backward)) not in self._rings:
                 self._rings[key] = self._rings_of(at, backward)
             columns[:, ranks] = self._rings[key]
-        return RingCall(Ring(self.plan_costs.gather_ranks, runs, backwards, *columns))
+        return Ring(self.plan_costs.gather_ranks, runs, backwards, *columns)
 
     def _rings_of(self, at: int, backward: bool) -> np.ndarray:
-        """[seconds, lead, tail and travel; data ranks] of a ring, by waiting or by chunks."""
+        """[seconds, lead, tail and travel; data ranks] of a ring that waits or that attends chunk by chunk."""
         size, plan = self.plan_costs.gather_ranks, self.plan_costs.plans[at]
         tokens = plan.layout.tokens_per_rank().reshape(-1, size).sum(axis=1).tolist()  # [groups]
         per_token = plan.model.kv_token_bytes(plan.tp)
@@ -219,17 +203,17 @@ class Calls:
         chunks = self.plan_costs.chunk_seconds(at, backward)   # [ranks, chunks]
         left = np.cumsum(chunks[:, ::-1], axis=1)[:, ::-1]       # from each chunk on
         lead = (travel[:, None] * _arrives(size, chunks.shape[1]) + left)[:, 1:].max(axis=1)
-        slowest = _group_max(np.maximum(lead, left[:, 0]), size)
-        tail = np.maximum(_group_max(lead, size) - _group_max(left[:, 0], size), 0.0)
-        hides = slowest < _group_max(waiting[1], size)
+        slowest = group_max(np.maximum(lead, left[:, 0]), size)
+        tail = np.maximum(group_max(lead, size) - group_max(left[:, 0], size), 0.0)
+        hides = slowest < group_max(waiting[1], size)
         return np.where(hides, np.stack([left[:, 0], lead, tail, travel]), waiting)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTasks:
-    """Attention at home, where a group's keys come chunk by chunk and chunk 0 is a rank's own: one row per shard.
+    """Attention on home ranks whose group's keys arrive chunk by chunk, a rank's own first: one entry per shard.
 
-    Backward takes the chunks in reverse, so that the gradients of other ranks' keys travel beside the rest.
+    Backward takes the chunks in reverse, so that gradients of other ranks' keys travel while the rest is computed.
     """
 
     q_len: np.ndarray
@@ -273,7 +257,7 @@ class ChunkTasks:
 
 
 def _cut_documents(layout: Layout, count: np.ndarray) -> np.ndarray:
-    """[documents] whose keys are worth taking by chunks: their slices fill a tile, and the longest come first."""
+    """[documents] whether keys are taken chunk by chunk: slices fill a tile; the longest documents come first."""
     worth = (count > 1) & (layout.lengths >= count * TILE)
     longest = np.argsort(-layout.lengths, kind="stable")
     pieces = np.where(worth, count * (count + 1) // 2, 0)[longest]
@@ -282,16 +266,12 @@ def _cut_documents(layout: Layout, count: np.ndarray) -> np.ndarray:
 
 
 def _chunk_of_distance(size: int, num_chunks: int) -> np.ndarray:
-    """[distance] chunk in which the keys of the rank so far back in the ring come."""
+    """[distance] chunk in which keys arrive from the rank at that distance in the ring."""
     distance = np.arange(size)
     return np.where(distance == 0, 0, 1 + (distance - 1) * (num_chunks - 1) // max(size - 1, 1))
 
 
 def _arrives(size: int, num_chunks: int) -> np.ndarray:
-    """[chunks] share of the ring's time by which a chunk is there."""
+    """[chunks] share of the ring's time after which a chunk has arrived."""
     ranks = np.bincount(_chunk_of_distance(size, num_chunks), minlength=num_chunks)
     return (np.cumsum(ranks) - 1) / (size - 1)
-
-
-def _group_max(values: np.ndarray, size: int) -> np.ndarray:
-    return np.repeat(values.reshape(-1, size).max(axis=1), size)

@@ -1,13 +1,13 @@
-"""Time as events on streams: who computes when, who sends when, and who has to wait for whom.
+"""Simulate time as events on streams: when each rank computes, sends and waits.
 
-Every pool rank has one computing stream, and links whose two directions run at once: NVLink to the ranks of its own
-node and the NIC to all others. Operations take a link or the stream in the order in which they are issued. A transfer
-starts when its data is ready and its sender's link is free; a receiver has everything once its own link has taken it
-in and the last of its senders is done. Overlap is not assumed anywhere: it comes out where the order allows it.
+Every pool rank has one computing stream and two full-duplex links: NVLink to the ranks of its own node and the NIC to
+all others. Operations take a link or the stream in the order in which they are issued. A transfer starts when its data
+is ready and its sender's link is free. A receiver is done once its own link has received everything and the last of its
+senders is done. Overlap is not assumed anywhere: it results where the order allows it.
 
 State is one number per rank, and each operation works on all ranks at once, so a step of thousands of GPUs is a few
-thousand numpy calls. Spans are only kept when a trace is asked for, on the lanes on which the runtime's recorder
-puts them; what travels, which the runtime cannot see, is on a lane of its own.
+thousand numpy calls. Spans are only kept when a trace is asked for, on the lanes of the runtime's recorder; transfers,
+which the runtime cannot see, have a lane of their own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NOTHING = np.empty(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edges:
-    """Messages over one kind of link, grouped by receiver; the last three `over` a network alone."""
+    """Messages over one kind of link, grouped by receiver; `over` a network fills the last three fields."""
 
     senders: np.ndarray    # [senders] ranks that send anything
-    receivers: np.ndarray  # [receivers] ranks that get anything
+    receivers: np.ndarray  # [receivers] ranks that receive anything
     source: np.ndarray     # [messages] index of the sender, in the order of the receivers
     first: np.ndarray      # [receivers] first message of each
     num_bytes: np.ndarray  # [sent or received, inside a pod or between pods, ranks]
@@ -37,7 +37,7 @@ class _Edges:
     busy: np.ndarray       # [ranks] seconds of the busier direction
 
     def over(self, latency: float, bandwidths: tuple[float, float]) -> _Edges:
-        """With the seconds that each end's link needs."""
+        """Add the seconds that each end's link needs."""
         sent, received = (self.num_bytes / np.array(bandwidths)[:, None]).sum(axis=1)
         busy = np.maximum(sent, received)
         return replace(self, out=latency + sent[self.senders], taken=latency + received[self.receivers],
@@ -46,7 +46,7 @@ class _Edges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """One all-to-all: the messages between ranks, in bytes, or `over` a network in seconds."""
+    """One all-to-all: messages between ranks in bytes, and `over` a network also in seconds."""
 
     links: tuple[tuple[int, _Edges], ...]  # (NVLINK or NIC, messages)
     sent_bytes: np.ndarray                 # [ranks]
@@ -56,7 +56,7 @@ class Exchange:
         cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, ranks_per_node: int,
         ranks_per_pod: int = 0,
     ) -> Exchange:
-        """Messages of the same pair travel as one; what stays on its rank is no message. 0 to a pod: there is one."""
+        """Join messages of the same pair of ranks, drop those to the rank itself; ranks_per_pod 0 is a single pod."""
         away = (source != target) & (num_bytes > 0)
         pair, at = np.unique(target[away] * num_ranks + source[away], return_inverse=True)
         size = np.bincount(at, weights=num_bytes[away], minlength=len(pair))
@@ -74,22 +74,19 @@ class Exchange:
         return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
 
     def over(self, network: Network) -> Exchange:
-        """The same with the seconds that each end's link needs."""
-        links = []
-        for link, edges in self.links:
-            links.append((link, edges.over(
-                *((network.intra_node_latency_seconds, (network.intra_node_bandwidth,) * 2) if link == NVLINK
-                  else (network.inter_node_latency_seconds, network.nic_bandwidths)))))
-        return replace(self, links=tuple(links))
+        """Add the seconds that each end's link needs."""
+        of_link = {NVLINK: (network.intra_node_latency_seconds, (network.intra_node_bandwidth,) * 2),
+                   NIC: (network.inter_node_latency_seconds, network.nic_bandwidths)}
+        return replace(self, links=tuple((link, edges.over(*of_link[link])) for link, edges in self.links))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ring:
-    """Attention of groups of `size` neighbouring ranks, whose keys go round: gathered forward, scattered backward.
+    """Attention call of groups of `size` neighbours, which gather keys in forward and scatter gradients in backward.
 
-    A group either waits for all its keys, or computes them chunk by chunk as they come; two numbers tell both. Forward
-    attention ends `lead` after the ring began, or after its own `seconds` if that is later. Backward the ring ends
-    `tail` after the group's last attention.
+    A group either waits for all its keys or computes chunk by chunk as they arrive; `lead` and `tail` describe both.
+    Forward attention ends `lead` after the ring began, or after its own `seconds` if that is later. The backward ring
+    ends `tail` after the group's last attention.
     """
 
     size: int
@@ -100,9 +97,15 @@ class Ring:
     tail: np.ndarray      # [ranks]
     travel: np.ndarray    # [ranks] seconds that the ring takes of the NIC
 
+    def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
+        return ready
+
+    def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
+        return clock.ring(there, self)
+
 
 class Clock:
-    """When each rank's stream and links are free, and what they did."""
+    """State of each rank: when its stream and links are free, and what they did."""
 
     def __init__(self, num_ranks: int, record: bool = False) -> None:
         self.num_ranks = num_ranks
@@ -113,17 +116,17 @@ class Clock:
         self.busy = np.zeros(num_ranks)
         self.attention = np.zeros(num_ranks)          # of busy
         self.sent_bytes = np.zeros(num_ranks)         # by exchanges
-        self._beside: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._background: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._spans: list[tuple[str, str, np.ndarray, np.ndarray, np.ndarray | None]] | None = [] if record else None
 
     def compute(self, name: str, lane: str, ready: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Run on the stream once the exchange is there; the end per rank. A rank with no seconds runs nothing."""
+        """Run on the stream once the data is `ready`; return the end per rank. A rank with no seconds runs nothing."""
         start = np.maximum(ready, self.compute_free)
         stop = start + seconds
         runs = seconds > 0
         if self._spans is not None:
-            self._keep("exchange", "wait", np.where(runs, self.compute_free, start), start)
-            self._keep(name, lane, start, stop)
+            self.span("exchange", "wait", np.where(runs, self.compute_free, start), start)
+            self.span(name, lane, start, stop)
         self.compute_free = np.where(runs, stop, self.compute_free)
         self.busy += seconds
         if lane == "attention":
@@ -131,14 +134,14 @@ class Clock:
         return np.where(runs, stop, ready)
 
     def hold(self, until: np.ndarray, name: str | None = None) -> None:
-        """The stream waits; for what, if that is to be seen."""
+        """Make the stream wait; a name records what for."""
         held = np.maximum(self.compute_free, until)
         if name is not None:
-            self._keep(name, "wait", self.compute_free, held)
+            self.span(name, "wait", self.compute_free, held)
         self.compute_free = held
 
     def exchange(self, name: str, ready: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """When each rank has what others send it, and its own data is ready."""
+        """Send messages; return when each rank has received its own and is ready itself."""
         arrival = ready.copy()
         self.sent_bytes += exchange.sent_bytes
         for link, edges in exchange.links:
@@ -154,14 +157,14 @@ class Clock:
             if self._spans is not None:
                 begin, until = np.zeros((2, self.num_ranks))
                 begin[sends], until[sends] = start, stop
-                self._keep(name, "network", begin, until, exchange.sent_bytes)
+                self.span(name, "network", begin, until, exchange.sent_bytes)
         return arrival
 
     def ring(self, ready: np.ndarray, ring: Ring) -> np.ndarray:
-        """When each rank is done with its attention and its group with its keys."""
+        """Run attention while keys go round; return when each rank has finished both."""
         start = np.maximum(ready, self.compute_free)
         link_free = np.maximum(self.send_free[NIC], self.receive_free[NIC])
-        begin, last, open_link = (_group_max(column, ring.size) for column in (
+        begin, last, open_link = (group_max(column, ring.size) for column in (
             np.maximum(start, link_free), start + ring.seconds, link_free))
         stop = np.where(ring.backward, np.maximum(last + ring.tail, open_link + ring.travel),
                         np.maximum(start + ring.seconds, begin + ring.lead))
@@ -172,24 +175,24 @@ class Clock:
         self.busy += ring.seconds
         self.attention += ring.seconds
         if self._spans is not None:
-            from_ = np.where(ring.backward, start, stop - ring.seconds)   # chunks are drawn as one
-            self._keep("exchange", "wait", self.compute_free, np.where(ring.runs, from_, 0))
-            self._keep("attention forward", "attention", from_, np.where(ring.backward, 0, stop))
-            self._keep("attention backward", "attention", start, np.where(ring.backward, start + ring.seconds, 0))
-            self._keep("exchange", "wait", start + ring.seconds, np.where(ring.backward, stop, 0))
+            begins = np.where(ring.backward, start, stop - ring.seconds)  # chunks are drawn as one span
+            self.span("exchange", "wait", self.compute_free, np.where(ring.runs, begins, 0))
+            self.span("attention forward", "attention", begins, np.where(ring.backward, 0, stop))
+            self.span("attention backward", "attention", start, np.where(ring.backward, start + ring.seconds, 0))
+            self.span("exchange", "wait", start + ring.seconds, np.where(ring.backward, stop, 0))
             travels = ring.runs & (ring.travel > 0)
-            self._keep("gather keys", "network", begin, np.where(travels & ~ring.backward, begin + ring.travel, 0))
-            self._keep("scatter key gradients", "network", stop - ring.travel,
-                       np.where(travels & ring.backward, stop, 0))
+            self.span("gather keys", "network", begin, np.where(travels & ~ring.backward, begin + ring.travel, 0))
+            self.span("scatter key gradients", "network", stop - ring.travel,
+                      np.where(travels & ring.backward, stop, 0))
         self.compute_free = np.where(ring.runs, stop, self.compute_free)
         return stop
 
     def shift(
         self, name: str, ready: np.ndarray, posted: np.ndarray, seconds: np.ndarray, sends: np.ndarray, step: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank r, whose link is free when it is ready, sends to r + step where it `sends` and r + step has posted.
+        """Send from rank r to r + step where r `sends`, once r is ready, its link free and the receive posted.
 
-        When each rank has received, and when each has sent; 0 where it has not.
+        Return when each rank has received and when each has sent, or 0.
         """
         source = np.flatnonzero(sends)
         arrival, sent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
@@ -205,53 +208,50 @@ class Clock:
         if self._spans is not None:
             begin = np.zeros(self.num_ranks)
             begin[source] = start
-            self._keep(name, "network", begin, sent)
+            self.span(name, "network", begin, sent)
         return arrival, sent
 
     def background(self, name: str, ready: np.ndarray, seconds: np.ndarray) -> None:
-        """Traffic beside the step (weights in, gradients out): takes what others leave of the NIC, before the end."""
+        """Send weights or gradients in the background, with what foreground traffic leaves of the NIC."""
         if seconds.any():
-            self._beside.append((ready, seconds, self.nic_busy.copy()))
-            self._keep(name, "network", ready, ready + seconds)
+            self._background.append((ready, seconds, self.nic_busy.copy()))
+            self.span(name, "network", ready, ready + seconds)
 
-    def _beside_done(self) -> np.ndarray:
-        """When each rank's NIC is done with it: all from some request on, and what went before it in that time."""
+    def _background_done(self) -> np.ndarray:
+        """Completion time of background traffic per rank, given what foreground traffic leaves of the NIC."""
         done, left = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
-        for ready, seconds, busy in reversed(self._beside):
+        for ready, seconds, busy in reversed(self._background):
             left = left + seconds
             done = np.maximum(done, np.where(left > 0, ready + left + self.nic_busy - busy, 0.0))
         return done
 
-    def note(self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, where: np.ndarray) -> None:
-        """A span around what ranks did."""
-        if self._spans is not None:
-            self._keep(name, lane, start, np.where(where, stop, 0))
-
     def finish(self, seconds: np.ndarray) -> float:
-        """The step's end: everyone's streams and links are done, then the optimizer's seconds on each rank."""
+        """End the step: all streams and links are done, then the optimizer runs; return its end."""
         done = max(float(self.compute_free.max()), float(self.send_free[NIC].max()),
-                   float(self.receive_free[NIC].max()), float(self._beside_done().max()))
-        self._keep("optimizer", "optimizer", self.compute_free, np.where(seconds > 0, done + seconds, 0))
+                   float(self.receive_free[NIC].max()), float(self._background_done().max()))
+        self.span("optimizer", "optimizer", self.compute_free, np.where(seconds > 0, done + seconds, 0))
         self.busy += seconds
         return done + float(seconds.max())
 
     def traces(self, step: int = 0) -> list[StepTrace]:
-        """One trace per pool rank; only of a clock that records."""
+        """Recorded traces, one per pool rank."""
         assert self._spans is not None, "ask for a recording clock"
-        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        of_rank: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         for name, lane, start, stop, num_bytes in self._spans:
             for rank in np.flatnonzero(stop > start).tolist():
                 size = 0 if num_bytes is None else int(num_bytes[rank])
-                rows[rank].append(Span(name, lane, float(start[rank]), float(stop[rank]), size))
+                of_rank[rank].append(Span(name, lane, float(start[rank]), float(stop[rank]), size))
         return [StepTrace(rank, step, tuple(sorted(spans, key=lambda span: span.start_seconds)))
-                for rank, spans in enumerate(rows)]
+                for rank, spans in enumerate(of_rank)]
 
-    def _keep(
+    def span(
         self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, num_bytes: np.ndarray | None = None
     ) -> None:
+        """Record a span of every rank that stops after it starts, if traces are asked for."""
         if self._spans is not None:
             self._spans.append((name, lane, start, stop, num_bytes))
 
 
-def _group_max(values: np.ndarray, group: int) -> np.ndarray:
+def group_max(values: np.ndarray, group: int) -> np.ndarray:
+    """Maximum over every `group` neighbours, for each of them."""
     return np.repeat(values.reshape(-1, group).max(axis=1), group)

@@ -1,18 +1,14 @@
-"""Seconds of everything a layer does on one pool rank, from a latency table, a cluster and a model.
+"""Seconds and bytes of everything a layer does on one pool rank, from a latency table, a cluster and a model.
 
-Attention is `AttentionTime`'s, the same that plans balance. Linear layers run at the table's measured rate. On another
-cluster than the table's, both scale with the cluster's own rates. Links are the cluster's, or as the table's profile
-measured them.
+Attention takes `AttentionTime`'s seconds, which plans balance too. Linear layers run at the table's measured rate. On
+a cluster other than the table's, both scale with the cluster's rates. Links are the cluster's, or as the table's
+profile measured them. Tensor-parallel traffic (sequence parallelism: an all-gather before and a reduce-scatter after
+each half of a layer) overlaps chunk by chunk with the products that make or use it: the longer of the two counts, and
+one chunk of the shorter. It is the same for all strategies and stays on the computing stream.
 
-Tensor-parallel traffic (sequence parallelism: an all-gather before and a reduce-scatter behind each half of a layer)
-runs chunk by chunk beside the products that make or use it, as the common trainers do: what is longer counts, and one
-chunk of what is shorter. It is the same for all strategies and stays on the computing stream.
-
-Bytes that a GPU holds at its fullest moment.
-
-Weights stay in bf16 on every rank of a stage; the float32 master copy and Adam's moments are sharded over its data
-ranks. Float32 gradients are scattered as they come where a step is one micro-batch, and gathered up whole where there
-are more. Activations are kept from forward to backward, without recomputation, and so are the keys that a
+Memory is that of the fullest moment. Weights stay in bf16 on every rank of a stage; the float32 master copy and Adam's
+moments are sharded over its data ranks. Float32 gradients are sharded too if a step is one micro-batch, and whole
+otherwise. Activations are kept from forward to backward, without recomputation, and so are the keys that a
 context-parallel group gathers. Exchange buffers live for one layer, two at a time under ping-pong. A dedicated server
 has nothing but buffers.
 """
@@ -44,7 +40,7 @@ FREE = Network(1, inf, inf, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """What one pool rank pays."""
+    """Rates and links of one pool rank."""
 
     model: ModelShape
     tp: int
@@ -58,7 +54,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
-        """Servers of a mixed pool differ in attention; linear layers and links are those of its first table."""
+        """Servers of a mixed pool differ only in attention; linear layers and links are those of its first table."""
         table = cost.first if isinstance(cost, MixedPool) else cost
         about: Mapping[str, Any] = table.metadata
         if "num_heads" not in about or "head_dim" not in about:
@@ -76,42 +72,39 @@ class Costs:
 
     @property
     def ranks_per_pod(self) -> int:
-        """Pool ranks; 0 where there is one pod."""
+        """Pool ranks per pod; 0 for a single pod."""
         return self.ranks_per_node * self.tensor_links.nodes_per_pod
 
     def without_network(self) -> Costs:
-        """The same with links between pool ranks that take no time; TP traffic stays as it is."""
+        """Make links between pool ranks free; TP traffic keeps its seconds."""
         return replace(self, links=FREE, attention_links=FREE)
 
     def with_one_byte(self) -> Costs:
-        """The same where what attention sends is a byte a message: only latencies remain of it."""
+        """Make attention's messages one byte long: only their latency remains."""
         return replace(self, attention_links=replace(self.attention_links, intra_node_bandwidth=inf,
                                                      inter_node_bandwidth=inf, inter_pod_bandwidth=inf))
 
     def segment_seconds(self, tokens: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        """A layer's linear part before and behind its attention, proportional to the tokens."""
+        """Seconds of a layer's linear part before and after its attention, proportional to the tokens."""
         model, tp = self.model, self.tp
-        whole = np.asarray(linear_flops(1.0, model, tp))
-        qkv = 2 * qkv_parameters(model, tp)
+        whole, qkv = np.asarray(linear_flops(1.0, model, tp)), 2 * qkv_parameters(model, tp)
         rate = self.linear_flops_per_second[backward] / (2.0 if backward else 1.0)
         collective = self._tp_seconds(tokens)
-        before = _beside(tokens * (qkv / rate), collective, tp)
-        behind = _beside(tokens * ((whole - qkv) / rate), 3 * collective, tp)
-        return before, behind
+        return (_overlapped(tokens * (qkv / rate), collective, tp),
+                _overlapped(tokens * ((whole - qkv) / rate), 3 * collective, tp))
 
     def head_seconds(self, tokens: np.ndarray, backward: bool) -> np.ndarray:
-        """Of the output head, proportional to the tokens."""
+        """Seconds of the output head, proportional to the tokens."""
         rate = self.linear_flops_per_second[backward] / (2.0 if backward else 1.0)
-        return _beside(tokens * (head_flops(1.0, self.model, self.tp) / rate), self._tp_seconds(tokens), self.tp)
+        return _overlapped(tokens * (head_flops(1.0, self.model, self.tp) / rate), self._tp_seconds(tokens), self.tp)
 
     def _tp_seconds(self, tokens: np.ndarray) -> np.ndarray:
-        """One all-gather or reduce-scatter of the hidden states over the tensor-parallel ranks."""
+        """Seconds of one all-gather or reduce-scatter of the hidden states over the tensor-parallel ranks."""
         network, tp = self.tensor_links, self.tp
         if tp == 1:
             return np.zeros_like(tokens, dtype=np.float64)
         num_bytes = tokens * (self.model.hidden * BF16_BYTES)
-        inside = tp <= network.gpus_per_node
-        bandwidth = network.intra_node_bandwidth if inside else network.inter_node_bandwidth
+        bandwidth = network.intra_node_bandwidth if tp <= network.gpus_per_node else network.inter_node_bandwidth
         return np.asarray((tp - 1) / tp * num_bytes / bandwidth, dtype=np.float64)
 
     def stage_parameters(self, layers: Sequence[int]) -> np.ndarray:
@@ -122,39 +115,39 @@ class Costs:
         return parameters
 
     def gather_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """An all-gather (or reduce-scatter) of weights that leaves (or takes) num_bytes on each of num_ranks ranks."""
+        """Seconds of an all-gather of weights to num_bytes on each rank, or of their reduce-scatter."""
         return self.links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
 
     def ring_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """The same of keys over a context-parallel group."""
+        """Seconds of an all-gather of keys over a context-parallel group."""
         return self.attention_links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
 
     def send_seconds(self, tokens: np.ndarray, num_data: int) -> np.ndarray:
-        """Hidden states of a micro-batch to the stage `num_data` ranks on: each GPU sends its own share of them."""
+        """Seconds to send hidden states of a micro-batch `num_data` ranks on; each GPU sends its own share."""
         size = tokens * (self.model.hidden * BF16_BYTES / self.tp)
         links = self.links
         leaves_pods = 0 < self.ranks_per_pod <= num_data
         return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.nic_bandwidths[leaves_pods], 0.0)
 
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
-        """[stages] of one GPU, which updates its share of the stage's weights."""
+        """[stages] seconds in which a GPU updates its share of the stage's weights."""
         return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
 
 
 def _rate(linear: Any, name: str) -> float:
-    """Of what a table's profile says about linear layers."""
+    """Read a rate of linear layers from a table's profile."""
     value = linear.get(name) if isinstance(linear, Mapping) else None
     return check_number(f"linear.{name} of the latency table", value, above=0, most=MAX_RATE)
 
 
 @lru_cache(maxsize=8)
 def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> AttentionTime:
-    """Reads the shipped table of these heads, so once is enough."""
+    """Cached, because it reads the shipped table of these heads."""
     return time_of(cost, model, tp, scale)
 
 
-def _beside(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:
-    """Two streams that hand over chunk by chunk: the longer one, and one chunk of the shorter."""
+def _overlapped(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndarray:
+    """Seconds of two streams that overlap chunk by chunk: the longer one, and one chunk of the shorter."""
     return np.asarray(np.maximum(compute, travel) + np.minimum(compute, travel) / chunks)
 
 
@@ -180,20 +173,22 @@ def memory(
     costs: Costs, layers: Sequence[int], ticks: Ticks, tokens: np.ndarray, *, gather_ranks: int = 1,
     buffers: np.ndarray | None = None,
 ) -> Memory:
-    """Of a step with [micro-batches, data ranks] tokens, whose groups of `gather_ranks` data ranks share their keys."""
+    """Memory of a step with [micro-batches, data ranks] tokens, whose groups of `gather_ranks` gather their keys."""
     num_data, depth = tokens.shape[1], np.array(layers)[:, None]  # [stages, 1]
     held = np.zeros(len(layers) * num_data) if buffers is None else buffers
     states = np.broadcast_to(state_bytes(costs, layers, num_data, len(tokens))[:, None], (len(layers), num_data))
     live = depth * activation_bytes(peak_live(ticks, tokens).astype(np.float64), costs.model, costs.tp)
     gathered = np.zeros_like(live)
     if gather_ranks > 1:
-        gathered = depth * peak_live(ticks, group_tokens(tokens, gather_ranks)) * costs.model.kv_token_bytes(costs.tp)
-    of_ranks = [np.append(part.ravel(), np.zeros(len(held) - part.size)) for part in (states, live, gathered)]
-    return Memory(of_ranks[0], of_ranks[1], of_ranks[2], held)
+        groups = np.repeat(tokens.reshape(len(tokens), -1, gather_ranks).sum(axis=2), gather_ranks, axis=1)
+        gathered = depth * peak_live(ticks, groups) * costs.model.kv_token_bytes(costs.tp)
+    states, live, gathered = (np.append(part.ravel(), np.zeros(len(held) - part.size))  # dedicated servers follow
+                              for part in (states, live, gathered))
+    return Memory(states, live, gathered, held)
 
 
 def state_bytes(costs: Costs, layers: Sequence[int], num_data: int, num_micro_batches: int) -> np.ndarray:
-    """[stages] weights, gradients and optimizer of one GPU."""
+    """[stages] bytes of weights, gradients and optimizer on one GPU."""
     gradients = FLOAT32_BYTES / (num_data if num_micro_batches == 1 else 1)
     return costs.stage_parameters(layers) * (BF16_BYTES + gradients + ADAM_BYTES / num_data)
 
@@ -204,13 +199,8 @@ def peak_live(ticks: Ticks, tokens: np.ndarray) -> np.ndarray:
     return np.cumsum(change, axis=0).max(axis=0)                 # [ticks, stages, data ranks] -> its peak
 
 
-def group_tokens(tokens: np.ndarray, gather_ranks: int) -> np.ndarray:
-    """[micro-batches, data ranks] tokens of the whole group of each rank."""
-    return np.repeat(tokens.reshape(len(tokens), -1, gather_ranks).sum(axis=2), gather_ranks, axis=1)
-
-
 def check_holds_model(setting: Setting, costs: Costs) -> None:
-    """Refuse a cluster whose GPUs cannot even hold the model's share."""
+    """Refuse a cluster whose GPUs cannot hold their share of the model."""
     needed, there = float(_states(setting, costs).max()), setting.cluster.memory_bytes
     if needed >= there:
         raise UserError(
@@ -220,7 +210,7 @@ def check_holds_model(setting: Setting, costs: Costs) -> None:
 
 
 def check_holds_step(setting: Setting, costs: Costs) -> None:
-    """Refuse a step whose activations no schedule could hold: equal tokens, as few micro-batches alive as 1F1B has."""
+    """Refuse a step whose activations do not fit even with equal tokens and as few live micro-batches as 1F1B has."""
     stages_behind = setting.pp - np.arange(setting.pp)
     alive = setting.tokens_per_rank * np.minimum(stages_behind, setting.num_micro_batches)
     room = max_live_tokens(setting, costs)

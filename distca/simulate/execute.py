@@ -1,13 +1,13 @@
 """Run a step plan on a clock: the same plan that the runtime runs, in the same order.
 
-Every tick a stage waits for its micro-batch's input, runs its layers over all nano-batches in turn, and sends its
-output on. Where stages share attention, one without a micro-batch, or without a layer so deep, serves what the tick's
-plans give it: the last depths of a forward, the first of a backward. Where they do not, stages run their own phases
-side by side. With two nano-batches the stream computes segment, segment, attention, attention, so that every exchange
-has one turn of the other to hide behind; with one, every exchange is waited for.
+In every tick a stage waits for its micro-batch's input, runs its layers over all nano-batches in turn, and sends its
+output on. If stages share attention, a stage without a micro-batch, or with fewer layers, only serves: at the last
+depths of a forward tick, at the first of a backward tick. Otherwise stages run their own phases side by side. With two
+nano-batches the stream computes segment, segment, attention, attention, so that the exchange of one overlaps with the
+computation of the other; with one, the stream waits for every exchange.
 
-Beside it weights come in with the first micro-batch, a layer at a time, and gradients go out with the last; both take
-what attention leaves of the NIC.
+In the background, weights are gathered with the first micro-batch, a layer at a time, and gradients are reduced with
+the last; both take what attention leaves of the NIC.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distca.trace import StepTrace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one step did."""
+    """Result of a simulated step."""
 
     seconds: float
     busy_share: float              # of the ranks' time
@@ -45,33 +45,33 @@ class Step:
 
 
 def execute(step: StepPlan, costs: Costs, *, plan_costs: PlanCosts | None = None, record: bool = False) -> Step:
-    """Time a step plan; `plan_costs` of the same step and attention save working them out again."""
+    """Time a step plan; `plan_costs` may be passed to several executions of one step."""
     return _Execution(step, costs, plan_costs or PlanCosts(step, costs.attention), record).run()
 
 
 def step_seconds(model: ModelShape, cluster: ClusterShape, tp: int, table: Cost) -> Callable[[StepPlan], float]:
-    """What `plan_step` chooses a tolerance by: the predicted seconds of whole steps on a cluster."""
+    """Return a prediction of a step's seconds on a cluster, by which `plan_step` can choose a tolerance."""
     costs = Costs.of(model, cluster, tp, table)
     return lambda step: execute(step, costs).seconds
 
 
-_NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments of a stage: none, before its layers, between two, behind them
+_NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments: none, before the first attention, between two, after the last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """What is computed between two attention calls: of each nano-batch in its turn, one kind after the other."""
+    """What is computed between two attention calls: kinds of work in turn, each for all nano-batches."""
 
     computes: tuple[list[np.ndarray], ...]  # [kinds][nano-batches][ranks] seconds
-    leaves: np.ndarray | None               # [ranks] bool: own layers are done after this
+    leaves: np.ndarray | None               # [ranks] bool: the rank's own layers are done after this
 
     @classmethod
-    def of(cls, segment: np.ndarray, way: np.ndarray, rows: list[tuple[np.ndarray, np.ndarray]], at_end: np.ndarray
-           ) -> _Slot:
-        """Segments, and the head: its gradients before the last segment's, its loss behind it."""
-        segments = [table[segment, np.arange(len(segment))] for table, _ in rows]
-        ahead, behind = ([np.where(where, head, 0.0) for _, head in rows] if where.any() else None
-                         for where in (at_end & (segment == _FIRST) & way, at_end & (segment == _LAST) & ~way))
+    def of(cls, segment: np.ndarray, backward: np.ndarray, nano_batches: list[tuple[np.ndarray, np.ndarray]],
+           at_end: np.ndarray) -> _Slot:
+        """Segments, and the head: backward before the last stage's first segment, forward after its last."""
+        segments = [table[segment, np.arange(len(segment))] for table, _ in nano_batches]
+        ahead, behind = ([np.where(where, head, 0.0) for _, head in nano_batches] if where.any() else None for where in
+                         (at_end & (segment == _FIRST) & backward, at_end & (segment == _LAST) & ~backward))
         leaves = segment == _LAST
         return cls(tuple(part for part in (ahead, segments, behind) if part is not None),
                    leaves if leaves.any() else None)
@@ -114,20 +114,19 @@ class _Execution:
         number, back = self.step.ticks.micro_batch[tick], self.step.ticks.backward[tick]
         active = number != IDLE
         clock, begin = self.clock, self.clock.compute_free
-        runs, way = self.is_own & active[self.stage], back[self.stage]
-        clock.hold(np.where(runs, self.arrived[way.astype(int), number[self.stage], np.arange(self.num_ranks)], 0.0),
-                   "neighbour")
-        rows = self._rows(number, back)
-        beside = self._beside(number, back)
+        runs, backward = self.is_own & active[self.stage], back[self.stage]
+        arrived = self.arrived[backward.astype(int), number[self.stage], np.arange(self.num_ranks)]
+        clock.hold(np.where(runs, arrived, 0.0), "neighbour")
+        nano_batches, background = self._nano_batches(number, back), self._background(number, back)
         slots: dict[bytes, _Slot] = {}
-        ready = [clock.compute_free] * len(rows)
-        done = clock.compute_free                                # when a rank is through its own micro-batch, and
-        open_ = clock.send_free[NIC].copy()                      # when its NIC was free then
+        ready = [clock.compute_free] * len(nano_batches)
+        done, open_ = clock.compute_free, clock.send_free[NIC].copy()  # end of a rank's own micro-batch; its NIC then
         layer = self._layers(active, back)
         segment = self._segments(active, layer)
         for turn in range(len(layer)):
             if (key := segment[turn].tobytes()) not in slots:
-                slots[key] = _Slot.of(np.where(self.is_own, segment[turn][self.stage], _NONE), way, rows, self.at_end)
+                own = np.where(self.is_own, segment[turn][self.stage], _NONE)
+                slots[key] = _Slot.of(own, backward, nano_batches, self.at_end)
             slot = slots[key]
             for seconds in slot.computes:
                 ready = [clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
@@ -138,7 +137,7 @@ class _Execution:
                 break
             calls = [self.calls.of(placed) for placed in self._placed(tick, turn, layer[turn], active)]
             there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
-            for name, of_layer in beside:
+            for name, of_layer in background:
                 inside = active & (layer[turn] >= 0) & (layer[turn] < self.layers)
                 clock.background(name, ready[-1], np.where(inside[self.stage], of_layer, 0.0))
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
@@ -147,9 +146,9 @@ class _Execution:
         self._send(number, back, done, open_)
 
     def _layers(self, active: np.ndarray, back: np.ndarray) -> np.ndarray:
-        """[turns + 1, stages] how many of its own attention calls a stage has behind it, before each call of the tick.
+        """[turns + 1, stages] number of its own attention calls that a stage has finished before each call of the tick.
 
-        Below 0 it has not begun: backward, those with fewer layers serve first where attention is shared.
+        Negative before it begins: in backward, if attention is shared, stages with fewer layers serve first.
         """
         num_turns = int(self.layers[active].max(initial=0))
         late = num_turns - self.layers if self.step.is_shared else 0 * self.layers
@@ -160,35 +159,35 @@ class _Execution:
         inside = np.where(layer < self.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
         return np.where(active & (layer >= 0) & (layer <= self.layers), inside, _NONE).astype(np.int8)
 
-    def _rows(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each nano-batch in its turn, backward the last one first: [segments, ranks] seconds, and the head's."""
-        num_rows, phase = self.tokens.shape[1], back.astype(int)
-        rows = []
-        for position in range(num_rows):
-            row = np.where(back, num_rows - 1 - position, position)  # [stages]
+    def _nano_batches(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """[segments, ranks] seconds and the head's, of each nano-batch in its turn: in backward the last one first."""
+        num_nano, phase = self.tokens.shape[1], back.astype(int)
+        found = []
+        for position in range(num_nano):
+            nano = np.where(back, num_nano - 1 - position, position)  # [stages]
             table, head = np.zeros((4, self.num_ranks)), np.zeros(self.num_ranks)
-            table[1:, self.is_own] = np.moveaxis(self.seconds[phase, number, row], 1, 0).reshape(3, -1)
-            head[self.at_end] = self.head[phase[-1], number[-1], row[-1]]
-            rows.append((table, head))
-        return rows
+            table[1:, self.is_own] = np.moveaxis(self.seconds[phase, number, nano], 1, 0).reshape(3, -1)
+            head[self.at_end] = self.head[phase[-1], number[-1], nano[-1]]
+            found.append((table, head))
+        return found
 
     def _placed(self, tick: int, turn: int, layer: np.ndarray, active: np.ndarray) -> list[Placed]:
-        """For each nano-batch in its turn the plans of one call, each from its first rank on."""
+        """Plans of one call, each with its first rank, for each nano-batch in its turn."""
         step, back = self.step, self.step.ticks.backward[tick].tolist()
-        if step.is_shared:                                       # idle stages have the tick's phase too
+        if step.is_shared:                                       # idle stages are in the tick's phase too
             stages = [(0, turn)]
         else:
             stages = [(stage, layer[stage]) for stage in np.flatnonzero(active & (layer < self.layers)).tolist()]
         placed: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.tokens.shape[1])]
         for stage, nth in stages:
-            rows = step.calls[stage, tick]                       # [nano-batches, depths]
-            depth = np.count_nonzero(rows[0] != NO_CALL) - 1 - nth if back[stage] else nth
-            for position, plan in enumerate(rows[::-1 if back[stage] else 1, depth].tolist()):
+            calls = step.calls[stage, tick]                      # [nano-batches, depths]
+            depth = np.count_nonzero(calls[0] != NO_CALL) - 1 - nth if back[stage] else nth
+            for position, plan in enumerate(calls[::-1 if back[stage] else 1, depth].tolist()):
                 placed[position].append((stage * self.num_data, plan, back[stage]))
         return [tuple(one) for one in placed]
 
-    def _beside(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """A layer's weights with the first micro-batch, its gradients with the last: [ranks] seconds."""
+    def _background(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """[ranks] seconds to gather a layer's weights, with the first micro-batch, and to reduce its gradients."""
         found = []
         for name, phase, when in (("gather weights", False, 0),
                                   ("reduce gradients", True, len(self.step.micro_batches) - 1)):
@@ -199,9 +198,9 @@ class _Execution:
         return found
 
     def _send(self, number: np.ndarray, back: np.ndarray, done: np.ndarray, open_: np.ndarray) -> None:
-        """Activations to the next stage and gradients to the one before; receives are posted when a tick is over.
+        """Send activations to the next stage and gradients to the previous one; receives are posted at a tick's end.
 
-        They leave when a rank is `done`, ahead of what it serves behind that.
+        A rank sends when it is `done` with its own micro-batch, even if it serves other stages after that.
         """
         clock, stages = self.clock, np.arange(len(number))
         tokens = np.zeros(self.num_ranks)
@@ -228,12 +227,11 @@ class _Execution:
         for stage, micro_batch in enumerate(number.tolist()):
             name, lane = ("bubble", "bubble") if micro_batch == IDLE else (
                 f"{'backward' if back[stage] else 'forward'} {micro_batch}", "pipeline")
-            self.clock.note(name, lane, begin, end, self.is_own & (self.stage == stage))
+            self.clock.span(name, lane, begin, np.where(self.is_own & (self.stage == stage), end, 0))
 
     def _buffers(self) -> np.ndarray:
-        """[ranks] bytes held for others in the fullest tick, by all its nano-batches."""
-        fullest = np.zeros(self.num_ranks)
-        step = self.step
+        """[ranks] bytes held for other ranks in the fullest tick, over all its nano-batches."""
+        fullest, step = np.zeros(self.num_ranks), self.step
         for stage, tick in np.ndindex(1 if step.is_shared else step.num_stages, step.ticks.num_ticks):
             phase = step.ticks.phase(tick) if step.is_shared else bool(step.ticks.backward[tick, stage])
             held = [np.max([self.plan_costs.buffer_bytes(at, phase) for at in plans], axis=0)
@@ -245,7 +243,7 @@ class _Execution:
 
 
 def _linear_tables(costs: Costs, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[phases, micro-batches, nano-batches, first middle last, data ranks] seconds of segments; and of the head."""
+    """[phases, micro-batches, nano-batches, first/middle/last, data ranks] seconds of segments, and of the head."""
     tables, heads = [], []
     for backward in (False, True):
         before, behind = costs.segment_seconds(tokens, backward)

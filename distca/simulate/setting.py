@@ -1,7 +1,7 @@
-"""One question to the simulator: which model, on which machines, divided how, over how many tokens a step.
+"""What the simulator simulates: a model on a cluster, its parallelism, and the tokens of a step.
 
-A pool rank is one tensor-parallel group: its `tp` GPUs do the same at the same time, so a pool rank stands for them.
-Pool ranks are numbered stage by stage, as the runtime numbers them. A step is `num_micro_batches` micro-batches of
+A pool rank is one tensor-parallel group: its `tp` GPUs do the same work at the same time, so it stands for them.
+Pool ranks are numbered stage by stage, as in the runtime. A step is `num_micro_batches` micro-batches of
 `sequences_per_micro_batch` sequences of `context` tokens each, for every strategy the same.
 """
 
@@ -83,37 +83,22 @@ class Setting:
 
 
 def setting(
-    model: ModelShape,
-    cluster: ClusterShape,
-    *,
-    gpus: int,
-    context: int,
-    tp: int = 8,
-    pp: int = 1,
-    sequences: int | None = None,
-    micro_batches: int | None = None,
+    model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: int = 1,
+    sequences: int | None = None, micro_batches: int | None = None,
 ) -> Setting:
-    """One setting with what was left out filled in."""
-    (found,) = settings(model, cluster, gpus=gpus, context=context, tp=tp, pp=(pp,), sequences=sequences,
-                        micro_batches=None if micro_batches is None else (micro_batches,))
-    return found
+    """Make one setting; see `settings` for the defaults."""
+    return settings(model, cluster, gpus=gpus, context=context, tp=tp, pp=(pp,), sequences=sequences,
+                    micro_batches=None if micro_batches is None else (micro_batches,))[0]
 
 
 def settings(
-    model: ModelShape,
-    cluster: ClusterShape,
-    *,
-    gpus: int,
-    context: int,
-    tp: int = 8,
-    pp: Sequence[int] = (1,),
-    sequences: int | None = None,
-    micro_batches: Sequence[int] | None = None,
+    model: ModelShape, cluster: ClusterShape, *, gpus: int, context: int, tp: int = 8, pp: Sequence[int] = (1,),
+    sequences: int | None = None, micro_batches: Sequence[int] | None = None,
 ) -> tuple[Setting, ...]:
-    """Settings of the same step for every pipeline degree and number of micro-batches.
+    """Make settings of the same step for every pipeline degree and number of micro-batches.
 
-    Micro-batches: one without a pipeline, two per stage with one. Sequences per step: as many as give each data rank
-    64K tokens of a micro-batch, at least one per micro-batch, and a number that divides in every setting.
+    Defaults: one micro-batch without a pipeline, two per stage with one. As many sequences as give each data rank 64K
+    tokens of a micro-batch, at least one per micro-batch, and a number that divides in every setting.
     """
     for field, values, most, why in (
         ("gpus", (gpus,), MAX_GPUS, "a plan of more servers takes minutes for each call"),
@@ -130,12 +115,11 @@ def settings(
         check_whole("pool ranks times micro-batches", gpus // tp * count, least=0, most=MAX_SLOTS,
                     why="as a step's schedule is held whole")
     if sequences is None:
-        sequences, unit = 1, 1
-        for stages, count in grid:
-            halves = NANO_BATCHES * max(gpus // (tp * stages), 1)
-            unit = lcm(unit, count * halves // gcd(context, halves))
-            sequences = max(sequences, count * round(halves // NANO_BATCHES * TOKENS_PER_RANK / context))
-        sequences = -(-sequences // unit) * unit
+        halves = [NANO_BATCHES * max(gpus // (tp * stages), 1) for stages, _ in grid]
+        unit = lcm(*(count * half // gcd(context, half) for half, (_, count) in zip(halves, grid, strict=True)))
+        wanted = max(1, *(count * round(half // NANO_BATCHES * TOKENS_PER_RANK / context)
+                          for half, (_, count) in zip(halves, grid, strict=True)))
+        sequences = -(-wanted // unit) * unit
     for _, count in grid:
         if sequences % count:
             raise UserError(f"sequences is {sequences}, not a multiple of the {count} micro-batches; give another "

@@ -1,50 +1,48 @@
-"""The ways to train on one batch, all on the same documents: each makes step plans, and nothing else decides.
+"""Training strategies that are compared on the same documents; each turns a batch into step plans.
 
 Baselines choose among groups: dp replicas of cp data ranks. Ours are a pool without groups: `disaggregated` is the
-published method, documents where the loader puts them, at one tolerance; `distca` places documents too, and may do
-without ping-pong. Where the tolerance is `auto`, it chooses that for the run as well: a tighter one where the network
-has time, a looser one where it has not. Ours are planned by `plan_step` with the arguments that a training run has.
+published method at one tolerance, with documents where the loader puts them; `distca` also places documents, and may
+run without ping-pong. If the tolerance is `auto`, `distca` chooses it for the run. Ours are planned by `plan_step`, as
+in a training run.
 
-The step that no strategy can beat, whatever the table, the pipeline or the tolerance.
-
-Two things every step must do, however it is planned. The ranks of a stage run the linear layers (and on the last stage
-the head) of all tokens: on average so long, and the longest no shorter. And the whole pool runs these and all
-attention: its mean is again a floor, with each document's attention at the best rate that its table knows for any
-shape with no more keys than the document has. Links between ranks are free, attention may run in any bubble and be cut
-anywhere, and rows may have any number of tokens: seconds of segments are proportional to tokens, so that how they are
-dealt does not change the sum. The optimizer follows.
+`bound` is a lower bound on the step time of any strategy. The linear layers of a stage (and the head of the last) take
+at least the mean over its ranks. Linear layers and attention together take at least the mean over the pool, with each
+document's attention at the best rate of the table for shapes with no more keys than the document has. Links between
+ranks are free, attention may run in any bubble and be cut anywhere. Seconds of segments are proportional to tokens, so
+how tokens are divided over ranks does not change their sum. The optimizer follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
 
 import numpy as np
 
 from distca.baselines import (
-    fixed_packing_step,
+    Cut,
+    adaptive_layout,
     fixed_rows,
-    per_document_cp_step,
+    head_tail_layout,
+    per_sequence_layout,
+    step_of_groups,
     variable_length,
-    variable_length_step,
     variable_rows,
-    wlb_ideal_step,
 )
 from distca.cost.work import causal_pairs
 from distca.planning.choose import DEFAULT_TOLERANCE, TOLERANCES, plan_step
 from distca.planning.schedule import one_forward_one_backward
 from distca.planning.step import StepPlan
-from distca.simulate.costs import Costs, Memory, max_live_tokens, memory
+from distca.simulate.costs import Costs, max_live_tokens, memory
 from distca.simulate.execute import Step
 from distca.simulate.setting import Setting
 from distca.spec import unknown_name
 from distca.validation import UserError
 from distca.workload.topology import Topology
 
-BOUND = "bound"           # no strategy: what none can beat
-_MOST_SHARDS = 4_000_000  # of one candidate: beyond, context parallelism cuts documents into dust
+BOUND = "bound"           # the lower bound
+_MOST_SHARDS = 4_000_000  # a choice with more is skipped: context parallelism would cut documents too small
 _CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # tokens over a chunk's mean, widest first
 
 
@@ -62,40 +60,9 @@ class StepDocuments:
         return [np.concatenate(self.sequences[at:at + each]) for at in range(0, len(self.sequences), each)]
 
 
-class Choice(Protocol):
-    """One way to run a strategy; hashable."""
-
-    def describe(self, setting: Setting) -> str: ...
-
-
-Chosen = TypeVar("Chosen", contravariant=True)
-
-
-class Strategy(Protocol[Chosen]):
-    """What a name on the command line stands for."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_baseline(self) -> bool: ...
-
-    def choices(self, setting: Setting, tolerance: float | str) -> Sequence[Choice]:
-        """What it may choose from in this setting; whoever compares keeps the best. A tolerance may be `auto`."""
-        ...
-
-    def floor(self, choice: Chosen, setting: Setting, costs: Costs) -> float:
-        """Seconds that no step goes below under this choice; 0 where nothing is known without planning."""
-        ...
-
-    def step_plan(self, choice: Chosen, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
-        """The step under one choice; None where it cannot be made to fit the memory."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PoolChoice:
-    """Attention shared by all ranks."""
+    """Our plan: attention is shared by all ranks."""
 
     placement: str
     tolerance: float = DEFAULT_TOLERANCE
@@ -105,37 +72,19 @@ class PoolChoice:
         whole = "" if self.ping_pong else ", no ping-pong"
         return f"{self.placement} placement, tolerance {self.tolerance:g}{whole}, {_pipeline(setting)}"
 
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Ours."""
-
-    name: str
-    placement: str
-    tolerances: tuple[float, ...] = (DEFAULT_TOLERANCE,)  # where it is auto
-    may_wait: bool = False  # where there is little to hide, one whole is quicker than two halves
-    is_baseline: bool = False
-
-    def choices(self, setting: Setting, tolerance: float | str) -> list[PoolChoice]:
-        tried = self.tolerances if isinstance(tolerance, str) else (tolerance,)
-        halves = [PoolChoice(self.placement, one) for one in tried]
-        whole = PoolChoice(self.placement, DEFAULT_TOLERANCE if isinstance(tolerance, str) else tolerance, False)
-        return [*halves, whole] if self.may_wait else halves
-
-    def floor(self, choice: PoolChoice, setting: Setting, costs: Costs) -> float:
+    def floor(self, setting: Setting, costs: Costs) -> float:
         return 0.0
 
-    def step_plan(self, choice: PoolChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan:
+    def step_plan(self, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
         return plan_step(
             batch.micro_batches(setting), setting.model, num_data=setting.num_data, layers=setting.layers,
-            tp=setting.tp, ping_pong=choice.ping_pong, placement=choice.placement,
-            tolerance=choice.tolerance, cost=costs.attention,
-            topology=Topology.of_cluster(setting.cluster, setting.num_data * len(setting.layers), setting.tp))
+            tp=setting.tp, ping_pong=self.ping_pong, placement=self.placement, tolerance=self.tolerance,
+            cost=costs.attention, topology=Topology.of_cluster(setting.cluster, setting.num_pool, setting.tp))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """dp replicas of cp data ranks."""
+    """A baseline's plan: dp replicas of cp data ranks."""
 
     cp: int
     packing: str   # fixed or variable
@@ -145,68 +94,77 @@ class GroupChoice:
         return (f"{self.packing} rows, dp {setting.num_data // self.cp} x cp {self.cp} by {self.sharding}, "
                 f"{_pipeline(setting)}")
 
+    def floor(self, setting: Setting, costs: Costs) -> float:
+        """Lower bound on the step: some group runs the layers and gathers the keys of at least the mean tokens."""
+        tokens = np.full(1, float(setting.tokens_per_rank))
+        keys = setting.tokens_per_rank * self.cp * setting.model.kv_token_bytes(setting.tp)
+        layer = sum(float(part[0]) for backward in (False, True) for part in costs.segment_seconds(tokens, backward))
+        return setting.num_micro_batches * max(setting.layers) * (layer + 2 * costs.ring_seconds(keys, self.cp))
+
+    def step_plan(self, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
+        """Plan a step; None if it cannot fit the memory or would have too many shards."""
+        if self.cp > 1 and 2 * self.cp * sum(map(len, batch.sequences)) > _MOST_SHARDS:
+            return None
+        replicas, lengths = setting.num_data // self.cp, batch.lengths()
+        if self.packing == "fixed":
+            rows = fixed_rows(batch.micro_batches(setting), replicas)
+        else:
+            chunk = _chunks_that_fit(self.cp, setting, costs, lengths)
+            if chunk is None:
+                return None
+            rows = variable_rows(lengths, chunk, replicas)
+        cuts: dict[str, Cut] = {
+            "sequence": per_sequence_layout, "document": head_tail_layout,
+            "adaptive": partial(adaptive_layout, cost=costs.attention)}
+        return step_of_groups(rows, cuts[self.sharding], setting.model, cp=self.cp, layers=setting.layers,
+                              tp=setting.tp)
+
+
+Choice = PoolChoice | GroupChoice
+
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    """A baseline: its rows, and how it cuts them over a group."""
+class Strategy:
+    """A name on the command line, and the choices that it has in a setting; a comparison keeps the best of them."""
 
     name: str
-    packings: tuple[str, ...]
-    sharding: str
-    make: Callable[[GroupChoice, Setting, Costs, StepDocuments], StepPlan | None]
-    is_baseline: bool = True
+    is_baseline: bool
+    choices: Callable[[Setting, float | str], Sequence[Choice]]  # of a tolerance, which may be auto
 
-    def choices(self, setting: Setting, tolerance: float | str) -> list[GroupChoice]:
+
+def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
+    def choices(setting: Setting, tolerance: float | str) -> list[Choice]:
         divisors = [cp for cp in range(1, setting.num_data + 1) if setting.num_data % cp == 0]
-        return [GroupChoice(cp, packing, self.sharding) for cp in divisors for packing in self.packings
+        return [GroupChoice(cp, packing, sharding) for cp in divisors for packing in packings
                 if packing == "variable" or setting.sequences_per_micro_batch % (setting.num_data // cp) == 0]
 
-    def floor(self, choice: GroupChoice, setting: Setting, costs: Costs) -> float:
-        """Some group has the mean tokens or more: it runs their linear layers and passes their keys round."""
-        tokens = np.full(1, float(setting.tokens_per_rank))
-        keys = setting.tokens_per_rank * choice.cp * setting.model.kv_token_bytes(setting.tp)
-        layer = sum(float(part[0]) for backward in (False, True) for part in costs.segment_seconds(tokens, backward))
-        return setting.num_micro_batches * max(setting.layers) * (layer + 2 * costs.ring_seconds(keys, choice.cp))
-
-    def step_plan(
-        self, choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments
-    ) -> StepPlan | None:
-        if choice.cp > 1 and 2 * choice.cp * sum(map(len, batch.sequences)) > _MOST_SHARDS:
-            return None
-        return self.make(choice, setting, costs, batch)
+    return Strategy(name, True, choices)
 
 
-def _fixed_packing(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan:
-    return fixed_packing_step(batch.micro_batches(setting), setting.model, num_data=setting.num_data,
-                              layers=setting.layers, tp=setting.tp, cp=choice.cp)
+def _pool(
+    name: str, placement: str, tolerances: Sequence[float] = (DEFAULT_TOLERANCE,), may_wait: bool = False
+) -> Strategy:
+    """`tolerances` are tried if it is auto; `may_wait` also tries no ping-pong, faster if there is little to hide."""
+    def choices(setting: Setting, tolerance: float | str) -> list[Choice]:
+        tried, one = (tolerances, DEFAULT_TOLERANCE) if isinstance(tolerance, str) else ((tolerance,), tolerance)
+        return [*(PoolChoice(placement, value) for value in tried), *[PoolChoice(placement, one, False)] * may_wait]
+
+    return Strategy(name, False, choices)
 
 
-def _per_document_cp(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan:
-    return per_document_cp_step(batch.micro_batches(setting), setting.model, num_data=setting.num_data,
-                                layers=setting.layers, tp=setting.tp, cp=choice.cp)
-
-
-def _variable_length(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
-    chunk = _chunks_that_fit(choice.cp, setting, costs, batch.lengths())
-    return None if chunk is None else variable_length_step(
-        batch.lengths(), chunk, setting.model, num_data=setting.num_data, layers=setting.layers, tp=setting.tp,
-        cp=choice.cp)
-
-
-def _wlb_ideal(choice: GroupChoice, setting: Setting, costs: Costs, batch: StepDocuments) -> StepPlan | None:
-    replicas = setting.num_data // choice.cp
-    if choice.packing == "fixed":
-        rows = fixed_rows(batch.micro_batches(setting), replicas)
-    else:
-        chunk = _chunks_that_fit(choice.cp, setting, costs, batch.lengths())
-        if chunk is None:
-            return None
-        rows = variable_rows(batch.lengths(), chunk, replicas)
-    return wlb_ideal_step(rows, costs.attention, setting.model, layers=setting.layers, tp=setting.tp, cp=choice.cp)
+STRATEGIES = {strategy.name: strategy for strategy in (
+    _grouped("fixed_packing", ("fixed",), "sequence"),
+    _grouped("variable_length", ("variable",), "document"),
+    _grouped("per_document_cp", ("fixed",), "document"),
+    _grouped("wlb_ideal", ("variable", "fixed"), "adaptive"),
+    _pool("disaggregated", "given"),
+    _pool("distca", "balanced", TOLERANCES, may_wait=True),
+)}
+NAMES = (*STRATEGIES, BOUND)  # in display order
 
 
 def _chunks_that_fit(cp: int, setting: Setting, costs: Costs, lengths: np.ndarray) -> np.ndarray | None:
-    """The chunk of every document, with as unequal tokens as the memory allows; None where none fits."""
+    """Chunk of every document, with tokens as unequal as the memory allows; None if nothing fits."""
     num_chunks = setting.num_data // cp * setting.num_micro_batches
     mean = setting.num_tokens / num_chunks
     most = float(max_live_tokens(setting, costs).min()) * cp
@@ -227,7 +185,7 @@ def _chunks_that_fit(cp: int, setting: Setting, costs: Costs, lengths: np.ndarra
 
 
 def _work(costs: Costs, lengths: np.ndarray) -> np.ndarray:
-    """Seconds of a document: attention and linear layers, forward and backward."""
+    """[documents] seconds of attention and linear layers, forward and backward."""
     attention = sum(costs.attention.shards(lengths, lengths, backward) for backward in (False, True))
     linear = sum(sum(costs.segment_seconds(lengths.astype(np.float64), backward)) for backward in (False, True))
     return np.asarray(attention + linear)
@@ -237,19 +195,8 @@ def _pipeline(setting: Setting) -> str:
     return f"pp {setting.pp}, {setting.num_micro_batches} micro-batches" if setting.pp > 1 else "no pipeline"
 
 
-STRATEGIES: dict[str, Strategy[Any]] = {strategy.name: strategy for strategy in (
-    Grouped("fixed_packing", ("fixed",), "sequence", _fixed_packing),
-    Grouped("variable_length", ("variable",), "document", _variable_length),
-    Grouped("per_document_cp", ("fixed",), "document", _per_document_cp),
-    Grouped("wlb_ideal", ("variable", "fixed"), "adaptive", _wlb_ideal),
-    Pool("disaggregated", "given"),
-    Pool("distca", "balanced", TOLERANCES, may_wait=True),
-)}
-NAMES = (*STRATEGIES, BOUND)  # in display order
-
-
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names in display order, or a ValueError for one that is unknown."""
+    """Sort the names into display order; refuse unknown ones."""
     for name in names:
         if name not in NAMES:
             raise unknown_name("strategy", name, NAMES)
@@ -259,7 +206,7 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def bound(setting: Setting, costs: Costs, lengths: np.ndarray) -> Step:
-    """The floor of a step that trains on documents of these lengths."""
+    """Lower bound on a step that trains on documents of these lengths."""
     layers, tokens = np.array(setting.layers), np.full(1, float(lengths.sum()))
     pairs = causal_pairs(np.zeros_like(lengths), lengths) * setting.model.num_layers
     linear, attention = np.zeros(setting.pp), 0.0                # of all ranks; [stages]
@@ -271,10 +218,6 @@ def bound(setting: Setting, costs: Costs, lengths: np.ndarray) -> Step:
     floor = max(float(linear.max()) / setting.num_data, (float(linear.sum()) + attention) / setting.num_pool)
     seconds = floor + float(optimizer.max())
     busy = ((float(linear.sum()) + attention) / setting.num_pool + float(optimizer.mean())) / seconds
-    return Step(seconds, busy, np.full(setting.num_pool, attention / setting.num_pool), _least_memory(setting, costs))
-
-
-def _least_memory(setting: Setting, costs: Costs) -> Memory:
-    """Equal tokens of one micro-batch on every rank."""
-    return memory(costs, setting.layers, one_forward_one_backward(setting.pp, 1),
-                  np.full((1, setting.num_data), setting.tokens_per_rank))
+    equal_tokens = memory(costs, setting.layers, one_forward_one_backward(setting.pp, 1),
+                          np.full((1, setting.num_data), setting.tokens_per_rank))  # of one micro-batch
+    return Step(seconds, busy, np.full(setting.num_pool, attention / setting.num_pool), equal_tokens)

@@ -1,9 +1,9 @@
-"""Run every strategy on the same batches and say how they compare, each with the choice that suits it best.
+"""Run every strategy on the same batches and compare them, each with its best choice.
 
-A baseline's grid of replicas and context parallelism is swept, and for all strategies alike the pipeline degrees and
-numbers of micro-batches that are asked for. The choice with the best mean over all batches is kept, as one would fix it
-for a run; ours, whose plans take longest to make, are chosen on the first batches alone. A choice that does not fit the
-memory in some batch is out.
+A baseline's grid of replicas and context parallelism is swept, and every strategy's pipeline degrees and numbers of
+micro-batches. The choice with the best mean over all batches is kept, as it would be fixed for a run. Our strategies,
+whose plans take longest to make, choose on the first batches alone. A choice that does not fit the memory in some batch
+is dropped.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import hashlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
+
+import numpy as np
 
 from distca.cost.mixed_pool import Cost, MixedPool
 from distca.planning.choose import asked_tolerance
@@ -23,9 +25,8 @@ from distca.planning.step import StepPlan
 from distca.simulate.calls import PlanCosts
 from distca.simulate.costs import Costs, check_holds_model, check_holds_step
 from distca.simulate.execute import Step, execute
-from distca.simulate.outcomes import Comparison, Figures, Outcome
 from distca.simulate.setting import Setting
-from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, Strategy, bound, check_names
+from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments, bound, check_names
 from distca.validation import UserError
 from distca.workload.sequences import Source, batch_sequences
 
@@ -34,7 +35,7 @@ BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """What is compared: settings that differ in their pipeline, strategies, and where documents come from."""
+    """What is compared: settings that differ in their pipeline, strategies, and the source of documents."""
 
     settings: tuple[Setting, ...]
     strategies: tuple[str, ...]
@@ -66,24 +67,144 @@ class Question:
 
 
 def _check_mixed(pool: MixedPool, setting: Setting) -> None:
-    """Refuse stages, which would all have the first ranks' seconds, and pools of another size."""
+    """Refuse pipelines, whose stages would all be charged like the first ranks, and pools of another size."""
     if setting.pp > 1:
         raise UserError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
                         "pipeline; give --pp 1, or one latency table")
     pool.time(setting.model, setting.tp).check_servers(setting.num_pool)
 
 
-Key = tuple[int, str, Choice | None]  # setting, strategy, choice
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of one batch under one choice of a strategy, or of the bound."""
+
+    seconds: float
+    free_seconds: float        # with links between ranks that take no time
+    busy_share: float
+    work_max_over_mean: float
+    states_gb: float           # of the fullest rank, as are the next ones
+    activations_gb: float
+    gathered_kv_gb: float
+    buffers_gb: float
+    peak_memory_gb: float
+    memory_max_over_mean: float
+
+    @classmethod
+    def of(cls, step: Step, free_seconds: float) -> Figures:
+        held = step.memory
+        fullest = int(held.total.argmax())
+        states, activations, gathered, buffers = (
+            float(part[fullest]) / 1e9 for part in (held.states, held.activations, held.gathered_kv, held.buffers))
+        return cls(step.seconds, free_seconds, step.busy_share, step.work_max_over_mean, states, activations, gathered,
+                   buffers, held.peak / 1e9, float(held.total.max() / held.total.mean()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A strategy over all batches with its best choice, or the bound, which has none."""
+
+    name: str
+    setting: Setting
+    choice: Choice | None
+    figures: tuple[Figures, ...]  # [batches]
+
+    def column(self, field: str) -> np.ndarray:
+        return np.array([getattr(figures, field) for figures in self.figures])
+
+    @property
+    def step_seconds(self) -> float:
+        return float(self.column("seconds").mean())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setting.num_tokens / self.step_seconds
+
+    @property
+    def idle_share(self) -> float:
+        return float(1 - self.column("busy_share").mean())
+
+    @property
+    def exposed_communication_share(self) -> float:
+        return float(1 - self.column("free_seconds").sum() / self.column("seconds").sum())
+
+    @property
+    def peak_memory_gb(self) -> float:
+        return float(self.column("peak_memory_gb").max())
+
+    @property
+    def work_max_over_mean(self) -> float:
+        return float(self.column("work_max_over_mean").mean())
+
+    def speedup_over(self, other: Outcome) -> tuple[float, float, float]:
+        """Speedup over all batches together, in the worst batch and in the best."""
+        ratio = other.column("seconds") / self.column("seconds")
+        return other.step_seconds / self.step_seconds, float(ratio.min()), float(ratio.max())
+
+    def as_json(self, others: Sequence[Outcome]) -> dict[str, Any]:
+        seconds, rest = self.column("seconds"), [other for other in others if other.name != self.name]
+        speedups = {other.name: self.speedup_over(other) for other in rest}
+        return {
+            "tokens_per_second": self.tokens_per_second, "step_seconds": self.step_seconds,
+            "step_seconds_range": [float(seconds.min()), float(seconds.max())],
+            "idle_share": self.idle_share, "exposed_communication_share": self.exposed_communication_share,
+            "peak_memory_gb": self.peak_memory_gb,
+            "memory_gb": {name: float(self.column(f"{name}_gb").max())
+                          for name in ("states", "activations", "gathered_kv", "buffers")},
+            "memory_max_over_mean": float(self.column("memory_max_over_mean").mean()),
+            "work_max_over_mean": self.work_max_over_mean,
+            "speedup_over": {name: value[0] for name, value in speedups.items()},
+            "speedup_range_over": {name: list(value[1:]) for name, value in speedups.items()},
+            "pp": self.setting.pp, "choice": self.describe(),
+        }
+
+    def describe(self) -> str:
+        return "what no strategy can beat" if self.choice is None else self.choice.describe(self.setting)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Strategies that fit the memory, in display order; the bound, if asked for; and names of those that do not fit."""
+
+    source: str
+    setting: Setting
+    num_batches: int
+    tolerance: float | str     # a number for all of ours, or auto
+    outcomes: tuple[Outcome, ...]
+    bound: Outcome | None
+    too_large: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[Outcome, ...]:
+        return self.outcomes if self.bound is None else (*self.outcomes, self.bound)
+
+    def outcome(self, name: str) -> Outcome:
+        return next(outcome for outcome in self.rows if outcome.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        setting = self.setting
+        return {
+            "model": setting.model.name, "cluster": setting.cluster.name, "gpus": setting.gpus, "tp": setting.tp,
+            "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
+            "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
+            "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
+            "strategies": {outcome.name: outcome.as_json(self.rows) for outcome in self.rows},
+            "too_large": list(self.too_large),
+        }
+
+
+Key = tuple[int, str, Choice | None]       # setting, strategy, choice
 Found = dict[Key, Figures | float | None]  # see batch_figures
 
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
-    """Every strategy over all batches; `step` hears of each finished batch."""
+    """Run every strategy over all batches; `step` is called after each batch."""
     rows: dict[int, Found] = {}
-    with _pool(min(workers, question.num_batches)) as run:
+    workers = min(workers, question.num_batches)
+    with (nullcontext() if workers <= 1 else
+          ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))) as pool:
         for numbers in (range(BATCHES_TO_CHOOSE_ON), range(BATCHES_TO_CHOOSE_ON, question.num_batches)):
             chosen = _chosen(question, rows)
-            for number, found in run(question, numbers[:question.num_batches], chosen):
+            for number, found in _run(question, numbers[:question.num_batches], chosen, pool):
                 rows[number] = found
                 step(f"batch {len(rows)} of {question.num_batches}")
     ordered = [rows[number] for number in sorted(rows)]
@@ -102,51 +223,38 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
 
 
 def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
-    """One batch once more under an outcome's choice, with its timeline: one trace per pool rank."""
-    setting = outcome.setting
+    """Run one batch again under an outcome's choice, and record its timeline: one trace per pool rank."""
     if outcome.choice is None:
         raise UserError(f"{outcome.name!r} has no timeline; choose a strategy")
-    costs = question.costs(setting)
-    plan = STRATEGIES[outcome.name].step_plan(outcome.choice, setting, costs, question.batch(setting, number))
+    return execute(_plan_again(question, outcome, number), question.costs(outcome.setting), record=True)
+
+
+def _plan_again(question: Question, outcome: Outcome, number: int) -> StepPlan:
+    setting = outcome.setting
+    assert outcome.choice is not None, "the bound has no plan"
+    plan = outcome.choice.step_plan(setting, question.costs(setting), question.batch(setting, number))
     assert plan is not None, "it fitted in the sweep"
-    return execute(plan, costs, record=True)
+    return plan
 
 
-Run = Callable[[Question, Sequence[int], frozenset[Key] | None], Iterator[tuple[int, Found]]]
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[Run]:
-    """What runs batches, here or in several processes."""
-    if workers <= 1:
-        yield lambda question, numbers, chosen: (
-            (number, batch_figures(question, number, chosen)) for number in numbers)
+def _run(
+    question: Question, numbers: Sequence[int], chosen: frozenset[Key] | None, pool: ProcessPoolExecutor | None
+) -> Iterator[tuple[int, Found]]:
+    """Run batches here, or in the pool's processes; yield each as it is done."""
+    if pool is None:
+        yield from ((number, batch_figures(question, number, chosen)) for number in numbers)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        def run(
-            question: Question, numbers: Sequence[int], chosen: frozenset[Key] | None
-        ) -> Iterator[tuple[int, Found]]:
-            waiting = {pool.submit(_figures_or_refusal, question, number, chosen): number for number in numbers}
-            for future in as_completed(waiting):
-                found = future.result()
-                if isinstance(found, str):
-                    pool.shutdown(cancel_futures=True)
-                    raise UserError(found)
-                yield waiting[future], found
-
-        yield run
-
-
-def _figures_or_refusal(question: Question, number: int, chosen: frozenset[Key] | None) -> Found | str:
-    """In a process of its own: a refusal travels as its words, for an exception would arrive as an accident there."""
+    waiting = {pool.submit(batch_figures, question, number, chosen): number for number in numbers}
     try:
-        return batch_figures(question, number, chosen)
-    except UserError as error:
-        return str(error)
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    except UserError:
+        pool.shutdown(cancel_futures=True)
+        raise
 
 
 def _chosen(question: Question, rows: dict[int, Found]) -> frozenset[Key] | None:
-    """What our own strategies keep to after the first batches; None before them."""
+    """Keys that our own strategies keep after the first batches; None before them."""
     if not rows:
         return None
     ordered = [rows[number] for number in sorted(rows)]
@@ -156,10 +264,10 @@ def _chosen(question: Question, rows: dict[int, Found]) -> frozenset[Key] | None
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
-    """All strategies on one batch with all their choices, of ours those that were chosen where some were.
+    """Run all strategies on one batch with all their choices; ours with those in `chosen`, if given.
 
-    None where one does not fit the memory; a number for one that was left out: seconds that it is not below, or an
-    infinity.
+    The value is None for a choice that does not fit the memory, and for one that was skipped a lower bound on its
+    seconds, which may be infinite.
     """
     found: Found = {}
     best = dict.fromkeys(question.strategies, inf)
@@ -171,7 +279,9 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 floor = bound(setting, costs, batch.lengths())
                 found[at, name, None] = Figures.of(floor, floor.seconds)
                 continue
-            for least, choice in _by_floor(STRATEGIES[name], setting, costs, question.tolerance):
+            choices = [(choice.floor(setting, costs), choice)
+                       for choice in STRATEGIES[name].choices(setting, question.tolerance)]
+            for least, choice in sorted(choices, key=lambda one: one[0]):  # the most promising first
                 key = at, name, choice
                 is_tried = chosen is None or key in chosen or STRATEGIES[name].is_baseline
                 floor_seconds = least if is_tried else inf
@@ -182,29 +292,21 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
     return found
 
 
-def _by_floor(
-    strategy: Strategy[Any], setting: Setting, costs: Costs, tolerance: float | str
-) -> list[tuple[float, Choice]]:
-    """The most promising choices first."""
-    return sorted(((strategy.floor(choice, setting, costs), choice) for choice in strategy.choices(setting, tolerance)),
-                  key=lambda one: one[0])
-
-
 def _one(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, Figures | None]) -> Figures | None:
     at, name, choice = key
-    strategy, setting = STRATEGIES[name], question.settings[at]
+    setting = question.settings[at]
     costs = question.costs(setting)
-    plan = strategy.step_plan(choice, setting, costs, batch)
-    if plan is None or not strategy.is_baseline:
+    plan = None if choice is None else choice.step_plan(setting, costs, batch)
+    if plan is None or not STRATEGIES[name].is_baseline:
         return None if plan is None else _figures(plan, setting, costs, free=True)
-    digest = _rows(plan)
+    digest = _digest(plan)
     if digest not in done:
         done[digest] = _figures(plan, setting, costs, free=False)
     return done[digest]
 
 
-def _rows(plan: StepPlan) -> bytes:
-    """A digest of where every token of a baseline's step is, which says everything that differs between them."""
+def _digest(plan: StepPlan) -> bytes:
+    """Digest of where every token of a baseline's step is; nothing else differs between baselines' plans."""
     digest = hashlib.blake2b(plan.gather_ranks.to_bytes(4, "little"), digest_size=16)
     for micro_batch in plan.micro_batches:
         for layout in micro_batch.layouts:
@@ -223,17 +325,13 @@ def _figures(plan: StepPlan, setting: Setting, costs: Costs, *, free: bool) -> F
 
 
 def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
-    """A baseline's steps with free links, which the sweep leaves out: its plans are many and soon made again."""
-    strategy, setting = STRATEGIES[outcome.name], outcome.setting
-    if not strategy.is_baseline:
+    """Add a baseline's steps with free links, which the sweep leaves out: plans are many and quickly made again."""
+    if not STRATEGIES[outcome.name].is_baseline:
         return outcome
-    costs = question.costs(setting).without_network()
-    figures = []
-    for number, found in enumerate(outcome.figures):
-        plan = strategy.step_plan(outcome.choice, setting, question.costs(setting), question.batch(setting, number))
-        assert plan is not None, "it fitted in the sweep"
-        figures.append(replace(found, free_seconds=execute(plan, costs).seconds))
-    return replace(outcome, figures=tuple(figures))
+    costs = question.costs(outcome.setting).without_network()
+    return replace(outcome, figures=tuple(
+        replace(found, free_seconds=execute(_plan_again(question, outcome, number), costs).seconds)
+        for number, found in enumerate(outcome.figures)))
 
 
 def _best(question: Question, name: str, rows: Sequence[Found]) -> Outcome | None:
@@ -243,7 +341,7 @@ def _best(question: Question, name: str, rows: Sequence[Found]) -> Outcome | Non
 
 
 def _best_key(question: Question, name: str, rows: Sequence[Found]) -> Key | None:
-    """The choice with the best mean; where it might be one that batches left out, they run it now."""
+    """Choice with the best mean; batches that skipped a candidate run it now."""
     keys = [key for key in rows[0] if key[1] == name]
     while keys := [key for key in keys if all(row[key] is not None for row in rows)]:
         best = min(keys, key=lambda key: sum(_seconds(row[key]) for row in rows))

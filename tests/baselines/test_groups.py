@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -11,16 +12,12 @@ from hypothesis import strategies as st
 
 from distca.baselines import (
     adaptive_layout,
-    fixed_packing_step,
     fixed_rows,
     head_tail_layout,
-    per_document_cp_step,
     per_sequence_layout,
     step_of_groups,
     variable_length,
-    variable_length_step,
     variable_rows,
-    wlb_ideal_step,
 )
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import analytic_table
@@ -53,10 +50,10 @@ def _longest(layout: Layout, cp: int) -> np.ndarray:
 
 def test_fixed_packing_is_equal_tokens_and_exact() -> None:
     micro_batches = [np.array([1024, 3072, 4096]), np.array([2048, 2048, 1, 4095])]
-    for make in (fixed_packing_step, per_document_cp_step):
+    for cut in (per_sequence_layout, head_tail_layout):
         for cp in (1, 2, 4):
-            step = make(micro_batches, MODEL, num_data=4, layers=(3, 2), cp=cp) if cp > 1 else make(
-                [np.concatenate(micro_batches)], MODEL, num_data=4, layers=(3, 2), cp=1)
+            rows = fixed_rows(micro_batches if cp > 1 else [np.concatenate(micro_batches)], 4 // cp)
+            step = step_of_groups(rows, cut, MODEL, layers=(3, 2), cp=cp)
             step.validate()
             assert (step.gather_ranks, step.is_shared, step.num_data) == (cp, False, 4)
             for plan in step.plans:
@@ -84,7 +81,7 @@ def test_adaptive_is_never_slower_than_either_sharding() -> None:
     # bit for bit: a rank has the same tasks either way, priced one by one and added up in the same order
     np.testing.assert_array_equal(_longest(adaptive, 8), np.minimum(by_document, by_sequence))
     assert (by_document != by_sequence).any()
-    wlb_ideal_step([rows], COST, MODEL, layers=(2,), cp=8).validate()
+    step_of_groups([rows], partial(adaptive_layout, cost=COST), MODEL, layers=(2,), cp=8).validate()
 
 
 def test_chunks_are_rows_of_micro_batches_and_empty_ones_are_none() -> None:
@@ -92,7 +89,7 @@ def test_chunks_are_rows_of_micro_batches_and_empty_ones_are_none() -> None:
     chunk = np.array([0, 1, 1, 5, 4])                            # two replicas: nothing is left for micro-batch 1
     rows = variable_rows(lengths, chunk, 2)
     assert [row.tokens_per_rank().tolist() for row in rows] == [[4000, 3100], [300, 200]]
-    step = variable_length_step(lengths, chunk, MODEL, num_data=4, layers=(1, 1), cp=2)
+    step = step_of_groups(rows, head_tail_layout, MODEL, layers=(1, 1), cp=2)
     step.validate()
     assert len(step.micro_batches) == 2 and step.num_tokens == lengths.sum()
 

@@ -20,7 +20,7 @@ from distca.simulate.clock import Clock, Exchange
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
-from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
+from distca.simulate.strategies import PoolChoice, StepDocuments
 from distca.workload.documents import sample_lengths
 from distca.workload.packing import pack
 from distca.workload.topology import Topology
@@ -109,8 +109,7 @@ def test_simulated_steps_take_longer_the_slower_pods_are_linked(tmp_path: Path) 
         path.write_text(f'base = "dgx-h200"\nnodes_per_pod = 1\ninter_pod_bandwidth = {bandwidth}\n', encoding="utf-8")
         where = setting(LLAMA, read_cluster(path), gpus=16, context=131_072, tp=2, sequences=2)
         costs = Costs.of(LLAMA, where.cluster, where.tp, shipped_table("h200"))
-        choice = PoolChoice("balanced", tolerance=0.05)
-        plan = STRATEGIES["distca"].step_plan(choice, where, costs, StepDocuments(lengths))
+        plan = PoolChoice("balanced", tolerance=0.05).step_plan(where, costs, StepDocuments(lengths))
         assert plan is not None
         seconds.append(execute(plan, costs).seconds)
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]  # 0 becomes 50 GB/s, as between nodes: one computation

@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines import fixed_packing_step, head_tail_layout, per_document_cp_step, per_sequence_layout
+from distca.baselines import (
+    fixed_rows,
+    head_tail_layout,
+    per_document_cp_step,
+    per_sequence_layout,
+    step_of_groups,
+)
 from distca.cost.latency_table import analytic_table
 from distca.cost.work import causal_pairs, pairs_of_shard
 from distca.models import model_named
 from distca.planning.choose import plan_step
 from distca.simulate import calls
-from distca.simulate.calls import Calls, ChunkTasks, PlanCosts, RingCall, token_bytes
+from distca.simulate.calls import Calls, ChunkTasks, PlanCosts, token_bytes
+from distca.simulate.clock import Ring
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import cluster_named
@@ -55,14 +62,14 @@ def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backw
         known = PlanCosts(step, COSTS.attention)
         call = Calls(known, COSTS, 4).of(((0, 0, backward),))
         waits = Calls(PlanCosts(step, COSTS.attention, hides=False), COSTS, 4).of(((0, 0, backward),))
-        assert isinstance(call, RingCall) and isinstance(waits, RingCall)
+        assert isinstance(call, Ring) and isinstance(waits, Ring)
         travel = COSTS.ring_seconds(131_072 * MODEL.kv_token_bytes(8), 4)
-        np.testing.assert_allclose(waits.ring.travel, travel)
-        np.testing.assert_allclose(waits.ring.lead, travel + known.seconds(0, backward))
+        np.testing.assert_allclose(waits.travel, travel)
+        np.testing.assert_allclose(waits.lead, travel + known.seconds(0, backward))
         ends = [max(ring.lead.max(), (ring.seconds + ring.tail).max() if backward else 0.0)
-                for ring in (call.ring, waits.ring)]
+                for ring in (call, waits)]
         if hides:
-            assert ends[0] < ends[1] and call.ring.seconds.sum() >= waits.ring.seconds.sum()
+            assert ends[0] < ends[1] and call.seconds.sum() >= waits.seconds.sum()
         else:
             assert ends[0] == ends[1]                            # it is the call that waits
         assert ends[0] >= travel
@@ -72,8 +79,8 @@ def test_a_group_hides_its_keys_where_that_ends_sooner_and_waits_where_not(backw
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=8), st.sampled_from((2, 4)), st.booleans())
 def test_hiding_never_makes_a_step_longer(drawn: list[int], cp: int, by_document: bool) -> None:
     lengths = np.array([*drawn, 8 - sum(drawn) % 8])
-    step = (per_document_cp_step if by_document else fixed_packing_step)(
-        [lengths], MODEL, num_data=cp, layers=(2, 2), tp=8, cp=cp)
+    step = step_of_groups(fixed_rows([lengths], 1), head_tail_layout if by_document else per_sequence_layout, MODEL,
+                          layers=(2, 2), tp=8, cp=cp)
     waits = execute(step, COSTS, plan_costs=PlanCosts(step, COSTS.attention, hides=False))
     assert execute(step, COSTS).seconds <= waits.seconds * (1 + 1e-9)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting
-from distca.simulate.strategies import STRATEGIES, Pool, PoolChoice, StepDocuments
+from distca.simulate.strategies import STRATEGIES, PoolChoice, StepDocuments
 from distca.spec import cluster_named
 from distca.train.batches import attention_time, step_plan
 from distca.train.settings import load_settings
@@ -50,13 +50,13 @@ def test_a_run_and_its_simulation_have_equal_step_plans(seed: int, num_data: int
     where = setting(model, cluster, gpus=num_data * tp * pp, context=context, tp=tp, pp=pp, sequences=4 * pp,
                     micro_batches=2 * pp)
     batch = StepDocuments(tuple(batch_sequences(Source("prolong"), context, where.num_sequences, (seed,))))
-    strategy = STRATEGIES[name]
-    assert isinstance(strategy, Pool)
-    simulated = strategy.step_plan(PoolChoice(strategy.placement, tolerance, ping_pong), where,
-                                   Costs.of(model, cluster, tp, shipped_table("h200")), batch)
+    choice = STRATEGIES[name].choices(where, tolerance)[0]
+    assert isinstance(choice, PoolChoice) and choice.tolerance == tolerance
+    simulated = replace(choice, ping_pong=ping_pong).step_plan(
+        where, Costs.of(model, cluster, tp, shipped_table("h200")), batch)
     run = load_settings(None, {
         "model.name": model.name, "parallel.tensor": str(tp), "parallel.pipeline": str(pp),
-        "batch.ping_pong": str(ping_pong).lower(), "attention.placement": strategy.placement,
+        "batch.ping_pong": str(ping_pong).lower(), "attention.placement": choice.placement,
         "attention.tolerance": str(tolerance), "attention.cost": "h200"})
     topology = Topology.of_cluster(cluster, num_data * pp, tp)
     trained = step_plan(batch.micro_batches(where), run, model, where.num_data, attention_time(run, model), topology)

@@ -14,10 +14,9 @@ from distca.models import model_named
 from distca.planning.choose import AUTO
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
-from distca.simulate.outcomes import Comparison
 from distca.simulate.setting import setting
-from distca.simulate.strategies import NAMES, STRATEGIES, GroupChoice, Grouped, StepDocuments
-from distca.simulate.sweep import Question, batch_figures, compare, replay
+from distca.simulate.strategies import NAMES, STRATEGIES, GroupChoice, StepDocuments
+from distca.simulate.sweep import Comparison, Question, batch_figures, compare, replay
 from distca.spec import cluster_named
 from distca.workload.sequences import Source, batch_sequences
 
@@ -127,9 +126,8 @@ def test_a_faster_network_helps_those_who_wait_for_it() -> None:
     where = setting(MODEL, CLUSTER, gpus=64, context=131072)
     batch = StepDocuments(tuple(batch_sequences(Source("pretrain"), where.context, where.num_sequences, (0, 0))))
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
-    strategy = STRATEGIES["per_document_cp"]
-    for choice in strategy.choices(where, 0.05):
-        plan = strategy.step_plan(choice, where, costs, batch)
+    for choice in STRATEGIES["per_document_cp"].choices(where, 0.05):
+        plan = choice.step_plan(where, costs, batch)
         assert isinstance(choice, GroupChoice)
         if plan is not None and choice.cp > 1:
             assert execute(plan, costs.without_network()).seconds < execute(plan, costs).seconds
@@ -141,7 +139,7 @@ def test_every_strategy_makes_steps_of_the_same_documents() -> None:
     costs = Costs.of(MODEL, CLUSTER, 8, TABLE)
     for strategy in STRATEGIES.values():
         for choice in strategy.choices(where, AUTO):
-            plan = strategy.step_plan(choice, where, costs, batch)
+            plan = choice.step_plan(where, costs, batch)
             assert plan is not None
             plan.validate()
             lengths = np.concatenate([micro_batch.lengths for micro_batch in plan.micro_batches])
@@ -157,9 +155,9 @@ def test_leaving_choices_out_changes_no_best(monkeypatch: pytest.MonkeyPatch) ->
     costs, batch = question.costs(where), question.batch(where, 0)
     for name in question.strategies:
         for choice in STRATEGIES[name].choices(where, 0.05):
-            plan = STRATEGIES[name].step_plan(choice, where, costs, batch)
-            assert plan is not None and STRATEGIES[name].floor(choice, where, costs) <= execute(plan, costs).seconds
+            plan = choice.step_plan(where, costs, batch)
+            assert plan is not None and choice.floor(where, costs) <= execute(plan, costs).seconds
     pruned = compare(question)
     assert any(isinstance(figures, float) for figures in batch_figures(question, 0).values())
-    monkeypatch.setattr(Grouped, "floor", lambda *_: 0.0)
+    monkeypatch.setattr(GroupChoice, "floor", lambda *_: 0.0)
     assert compare(question).as_json() == pruned.as_json()
