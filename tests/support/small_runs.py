@@ -112,6 +112,10 @@ class Gate:
         patch.setattr(checkpoint, "write_file", wait_and_write)
 
 
+def in_flight(saver: Checkpointer) -> bool:
+    return saver._pending is not None and not saver._pending[1].done()
+
+
 def newest(folder: Path, model: Small | None = None) -> Path:
     """The newest folder that is good by its manifest."""
     expected = describe(model or build()[0])

@@ -25,7 +25,7 @@ WHERE = {  # what a killed process was doing -> (module, function of it)
     "copying tensors": ("distca.train.checkpoint.checkpointer", "local_part"),
     "writing a file": ("distca.train.checkpoint.files", "_write"),
     "between files and manifest": ("distca.train.checkpoint.checkpointer", "tensor_table"),
-    "writing the manifest": ("distca.train.checkpoint.checkpointer", "write_manifest"),
+    "writing the manifest": ("distca.train.checkpoint.folder", "write_manifest"),
     "removing an old one": ("distca.train.checkpoint.folder", "remove"),
     "rewriting the log": ("distca.train.display", "open_log"),
     "loading": ("distca.train.checkpoint.files", "read_at"),

@@ -1,10 +1,10 @@
-"""Save a run so that it can go on, whatever killed it and on however many ranks.
+"""Save a run so that it can go on, whatever killed it and on any number of ranks.
 
 Tensors are copied first and written by a background thread, so training goes on meanwhile. Every rank writes its own
-part of every tensor, under the tensor's name and with its place in the global shape, so another number of ranks can
-read it. Ranks may hold different names, as the stages of a pipeline do: together they are the model, and each reads
-its own. Loading executes nothing and checks every byte it uses; what is torn or damaged is passed over by name, and the
-newest good checkpoint is used.
+part of every tensor, under the tensor's name and with its offset in the global shape, so another number of ranks can
+read it. The stages of a pipeline have different names, which together are the model; each stage reads its own. Loading
+executes nothing and checks every byte it uses. It names checkpoints that are torn or damaged, and takes the newest good
+one.
 """
 
 from __future__ import annotations
@@ -19,42 +19,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from distca.train.checkpoint.files import (
-    Held,
-    Reader,
-    describe,
-    held,
-    local_part,
-    tensor_table,
-    write_file,
-    writers,
-)
-from distca.train.checkpoint.folder import (
-    FORMAT,
-    MANIFEST,
-    VERSION,
-    Block,
-    DamagedError,
-    FileFacts,
-    Manifest,
-    cause,
-    check_folder,
-    judge,
-    make_room,
-    manifest_bytes,
-    manifest_from,
-    prune,
-    read_manifest,
-    step_folders,
-    step_name,
-    write_manifest,
-)
+from distca.train.checkpoint import folder as folders
+from distca.train.checkpoint.files import Part, Reader, describe, local_part, part_of, tensor_table, write_file, writers
+from distca.train.checkpoint.folder import DamagedError, Manifest, cause, judge, step_folders, step_name
 from distca.train.groups import gather_json, group_of, in_background, on_first
 from distca.train.run_log import FolderLock
 from distca.validation import UserError
@@ -64,7 +37,7 @@ LOG = logging.getLogger("distca")
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """What a run needs to go on besides the tensors."""
+    """What a run needs besides the tensors to go on."""
 
     step: int                # steps done
     loader: dict[str, Any]   # position of the batch that comes next
@@ -75,19 +48,12 @@ class SaveError(OSError):
     """A checkpoint was not written; the one before it is still there."""
 
 
-class _Save(NamedTuple):
-    """A save in flight."""
-
-    step: int
-    future: Future[None]
-
-
 class Checkpointer:
-    """Saves in the background, one checkpoint at a time, and resumes from the last good one; the same on every rank.
+    """Saves in the background, one checkpoint at a time, and resumes from the newest good one; used on every rank.
 
-    `run` are the settings that must not change on a run's way, by name: a folder of a run with others is refused.
-    `config` is stored beside the weights for whoever exports them. `group` are the ranks that train, by default all.
-    The folder is this run's alone until `close`.
+    `run` holds the settings that must not change when a run resumes; a folder of a run with other values is refused.
+    `config` is stored beside the weights for their export. `group` has the ranks that train, by default all. The folder
+    is locked until `close`.
     """
 
     def __init__(
@@ -101,25 +67,24 @@ class Checkpointer:
         self.run, self.config, self.timeout_seconds = dict(run or {}), dict(config or {}), timeout_seconds
         self._group = (group_of(dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds), "gloo")
                        if dist.is_initialized() else None)
-        self._rank, self._num_ranks = _place(self._group)
-        self._pending: _Save | None = None
+        self._rank, self._num_ranks = _rank_of(self._group)
+        self._pending: tuple[int, Future[None]] | None = None    # the step and the save in flight
         self._newest: int | None = None                          # saved, being saved, or resumed from
         self._writes: dict[bool, set[str]] = {}                  # names this rank writes, without and with optimizer
         self._lock: FolderLock | None = None
         self._check_folder(resume)
-        self._whole = self._describe()
-
-    @property
-    def in_flight(self) -> bool:
-        return self._pending is not None and not self._pending.future.done()
+        self._whole: dict[str, str] = {}                         # of all ranks together: what a checkpoint must match
+        for part in gather_json(describe(model), self._group):
+            assert all(self._whole.get(name, found) == found for name, found in part.items())
+            self._whole |= part
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed; `finish` says why."""
-        return self._pending is not None and self._pending.future.done() and bool(self._pending.future.exception())
+        """Whether the save in flight has failed; `finish` raises the reason."""
+        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
 
     def resume(self) -> TrainState | None:
-        """Go on from the newest good checkpoint, if there is one; a ValueError where going on would lose a run."""
+        """Load the newest good checkpoint, if there is one; a UserError if starting anew would overwrite a run."""
         damaged: list[str] = []
         for name in on_first(lambda: [path.name for path in reversed(step_folders(self.folder))], self._group):
             path = self.folder / name
@@ -128,7 +93,7 @@ class Checkpointer:
                 continue
             error, state = None, None
             try:
-                state = load(path, self.model, self.optimizer, manifest_from(content.encode()), self._group)
+                state = load(path, self.model, self.optimizer, folders.manifest_from(content.encode()), self._group)
             except DamagedError as found:
                 error = str(found)
             errors = [line for line in gather_json(error, self._group) if line is not None]
@@ -145,28 +110,28 @@ class Checkpointer:
         return None
 
     def save(self, step: int, loader_state: Mapping[str, Any]) -> None:
-        """Copy everything, then write it in the background; waits first for the save before. A step is saved once."""
+        """Wait for the save before, copy everything, then write it in the background. A step is saved once."""
         self.finish()
         if step == self._newest:
             return
         with_optimizer = len(self.optimizer.state) > 0
         tensors, _ = _named(self.model, self.optimizer, with_optimizer)
         if with_optimizer not in self._writes:
-            everyone = gather_json([held(*item) for item in tensors.items()], self._group)
-            self._writes[with_optimizer] = writers([[Held(*part) for part in parts] for parts in everyone])[self._rank]
+            everyone = gather_json([part_of(*item) for item in tensors.items()], self._group)
+            self._writes[with_optimizer] = writers([[Part(*part) for part in parts] for parts in everyone])[self._rank]
         rng = _rng_states(self.model)
         tensors = {name: tensor for name, tensor in tensors.items() if name in self._writes[with_optimizer]}
         tensors |= {f"rng.{self._rank}.{kind}": state for kind, state in rng.items()}
-        staged = [(held(name, tensor), local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()]
+        staged = [(part_of(name, tensor), local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()]
         manifest = Manifest(
-            FORMAT, VERSION, step, self._num_ranks, str(torch.__version__), self.run, with_optimizer, sorted(rng),
-            json.loads(json.dumps(loader_state)), self.config, {}, {})
-        self._pending, self._newest = _Save(step, in_background(self._write, manifest, staged)), step
+            folders.FORMAT, folders.VERSION, step, self._num_ranks, str(torch.__version__), self.run, with_optimizer,
+            sorted(rng), json.loads(json.dumps(loader_state)), self.config, {}, {})
+        self._pending, self._newest = (step, in_background(self._write, manifest, staged)), step
 
     def finish(self) -> None:
-        """Wait until the save in flight is complete; raises if it failed, and the one before it is then still there.
+        """Wait until the save in flight is complete, while the process group still exists.
 
-        To be called before the process group goes.
+        Raises a SaveError if it failed; the checkpoint before it is then still there.
         """
         if self._pending is None:
             return
@@ -182,7 +147,7 @@ class Checkpointer:
         raise SaveError(f"checkpoint {self.folder / step_name(step)} was not written: {reason}") from error
 
     def close(self) -> None:
-        """Finish, and leave the folder to others."""
+        """Finish, and release the folder."""
         try:
             self.finish()
         finally:
@@ -191,10 +156,10 @@ class Checkpointer:
                 self._lock = None
 
     def _candidate(self, path: Path, damaged: list[str]) -> str | None:
-        """The manifest of a checkpoint that may be good; a warning and None, or a ValueError, where it is not."""
+        """The manifest of a checkpoint that may be good; else warns and returns None, or refuses another run's."""
         verdict, reason = judge(path, self._whole, self.run)
         if verdict == "good":
-            return manifest_bytes(read_manifest(path)).decode()
+            return folders.manifest_bytes(folders.read_manifest(path)).decode()
         if verdict == "another run's":
             raise UserError(f"checkpoint.folder = {str(self.folder)!r} holds {path.name} of another run: {reason}; "
                             "set it back, or name another folder")
@@ -203,8 +168,8 @@ class Checkpointer:
         LOG.warning("checkpoint %s is %s and not used: %s", path, verdict, reason)
         return None
 
-    def _write(self, manifest: Manifest, staged: Sequence[tuple[Held, torch.Tensor]]) -> None:
-        """In the background, on every rank, with the same outcome on all of them."""
+    def _write(self, manifest: Manifest, staged: Sequence[tuple[Part, torch.Tensor]]) -> None:
+        """Write a checkpoint on all ranks, with the same outcome on all; runs on the background thread."""
         target = self.folder / step_name(manifest.step)
         sizes = gather_json(sum(about.num_bytes for about, _ in staged), self._group)
         on_first(lambda: self._prepare(target, sum(sizes)), self._group)
@@ -213,7 +178,7 @@ class Checkpointer:
 
     def _prepare(self, target: Path, num_bytes: int) -> None:
         try:
-            make_room(target, self._whole, self.run)
+            folders.make_room(target, self._whole, self.run)
             free = shutil.disk_usage(self.folder).free
             if free < num_bytes:
                 raise OSError(errno.ENOSPC, f"no space: it needs {num_bytes:,} bytes and {free:,} are free")
@@ -221,7 +186,7 @@ class Checkpointer:
         except OSError as error:
             raise UserError(cause(error)) from None
 
-    def _write_files(self, target: Path, staged: Sequence[tuple[Held, torch.Tensor]]) -> dict[str, Any]:
+    def _write_files(self, target: Path, staged: Sequence[tuple[Part, torch.Tensor]]) -> dict[str, Any]:
         written: dict[str, Any] = {"files": {}, "blocks": [], "error": None}
         try:
             target.mkdir(exist_ok=True)                          # a network file system may show it late
@@ -236,28 +201,28 @@ class Checkpointer:
         return written
 
     def _complete(self, target: Path, manifest: Manifest, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Rank 0 writes the manifest and drops what is no longer kept, or what could not be completed."""
+        """On rank 0: write the manifest and remove what is no longer kept; if that fails, remove this checkpoint."""
         try:
             for one in everyone:
                 if one["error"] is not None:
                     raise OSError(one["error"])
-            blocks = [(Held(*about), Block(*block)) for one in everyone for about, block in one["blocks"]]
-            files = {name: FileFacts(*facts) for one in everyone for name, facts in one["files"].items()}
-            write_manifest(target, replace(manifest, files=files, tensors=tensor_table(blocks)))
+            blocks = [(Part(*about), folders.Block(*block)) for one in everyone for about, block in one["blocks"]]
+            files = {name: folders.FileFacts(*facts) for one in everyone for name, facts in one["files"].items()}
+            folders.write_manifest(target, replace(manifest, files=files, tensors=tensor_table(blocks)))
             verdict, reason = judge(target, self._whole, self.run)
             if verdict != "good":
                 raise OSError(f"{target} reads back {verdict}: {reason}")
-            prune(self.folder, self.keep, self._whole, self.run)
+            folders.prune(self.folder, self.keep, self._whole, self.run)
         except OSError as error:
-            if not (target / MANIFEST).exists():
+            if not (target / folders.MANIFEST).exists():
                 shutil.rmtree(target, ignore_errors=True)        # so that there is space again
             raise UserError(cause(error)) from None
 
     def _check_folder(self, resume: bool) -> None:
-        """Every rank can write, all see the same folder and no other run does; else the same one line on every rank."""
+        """Check on all ranks that the folder is writable, shared by all and used by no other run, and lock it."""
         error = None
         try:
-            check_folder(self.folder, resume=resume)
+            folders.check_folder(self.folder, resume=resume)
         except ValueError as refused:
             error = str(refused)
         for line in gather_json(error, self._group):
@@ -266,7 +231,7 @@ class Checkpointer:
         marker = self.folder / on_first(lambda: f".shared-{secrets.token_hex(8)}", self._group)
         if self._rank == 0:
             marker.touch()
-        gather_json(None, self._group)                           # nobody looks before it is there
+        gather_json(None, self._group)                           # a barrier
         seen = gather_json(marker.exists(), self._group)
         if self._rank == 0:
             marker.unlink()
@@ -278,29 +243,21 @@ class Checkpointer:
     def _take_lock(self) -> None:
         self._lock = FolderLock(self.folder, "checkpoint.folder")
 
-    def _describe(self) -> dict[str, str]:
-        """What all ranks hold together: what a checkpoint must match."""
-        whole: dict[str, str] = {}
-        for part in gather_json(describe(self.model), self._group):
-            assert all(whole.get(name, told) == told for name, told in part.items())
-            whole |= part
-        return whole
-
 
 def load(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TrainState:
-    """Fill the model and the optimizer in place; DamagedError where a byte is not what was written.
+    """Fill the model and the optimizer in place, before the first backward; DamagedError if a byte has changed.
 
-    To be called before the first backward. Parameter groups keep the options they were built with: a weight decay or
-    learning rate that was changed is meant. Random states come back on the number of ranks that saved them.
+    Parameter groups keep the options they were built with, since a changed weight decay or learning rate is intended.
+    Random states are restored on the number of ranks that saved them.
     """
-    manifest = manifest or read_manifest(path)
+    manifest = manifest or folders.read_manifest(path)
     if not manifest.optimizer:
         optimizer.state.clear()                                  # of a newer checkpoint that turned out damaged
     tensors, optimizer_state = _named(model, optimizer, manifest.optimizer)
-    rank, num_ranks = _place(group)
+    rank, num_ranks = _rank_of(group)
     rng = _rng_states(model)
     with_rng = (manifest.num_ranks, manifest.rng) == (num_ranks, sorted(rng))
     with Reader(path, manifest) as reader, torch.no_grad():
@@ -320,7 +277,7 @@ def load(
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
            with_optimizer: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Every tensor under the name it is stored by, and the optimizer's own form around its tensors."""
+    """Every tensor by the name it is stored under, and the optimizer's state dict with the same tensors."""
     model_state, optimizer_state = get_state_dict(model, optimizer if with_optimizer else ())
     states = cast("dict[str, Any]", optimizer_state)
     tensors: dict[str, Any] = {f"model.{name}": value for name, value in model_state.items()}
@@ -331,8 +288,8 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     return tensors, states
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number among those that train, and how many they are."""
+def _rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 

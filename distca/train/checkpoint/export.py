@@ -1,13 +1,11 @@
-"""A checkpoint's weights as a Hugging Face folder, so that trained models leave: safetensors, config and tokenizer.
+"""Export a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
 
-Whatever mesh saved them, tensors are put together one at a time and go to disk at once: no GPU, no process group, and
-never more in memory than one tensor. Everything is written into a folder beside the target, which is renamed at the
-end: an export that is killed leaves no target, and the next one clears away what it left.
+Tensors of any mesh are assembled one at a time and written at once: no GPU, no process group, and never more than one
+tensor in memory. Everything is written into a folder beside the target, which is renamed at the end: an export that is
+killed leaves no target, and the next export removes what it left.
 
-A run's tokenizer, kept with its checkpoints, so that an exported model brings it along wherever it goes.
-
-`data.tokenizer` names one file or its folder, with the files that transformers wants beside it; a loaded model has them
-in its folder.
+A run copies its tokenizer beside its checkpoints, so that an export includes it. `data.tokenizer` names one file or its
+folder, with the files that transformers wants beside it; a loaded model has them in its folder.
 """
 
 from __future__ import annotations
@@ -26,20 +24,24 @@ import torch
 
 from distca.corpus.tokenizers import END_OF_DOCUMENT, TextTokenizer, open_tokenizer
 from distca.models import CONFIG, read_config
-from distca.train.checkpoint.files import SAFETENSORS_DTYPES, Reader, tensor_bytes
-from distca.train.checkpoint.folder import DamagedError, Manifest, TornError, cause, read_manifest
+from distca.train.checkpoint.files import Reader, element_bytes, safetensors_header, tensor_bytes
+from distca.train.checkpoint.folder import DamagedError, Manifest, TornError, cause, read_manifest, sync
 from distca.train.model.huggingface import INDEX, SINGLE, hf_name
 from distca.train.settings import Settings
 from distca.validation import UserError
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+FOLDER = "tokenizer"             # in checkpoint.folder
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+         "merges.txt", "chat_template.jinja", "generation_config.json")
 
 
 def export_newest(
     checkpoints: Iterable[Path], folder: Path, *, dtype: str | None = None, say: Callable[[str], None] = print
 ) -> None:
-    """Export the newest that is good of some checkpoints, oldest first; says which, and which are passed over."""
+    """Export the newest good one of these checkpoints, given oldest first; prints which, and those it passes over."""
     check_target(folder, "OUT")
     for path in reversed(list(checkpoints)):
         try:
@@ -54,12 +56,12 @@ def export_newest(
 
 
 def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write one checkpoint's weights where transformers can load them; `dtype` is by default that of the checkpoint."""
+    """Write one checkpoint's weights as transformers loads them; `dtype` is by default the checkpoint's."""
     check_target(folder, "OUT")
     manifest = read_manifest(checkpoint)
     if not manifest.config:
         raise UserError(f"{checkpoint} does not say which model its weights are; save it again with distca train")
-    sizes = {name: prod(tensor.shape) * _element_bytes(dtype or tensor.dtype)
+    sizes = {name: prod(tensor.shape) * element_bytes(dtype or tensor.dtype)
              for name, tensor in manifest.tensors.items() if name.startswith("model.")}
     shards = _into_shards(sizes, shard_bytes)
     files = [SINGLE] if len(shards) == 1 else [
@@ -88,13 +90,13 @@ def check_target(folder: str | Path, field: str) -> None:
 
 @contextmanager
 def _beside(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder beside another, whose name it takes at the end. What exports that were killed left there goes first."""
+    """A folder that is renamed to `folder` at the end. First removes what killed exports left beside it."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     begin = f".{folder.name}.partial-"
     for left in folder.parent.glob(f"{begin}*"):
-        with _held(left) as alone:
-            if alone:
+        with _locked(left) as locked:
+            if locked:
                 shutil.rmtree(left, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
     if free < num_bytes:
@@ -102,21 +104,21 @@ def _beside(folder: Path, num_bytes: int) -> Iterator[Path]:
                         "elsewhere")
     partial = folder.with_name(f"{begin}{os.getpid()}")
     partial.mkdir()
-    with _held(partial):
+    with _locked(partial):
         try:
             yield partial
             for path in (*partial.iterdir(), partial):
-                _to_disk(path)
+                sync(path)
             partial.replace(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    _to_disk(folder.parent)
+    sync(folder.parent)
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Whether no other process holds this folder; then it is held here, for as long as the process lives at most."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder, until the process ends at the latest; False if another process has the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,29 +130,19 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _write_shard(path: Path, names: list[str], reader: Reader, manifest: Manifest, dtype: str | None) -> None:
-    """A safetensors file, tensor by tensor."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        stored = manifest.tensors[name]
-        kind = dtype or stored.dtype
-        begin, end = end, end + prod(stored.shape) * _element_bytes(kind)
-        header[hf_name(name.removeprefix("model."))] = {
-            "dtype": SAFETENSORS_DTYPES[kind], "shape": stored.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Write a safetensors file, tensor by tensor."""
+    stored = [(name, manifest.tensors[name]) for name in names]
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(safetensors_header((hf_name(name.removeprefix("model.")), dtype or tensor.dtype, tensor.shape)
+                                      for name, tensor in stored))
         for name in names:
             tensor = reader.whole(name)
-            if dtype is not None:
-                tensor = tensor.to(getattr(torch, dtype))
-            for chunk in tensor_bytes(tensor):
+            for chunk in tensor_bytes(tensor if dtype is None else tensor.to(getattr(torch, dtype))):
                 file.write(chunk)
 
 
 def _into_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names in order, as many to a file as fit, at least one."""
+    """Names in order, as many per file as fit, at least one."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -162,27 +154,8 @@ def _into_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _element_bytes(dtype: str) -> int:
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind.itemsize
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-FOLDER = "tokenizer"             # in checkpoint.folder
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
-         "merges.txt", "chat_template.jinja", "generation_config.json")
 
 
 def keep_tokenizer(settings: Settings, checkpoints: Path) -> None:
@@ -210,7 +183,7 @@ def kept_tokenizer(checkpoints: Path) -> list[Path]:
 
 
 def token_ids(settings: Settings) -> dict[str, Any]:
-    """What config.json says of special tokens: a loaded model's own, or the one that ends a document of the data."""
+    """Special tokens for config.json: a loaded model's own, or the token that ends a document of the data."""
     if settings.model.load:
         config = read_config(settings.model.load)
         return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}

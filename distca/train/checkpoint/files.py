@@ -1,8 +1,8 @@
 """A rank's tensors as safetensors files, every block hashed while it is written and while it is read.
 
-What a rank holds of a tensor is a box [offset, offset + shape) of its global shape, so that ranks which cut the tensor
-otherwise find their boxes among those that were written. Where several ranks hold the same box one of them writes it.
-Bytes go from the file into the tensor's own memory where the boxes are the same.
+A rank's part of a tensor is a box [offset, offset + shape) of its global shape, so that ranks with another sharding
+find their boxes among those that were written. If several ranks have the same box, one of them writes it. A box that is
+the same as when it was written is read directly into the tensor's own memory.
 """
 
 from __future__ import annotations
@@ -42,90 +42,93 @@ SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfl
 MOST_WAITING = 64  # chunks to be hashed, and blocks: what a reader may be ahead
 
 
-class Held(NamedTuple):
-    """What a rank holds of one tensor, as ranks tell each other."""
+class Part(NamedTuple):
+    """A rank's part of one tensor, as ranks send it to each other."""
 
     name: str
     dtype: str
     shape: list[int]             # of the whole tensor
     offset: list[int]
-    box: list[int]               # the shape of this rank's part
+    box: list[int]               # the shape of this part
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.box) * getattr(torch, self.dtype).itemsize
+        return prod(self.box) * element_bytes(self.dtype)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def element_bytes(dtype: str) -> int:
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def held(name: str, tensor: torch.Tensor) -> Held:
+def part_of(name: str, tensor: torch.Tensor) -> Part:
     offset, box = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
         box, offset = map(list, compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh,
                                                                       tensor.placements))
-    return Held(name, dtype_name(tensor), list(tensor.shape), offset, box)
+    return Part(name, dtype_name(tensor), list(tensor.shape), offset, box)
 
 
 def describe(model: torch.nn.Module) -> dict[str, str]:
-    """Name, dtype and global shape of all that this rank's model holds."""
+    """Dtype and global shape of every tensor in this rank's model, by name."""
     return {name: f"{dtype_name(value)} {list(value.shape)}" for name, value in get_model_state_dict(model).items()
             if isinstance(value, torch.Tensor)}
 
 
-def writers(everyone: Sequence[Sequence[Held]]) -> list[set[str]]:
-    """The names that each rank writes of what it holds: every box once, where several hold it by who has least."""
-    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    num_bytes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+def writers(everyone: Sequence[Sequence[Part]]) -> list[set[str]]:
+    """[rank] the names that each rank writes: every box once, by its owner with the fewest bytes so far."""
+    owners: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for rank, parts in enumerate(everyone):
         for part in parts:
             if part.num_bytes:
-                key = part.name, tuple(part.offset), tuple(part.box)
-                holders.setdefault(key, []).append(rank)
-                num_bytes[key] = part.num_bytes
+                owners.setdefault((part.name, tuple(part.offset), tuple(part.box)), []).append((rank, part.num_bytes))
     load, names = [0] * len(everyone), [set[str]() for _ in everyone]
-    for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        writer = min(ranks, key=lambda rank: load[rank])
-        load[writer] += num_bytes[key]
-        names[writer].add(key[0])
+    for (name, _, _), ranks in sorted(owners.items(), key=lambda item: len(item[1])):
+        writer, num_bytes = min(ranks, key=lambda owner: load[owner[0]])
+        load[writer] += num_bytes
+        names[writer].add(name)
     return names
 
 
-def write_file(
-    path: Path, tensors: Iterable[tuple[Held, torch.Tensor]]
-) -> tuple[FileFacts, list[tuple[Held, Block]]]:
-    """Write these parts, on the CPU, as one safetensors file, on disk when this returns."""
-    parts = [(about, tensor.contiguous()) for about, tensor in tensors]
+def safetensors_header(tensors: Iterable[tuple[str, str, list[int]]]) -> bytes:
+    """What a safetensors file begins with, for tensors of (name, dtype, shape) in the order of their bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for about, _ in parts:
-        header[about.name.removeprefix("model.")] = {
-            "dtype": SAFETENSORS_DTYPES[about.dtype], "shape": about.box, "data_offsets": [end, end + about.num_bytes]}
-        end += about.num_bytes
+    for name, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * element_bytes(dtype)
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> tuple[FileFacts, list[tuple[Part, Block]]]:
+    """Write these parts, on the CPU, as one safetensors file, which is on disk when this returns."""
+    head = safetensors_header((part.name.removeprefix("model."), part.dtype, part.box) for part, _ in tensors)
     blocks, at = [], len(head)
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), memoryview(head))
-        for about, tensor in parts:
+        for part, tensor in tensors:
             digest = xxhash.xxh3_64()
-            for chunk in tensor_bytes(tensor):
+            for chunk in tensor_bytes(tensor.contiguous()):
                 digest.update(chunk)
                 _write(file.fileno(), chunk)
-            blocks.append((about, Block(path.name, at, about.num_bytes, about.offset, about.box, digest.hexdigest())))
-            at += about.num_bytes
+            blocks.append((part, Block(path.name, at, part.num_bytes, part.offset, part.box, digest.hexdigest())))
+            at += part.num_bytes
         os.fsync(file.fileno())
     return FileFacts(at, len(head), checksum(head)), blocks
 
 
 class Reader:
-    """Reads boxes of a checkpoint's tensors. A context: what was read is known to be whole once it ends.
+    """Reads boxes of a checkpoint's tensors, in a `with` block whose end raises if anything that was read is damaged.
 
     A thread hashes what was read while the next is being read, so that checking takes next to no time.
     """
@@ -149,8 +152,8 @@ class Reader:
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Fill this rank's part of a tensor in place."""
-        about, into = held(name, tensor), local_part(tensor)
-        stored = self.stored(name)
+        about, into = part_of(name, tensor), local_part(tensor)
+        stored = self._stored(name)
         if (stored.dtype, stored.shape) != (about.dtype, about.shape):
             raise DamagedError(f"{name} is {stored.dtype} {stored.shape} there and {about.dtype} {about.shape} here")
         found = 0
@@ -174,13 +177,13 @@ class Reader:
             raise DamagedError(f"{name} has {found} of the {prod(about.box)} elements that this rank needs")
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor put together from all its blocks."""
-        stored = self.stored(name)
+        """A tensor assembled from all its blocks."""
+        stored = self._stored(name)
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.fill(name, tensor)
         return tensor
 
-    def stored(self, name: str) -> StoredTensor:
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self.manifest.tensors:
             raise DamagedError(f"it has no {name}")
         return self.manifest.tensors[name]
@@ -194,7 +197,7 @@ class Reader:
         self._to_hash.put(block)
 
     def _hash(self) -> Block | None:
-        """Chunks of a block, then the block, until None; the first block whose chunks do not match its checksum."""
+        """Hash chunks of a block, then compare with the block, until None; returns the first that does not match."""
         digest, damaged = xxhash.xxh3_64(), None
         while (item := self._to_hash.get()) is not None:
             if isinstance(item, memoryview):
@@ -214,7 +217,7 @@ class Reader:
         return self._handles[name]
 
 
-def tensor_table(written: Iterable[tuple[Held, Block]]) -> dict[str, StoredTensor]:
+def tensor_table(written: Iterable[tuple[Part, Block]]) -> dict[str, StoredTensor]:
     """The blocks of all ranks by tensor."""
     table: dict[str, StoredTensor] = {}
     for about, block in written:

@@ -1,9 +1,9 @@
-"""Tell a good checkpoint folder from one that is torn, damaged, another run's or none of ours.
+"""Tell a good checkpoint folder from one that is torn, damaged, another run's or foreign.
 
 A checkpoint is a folder `step_00000123` of safetensors and a `manifest.json`, which is written last, in one rename. The
-manifest says where every block of every tensor is and what its bytes hash to; its first line hashes the rest of it.
-Nothing here is executed or believed: whatever does not hash as it did when it was written is damage. Only what this
-run wrote is ever removed, and only once something newer is complete. Nothing here needs torch.
+manifest lists every block of every tensor with its file, offset and checksum; its own first line is the checksum of the
+rest. Nothing here is executed or trusted: bytes that do not match their checksum are damage. Only what this run wrote
+is ever removed, and only once something newer is complete. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Verdict = Literal["good", "torn", "damaged", "another run's", "foreign"]
 
 
 class DamagedError(UserError):
-    """A checkpoint's content is not what was written, or cannot be read; says which file."""
+    """A checkpoint's content is not what was written, or cannot be read; the message names the file."""
 
 
 class TornError(UserError):
-    """A checkpoint without a manifest: its save was cut short, or goes on."""
+    """A checkpoint has no manifest: its save was cut short, or goes on."""
 
 
 class Block(NamedTuple):
-    """The box [offset, offset + shape) of a tensor, and where its bytes lie."""
+    """The box [offset, offset + shape) of a tensor, and where its bytes are."""
 
     file: str
     begin: int
@@ -96,7 +96,7 @@ def checksum(content: bytes) -> str:
 
 
 def cause(error: OSError) -> str:
-    """In one line; a full disk in the words that people look for."""
+    """An error in one line; a full disk is called "no space", which people search for."""
     words = " ".join(str(error.strerror or error).split())
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and "no space" not in words:
         words = f"no space: {words}"
@@ -181,7 +181,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def manifest_from(content: bytes) -> Manifest:
-    """What another rank read and found to match its checksum."""
+    """The manifest from bytes that another rank has checked."""
     return _typed(json.loads(content))
 
 
@@ -204,16 +204,23 @@ def _typed(written: dict[str, Any]) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """In one rename, once everything it speaks of is on disk."""
+    """Write the manifest in one rename; all that it lists is on disk already."""
     partial = path / f"{MANIFEST}.tmp"
     with partial.open("wb") as file:
         file.write(manifest_bytes(manifest))
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path / MANIFEST)
-    for folder in (path, path.parent):
-        handle = os.open(folder, os.O_RDONLY)
+    sync(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
         os.fsync(handle)
+    finally:
         os.close(handle)
 
 
@@ -251,7 +258,7 @@ def verify(path: Path) -> Manifest:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A handle to read at offsets; a file that cannot be opened is damage."""
+    """A file descriptor to read at offsets; a file that cannot be opened is damage."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -263,7 +270,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def check_bytes(handle: int, begin: int, into: Iterator[memoryview], expected: str, name: str) -> None:
-    """Fill the buffers in order from `begin` on; DamagedError unless all they got hashes as expected."""
+    """Fill the buffers in order from byte `begin` on; DamagedError unless their hash is `expected`."""
     digest, end = xxhash.xxh3_64(), begin
     for buffer in into:
         read_at(handle, end, buffer, name)
@@ -287,7 +294,7 @@ def mismatch(name: str, begin: int, end: int) -> DamagedError:
 
 
 def prune(folder: Path, keep: int, model: Mapping[str, str], run: Mapping[str, Any]) -> None:
-    """Drop good checkpoints beyond the newest `keep`, and torn ones older than those kept; never others."""
+    """Remove good checkpoints beyond the newest `keep`, and torn ones older than those kept; never others."""
     verdicts = [(path, judge(path, model, run)[0]) for path in step_folders(folder)]
     good = [path for path, verdict in verdicts if verdict == "good"]
     oldest_kept = good[-keep:][0]
@@ -299,7 +306,7 @@ def prune(folder: Path, keep: int, model: Mapping[str, str], run: Mapping[str, A
 
 
 def make_room(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> None:
-    """What this run wrote of the same step goes, anything else is put aside."""
+    """Remove what this run wrote for the same step; move anything else aside."""
     if not path.exists():
         return
     if judge(path, model, run)[0] in ("good", "torn"):

@@ -38,13 +38,13 @@ def save_in_flight(transport: C10dTransport, folder: str, kinds: tuple[str, str]
         with pytest.MonkeyPatch.context() as patch:
             gate = runs.Gate(patch)
             saver.save(3, {"epoch": 1, "index": [7]})
-            assert saver.in_flight and not list(Path(folder).glob(f"{kind}/*/{checkpoint_folder.MANIFEST}"))
+            assert runs.in_flight(saver) and not list(Path(folder).glob(f"{kind}/*/{checkpoint_folder.MANIFEST}"))
             runs.train(*run, range(3, 5))
             dist.barrier()
-            assert saver.in_flight
+            assert runs.in_flight(saver)
             gate.open.set()
             saver.close()
-        assert not saver.in_flight
+        assert not runs.in_flight(saver)
         runs.assert_same(runs.everything(*run), uninterrupted)
         if transport.rank == 0:
             torch.save((at_save, uninterrupted), f"{folder}/{kind}.pt")

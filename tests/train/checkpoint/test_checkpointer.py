@@ -131,7 +131,7 @@ def test_older_ones_go_only_once_a_newer_one_is_complete(tmp_path: Path, monkeyp
     assert [path.name for path in step_folders(tmp_path)] == ["step_00000002", "step_00000003"]
     gate = runs.Gate(monkeypatch)
     saver.save(4, {})
-    assert saver.in_flight
+    assert runs.in_flight(saver)
     assert [judge(path, describe(run[0]), {})[0] for path in step_folders(tmp_path)][:2] == ["good", "good"]
     assert runs.newest(tmp_path, run[0]).name == "step_00000003"
     gate.open.set()
@@ -160,7 +160,7 @@ def test_a_full_disk_says_no_space_and_leaves_the_last_one(tmp_path: Path, monke
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             saver.save(2, {})
-            while saver.in_flight:
+            while runs.in_flight(saver):
                 time.sleep(0.01)
             assert saver.failed                                  # known before anybody waits for it
             with pytest.raises(SaveError, match=rf"step_00000002 was not written: {reason}$"):
