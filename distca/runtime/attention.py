@@ -89,16 +89,8 @@ class CoreAttention:
 
     @not_compiled
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: Plan,
-        *,
-        backward: Plan | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, backward: Plan | None = None,
+        scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q.
@@ -112,16 +104,8 @@ class CoreAttention:
 
     @not_compiled
     def start(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: Plan,
-        *,
-        backward: Plan | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, backward: Plan | None = None,
+        scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Pending:
         """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""

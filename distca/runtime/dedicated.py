@@ -81,47 +81,45 @@ class Announcer:
     def about(
         self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scores: Scores
     ) -> Callable[[Phase], None]:
-        """What tells the servers of each phase of one more call."""
+        """A function that announces each phase of one more call to the servers."""
         self._calls += 1
         about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scores)
-        return partial(self._tell, plan, about)
+        return partial(self._announce, plan, about)
 
-    def _tell(self, plan: Plan, about: Announcement, phase: Phase) -> None:
+    def _announce(self, plan: Plan, about: Announcement, phase: Phase) -> None:
         known = self._known.get(about.digest)
         self._known.put(about.digest, True)
         message = about._replace(phase=phase, plan=None if known else plan)
         for server in range(plan.layout.num_ranks, plan.num_servers):
-            self.transport.tell(message.to_bytes(), server)
+            self.transport.send_message(message.to_bytes(), server)
 
 
 def serve_until_stopped(attention: Serving, device: torch.device | str = "cpu") -> int:
-    """A dedicated rank's loop: run every announced phase until `stop_servers`; gives the number of calls served."""
+    """A dedicated rank's loop: run every announced phase until `stop_servers`; returns the number of calls served."""
     calls: dict[int, Call] = {}
     plans: LRU[int, Plan] = LRU(PLANS_KEPT)
     served = 0
-    while content := attention.transport.hear():
-        heard = Announcement.from_bytes(content, torch.device(device))
-        plan = heard.plan or plans.get(heard.digest)
+    while content := attention.transport.receive_message():
+        about = Announcement.from_bytes(content, torch.device(device))
+        plan = about.plan or plans.get(about.digest)
         assert plan is not None, "the announcer knows which plans are kept here"
-        plans.put(heard.digest, plan)
-        if heard.phase is Phase.DISPATCH:
-            calls[heard.call] = attention.call(plan, heard.shapes, heard.scores, heard.backward)
-            served += not heard.backward
-        calls[heard.call].run_without_tokens(heard.phase)
-        if heard.phase is Phase.COMBINE:
-            del calls[heard.call]
-            if heard.shapes.device.type == "cpu" and heard.call % TRIM_CALLS == 0:
+        plans.put(about.digest, plan)
+        if about.phase is Phase.DISPATCH:
+            calls[about.call] = attention.call(plan, about.shapes, about.scores, about.backward)
+            served += not about.backward
+        calls[about.call].run_without_tokens(about.phase)
+        if about.phase is Phase.COMBINE:
+            del calls[about.call]
+            if about.shapes.device.type == "cpu" and about.call % TRIM_CALLS == 0:
                 return_freed_memory()
     return served
 
 
-def stop_servers(attention: Serving, plan: Plan) -> None:
-    """Ends the loop of every dedicated server of the plan's pool; any trainer may call it, the first one speaks."""
-    stop_servers_from(attention, plan.layout.num_ranks)
+def stop_servers(attention: Serving, plan: Plan | int) -> None:
+    """End the loop of every dedicated server. Any trainer may call it, only the first one sends.
 
-
-def stop_servers_from(attention: Serving, first: int) -> None:
-    """The same where no plan is at hand: `first` is the number of ranks that own tokens."""
+    `plan` is any plan of the pool, or the number of ranks that own tokens.
+    """
     if attention.transport.rank == 0:
-        for server in range(first, attention.transport.size):
-            attention.transport.tell(b"", server)
+        for server in range(plan if isinstance(plan, int) else plan.layout.num_ranks, attention.transport.size):
+            attention.transport.send_message(b"", server)

@@ -78,55 +78,43 @@ class Pipeline:
         `plans[tick][row][depth]` are the plans of each tick, the same on every rank of the attention's pool; a tick
         without any leaves an idle stage nothing to serve.
         """
+        self._run(ticks, plans, forward_only=False)
+
+    def forward_only(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
+        """The forward ticks of a step, on all stages. Call it without gradients."""
+        self._run(ticks, plans, forward_only=True)
+
+    def _run(self, ticks: Ticks, plans: Sequence[RowPlans], forward_only: bool) -> None:
         self._check(ticks, plans)
         live: dict[int, _Live] = {}
         arriving: dict[tuple[bool, int], list[Handle]] = {}      # by phase and micro-batch
         leaving: list[Handle] = []
         runs_backward = ticks.active[:, self.at] & ticks.backward[:, self.at]
         returns = {int(ticks.micro_batch[tick, self.at]): int(tick) for tick in np.flatnonzero(runs_backward)}
-        final = list(returns)[-1]
         for tick in range(ticks.num_ticks):
             micro_batch, backward = int(ticks.micro_batch[tick, self.at]), bool(ticks.backward[tick, self.at])
             sent: list[Handle] = []
-            with self._noted(micro_batch, backward):
-                if micro_batch == IDLE:
-                    self._serve(plans[tick], 0, backward)
-                elif backward:
-                    sent = self._backward(live.pop(micro_batch), arriving.pop((True, micro_batch), []), plans[tick],
-                                          micro_batch == final)
-                else:
-                    live[micro_batch] = self._forward(micro_batch, arriving.pop((False, micro_batch), []), plans[tick],
-                                                      plans[returns[micro_batch]])
-                    if self.at < self.last:
-                        sent = [self.neighbours.send(output.detach(), self.at + 1)
-                                for output in live[micro_batch].outputs]
-                    self._serve(plans[tick], self.stage.num_layers, backward)
+            if not (backward and forward_only):
+                received = arriving.pop((backward, micro_batch), [])
+                with nullcontext() if forward_only else self._noted(micro_batch, backward):
+                    if micro_batch == IDLE:
+                        self._serve(plans[tick], 0, backward)
+                    elif backward:
+                        is_last = micro_batch == next(reversed(returns))
+                        sent = self._backward(live.pop(micro_batch), received, plans[tick], is_last)
+                    else:
+                        back = tick if forward_only else returns[micro_batch]
+                        live[micro_batch] = self._forward(micro_batch, received, plans[tick], plans[back])
+                        if self.at < self.last:
+                            sent = [self.neighbours.send(output.detach(), self.at + 1)
+                                    for output in live[micro_batch].outputs]
+                        if forward_only:
+                            del live[micro_batch]
+                        self._serve(plans[tick], self.stage.num_layers, backward)
             for handle in leaving:                               # the ticks before this one
                 handle.wait()
             leaving = sent
-            arriving.update(self._expect(ticks, tick))
-        for handle in leaving:
-            handle.wait()
-
-    def forward_only(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
-        """The forward ticks of a step; backward ones are skipped by all stages alike. Call it without gradients."""
-        self._check(ticks, plans)
-        arriving: dict[tuple[bool, int], list[Handle]] = {}
-        leaving: list[Handle] = []
-        for tick in range(ticks.num_ticks):
-            micro_batch, sent = int(ticks.micro_batch[tick, self.at]), []
-            if not ticks.backward[tick, self.at]:
-                depth = 0
-                if micro_batch != IDLE:
-                    outputs = self._forward(micro_batch, arriving.pop((False, micro_batch), []), plans[tick],
-                                            plans[tick]).outputs
-                    sent = [self.neighbours.send(output, self.at + 1) for output in outputs if self.at < self.last]
-                    depth = self.stage.num_layers
-                self._serve(plans[tick], depth, backward=False)
-            for handle in leaving:                               # the ticks before this one
-                handle.wait()
-            leaving = sent
-            arriving.update(self._expect(ticks, tick, backward_too=False))
+            arriving.update(self._expect(ticks, tick, forward_only))
         for handle in leaving:
             handle.wait()
 
@@ -157,10 +145,10 @@ class Pipeline:
                 for call in calls:
                     call.run_without_tokens(phase)
 
-    def _expect(self, ticks: Ticks, tick: int, backward_too: bool = True) -> dict[tuple[bool, int], list[Handle]]:
-        """Receive what the neighbours sent in this tick: activations from before, gradients from behind."""
+    def _expect(self, ticks: Ticks, tick: int, forward_only: bool) -> dict[tuple[bool, int], list[Handle]]:
+        """Receive what the neighbours sent in this tick: activations of the stage before, gradients of the next."""
         expected = {}
-        for backward, source in ((False, self.at - 1), (True, self.at + 1))[:1 + backward_too]:
+        for backward, source in ((False, self.at - 1), (True, self.at + 1))[:1 if forward_only else 2]:
             if 0 <= source <= self.last and bool(ticks.backward[tick, source]) == backward:
                 micro_batch = int(ticks.micro_batch[tick, source])
                 if micro_batch != IDLE:

@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property, partial
+from math import prod
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -62,41 +63,21 @@ class Shapes(NamedTuple):
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, value_dim)
 
     @property
-    def q_bytes(self) -> int:
-        return self.num_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def k_bytes(self) -> int:
-        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def v_bytes(self) -> int:
-        return self.num_kv_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
-
-    @property
-    def out_bytes(self) -> int:
-        return self.num_heads * (self.value_dim or self.head_dim) * self.dtype.itemsize
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.dtype)
-
-    @property
-    def lse_bytes(self) -> int:
-        return self.num_heads * self.lse_dtype.itemsize
+    def tensors(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """Of q, k, v, out and lse: whose tokens they belong to ("q" or "k"), the shape of a token and the dtype."""
+        heads, kv_heads, dim, dtype, _, value_dim = self
+        value_dim = value_dim or dim
+        return (("q", (heads, dim), dtype), ("k", (kv_heads, dim), dtype), ("k", (kv_heads, value_dim), dtype),
+                ("q", (heads, value_dim), dtype), ("q", (heads,), accumulation_dtype(dtype)))
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
-        """Whose tokens they belong to and the bytes of one token: of q, k, v, out and lse."""
-        return (("q", self.q_bytes), ("k", self.k_bytes), ("k", self.v_bytes), ("q", self.out_bytes),
-                ("q", self.lse_bytes))
+        """Of q, k, v, out and lse: whose tokens they belong to and the bytes of a token."""
+        return tuple((side, prod(shape) * dtype.itemsize) for side, shape, dtype in self.tensors)
 
     def empty_row(self) -> tuple[torch.Tensor, ...]:
         """q, k, v, out and lse of no tokens."""
-        q, k = (torch.empty(0, heads, self.head_dim, dtype=self.dtype, device=self.device)
-                for heads in (self.num_heads, self.num_kv_heads))
-        v, out = (x.new_empty(0, x.shape[1], self.value_dim or self.head_dim) for x in (k, q))
-        return q, k, v, out, torch.empty(0, self.num_heads, dtype=self.lse_dtype, device=self.device)
+        return tuple(torch.empty(0, *shape, dtype=dtype, device=self.device) for _, shape, dtype in self.tensors)
 
 
 class Prepared:

@@ -29,7 +29,7 @@ from distca.cost.work import peak_flops, training_flops
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan
 from distca.runtime.attention import CoreAttention
-from distca.runtime.dedicated import stop_servers_from
+from distca.runtime.dedicated import stop_servers
 from distca.runtime.liveness import TRIM_STEPS, Liveness, is_lost, one_worker_per_group, return_freed_memory
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
@@ -175,7 +175,7 @@ class Trainer:
                 if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
                     self.save()
             if self.settings.attention.dedicated:
-                stop_servers_from(self.attention, dist.get_world_size(self.pool))  # first: saving may take long
+                stop_servers(self.attention, dist.get_world_size(self.pool))  # first: saving may take long
             self.save()
         finally:
             self.batches.close()

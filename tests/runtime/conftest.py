@@ -37,7 +37,7 @@ class RecordingTransport:
         return _RecordingHandle(self, self.inner.exchange(send, send_splits, recv_splits), number)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)                         # gather, tell, hear
+        return getattr(self.inner, name)                         # gather and messages
 
     @property
     def alive(self) -> int:

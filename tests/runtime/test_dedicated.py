@@ -149,7 +149,7 @@ def test_servers_hold_nothing_between_forward_and_backward(recording: type[Recor
         recorded = recording(transport)
         attend = CoreAttention(transport=recorded)
         if transport.rank == 2:
-            hear, call = transport.hear, attend.call
+            receive, call = transport.receive_message, attend.call
 
             def noted(*args: Any) -> Call:
                 made = call(*args)
@@ -157,12 +157,12 @@ def test_servers_hold_nothing_between_forward_and_backward(recording: type[Recor
                 return made
 
             def watched() -> bytes:
-                heard = hear()
-                if not heard or Announcement.from_bytes(heard, torch.device("cpu")).phase is Phase.DISPATCH:
+                message = receive()
+                if not message or Announcement.from_bytes(message, torch.device("cpu")).phase is Phase.DISPATCH:
                     alive.append((recorded.alive, sum(ref() is not None for ref in calls)))
-                return heard
+                return message
 
-            monkeypatch.setattr(recorded, "hear", watched, raising=False)
+            monkeypatch.setattr(recorded, "receive_message", watched, raising=False)
             monkeypatch.setattr(attend, "call", noted)
             serve_until_stopped(attend)
             return

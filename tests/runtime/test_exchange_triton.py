@@ -86,19 +86,13 @@ def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_servers_get_what_torch_would_give_them(shape: Shape, options: dict[str, int], seed: int) -> None:
-    plan, (heads, kv_heads, dim, dtype) = some_plan(seed), shape
+    plan, shapes = some_plan(seed), Shapes(*shape, DEVICE)
     generator = torch.Generator().manual_seed(seed)
-    shapes = Shapes(*shape, DEVICE)
-    kinds: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
-        "q": ((heads, dim), dtype, shapes.q_bytes), "k": ((kv_heads, dim), dtype, shapes.k_bytes),
-        "lse": ((heads,), shapes.lse_dtype, shapes.lse_bytes)}
-    names = ["q", "k", "k", "q", "lse"]
-    ranks = range(plan.num_servers)
-    tables = [build(plan, rank) for rank in ranks]
-    plain = [Dispatch.of(table, [("k" if name == "k" else "q", kinds[name][2]) for name in names],
-                          stamp_of(-5, DEVICE)) for table in tables]
+    tables = [build(plan, rank) for rank in range(plan.num_servers)]
+    plain = [Dispatch.of(table, shapes.fields, stamp_of(-5, DEVICE)) for table in tables]
     fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
-    rows = [tuple(random_tensor(generator, table.row_tokens, *kinds[name][:2]) for name in names) for table in tables]
+    rows = [tuple(random_tensor(generator, table.row_tokens, size, dtype) for _, size, dtype in shapes.tensors)
+            for table in tables]
     arrived = exchanged([exchange.pack(exchange.ready(row)) for exchange, row in zip(fast, rows, strict=True)], fast)
     for row, wire, by_torch, exchange in zip(rows, arrived, plain, fast, strict=True):
         assert exchange.stamp is not None and exchange.mismatched(wire) == []
@@ -114,10 +108,8 @@ def test_servers_get_what_torch_would_give_them(shape: Shape, options: dict[str,
 def test_gradients_are_summed_as_torch_sums_them(shape: Shape, options: dict[str, int], seed: int) -> None:
     plan, (heads, kv_heads, dim, dtype) = some_plan(seed), shape
     generator = torch.Generator().manual_seed(seed)
-    shapes = Shapes(*shape, DEVICE)
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
-    plain = [Combine.of(table, [("q", shapes.q_bytes), ("k", shapes.k_bytes), ("k", shapes.k_bytes)])
-             for table in tables]
+    plain = [Combine.of(table, Shapes(*shape, DEVICE).fields[:3]) for table in tables]
     fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     results = [(random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype),
                 *(random_tensor(generator, table.keys.buffer_tokens, (kv_heads, dim), dtype) for _ in range(2)))
@@ -138,13 +130,12 @@ def merged_both_ways(plan: Plan, shape: Shape, options: dict[str, int], seed: in
     generator = torch.Generator().manual_seed(seed)
     shapes = Shapes(*shape, DEVICE)
     tables = [build(plan, rank) for rank in range(plan.num_servers)]
-    plain = [Combine.of(table, [("q", shapes.q_bytes), ("q", shapes.lse_bytes)], merged_heads=heads)
-             for table in tables]
+    plain = [Combine.of(table, shapes.fields[3:], merged_heads=heads) for table in tables]
     fast = [with_triton(exchange, DEVICE, **options) for exchange in plain]
     results = []
     for table in tables:
         out = random_tensor(generator, table.queries.buffer_tokens, (heads, dim), dtype)
-        lse = 20 * random_tensor(generator, table.queries.buffer_tokens, (heads,), shapes.lse_dtype)
+        lse = 20 * random_tensor(generator, table.queries.buffer_tokens, (heads,), shapes.tensors[4][2])
         blind = (torch.rand(lse.shape, generator=generator) < unseen).to(DEVICE)
         results.append((out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)))
     arrived = exchanged([exchange.pack(buffers) for exchange, buffers in zip(fast, results, strict=True)], fast)

@@ -75,7 +75,7 @@ def train_with_a_pool(transport: C10dTransport, plan: Plan, victim: int, how: st
     attend = CoreAttention(transport=transport)
     if transport.rank >= plan.layout.num_ranks:
         if transport.rank == victim:
-            transport.hear()                                     # told of one step, then gone
+            transport.receive_message()                                     # told of one step, then gone
             vanish(how)
         return serve_until_stopped(attend)
     attend_once(attend, plan) if transport.rank != victim else vanish(how)

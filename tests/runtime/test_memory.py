@@ -196,5 +196,5 @@ def test_a_long_document_served_in_shards_stands_once() -> None:
     shapes = Shapes(4, 2, 8, torch.float32, torch.device("cpu"))
     prepared = Prepared(plan, 0, LoopbackTransport(LoopbackWorld(2), 1), kernel_named("sdpa"), shapes, PLAIN)
     assert prepared.tables.keys.buffer_tokens == 16384
-    expected = 16384 * (shapes.q_bytes + 2 * shapes.k_bytes)
+    expected = 16384 * sum(size for _, size in shapes.fields[:3])
     assert expected <= prepared.inputs.outer.arriving.num_bytes <= expected + 3 * ALIGNMENT + STAMP_BYTES

@@ -125,9 +125,9 @@ def tells_bytes_in_order(transport: C10dTransport | LoopbackTransport) -> None:
     if transport.rank == 0:
         for message in messages:
             for rank in range(1, transport.size):
-                transport.tell(message + b"r" * rank if message else message, rank)
+                transport.send_message(message + b"r" * rank if message else message, rank)
         return
-    assert [transport.hear() for _ in messages] == [
+    assert [transport.receive_message() for _ in messages] == [
         message + b"r" * transport.rank if message else message for message in messages]
 
 
@@ -135,9 +135,9 @@ def tells_between_exchanges(transport: C10dTransport | LoopbackTransport) -> Non
     for turn in range(3):
         if transport.rank == 0:
             for rank in range(1, transport.size):
-                transport.tell(str(turn).encode(), rank)
+                transport.send_message(str(turn).encode(), rank)
         else:
-            assert transport.hear() == str(turn).encode()
+            assert transport.receive_message() == str(turn).encode()
         exchanges(transport, lambda s, d: 5 * d)
 
 
@@ -205,7 +205,7 @@ def test_a_rank_that_fails_ends_the_others_at_once(wait: str) -> None:
             elif wait == "gather":
                 transport.gather(1, CPU)
             else:
-                transport.hear()
+                transport.receive_message()
         except TransportError as error:
             ends.append(str(error))
             raise

@@ -50,5 +50,5 @@ def test_auto_asks_for_one_node_and_a_gpu_each(nodes: list[int], gpus: list[int]
 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(symmetric, "places", lambda *_: (nodes, gpus))
+    monkeypatch.setattr(symmetric, "nodes_and_gpus", lambda *_: (nodes, gpus))
     assert package._on_one_node(cast(Any, Group())) is expected

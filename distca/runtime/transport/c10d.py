@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from distca.runtime.transport.interface import Handle, TransportError
 from distca.validation import UserError
+
+Lost = Callable[[RuntimeError], TransportError]  # the error of torch.distributed as one that says what to do
 
 
 class C10dTransport:
     """torch.distributed's all-to-all on a process group: NCCL between GPUs, gloo on CPUs.
 
-    `control` is the group that carries announcements to dedicated servers, gloo where the main group is NCCL.
+    `control` is the group that carries messages to dedicated servers, gloo where the main group is NCCL.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None) -> None:
-        if not dist.is_initialized():
-            raise UserError("torch.distributed is not initialized; call torch.distributed.init_process_group first, "
-                            "or start the script with torchrun")
-        self.group = dist.group.WORLD if group is None else group
+        self.group = initialized(group)
         self.control = self.group if control is None else control
         self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
@@ -36,65 +38,64 @@ class C10dTransport:
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
         received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=send.device)
-        try:
+        with _raising(self.lost):
             work = dist.all_to_all_single(received, send, recv_splits, send_splits, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        return _C10dHandle(self, work, send, received)
+        return _Started(work, self.lost, received, send)
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         mine = torch.tensor([value], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
+        with _raising(self.lost):
             dist.all_gather(everyone, mine, group=self.group)
-        except RuntimeError as error:
-            raise self.lost(error) from error
         return torch.cat(everyone).tolist()
 
-    def tell(self, message: bytes, rank: int) -> None:
+    def send_message(self, message: bytes, rank: int) -> None:
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0)
-        try:
-            dist.send(torch.tensor([len(content)]).to(self._told_on), group=self.control, group_dst=rank)
+        with _raising(self.lost):
+            dist.send(torch.tensor([len(content)]).to(self._message_device), group=self.control, group_dst=rank)
             if message:
-                dist.send(content.to(self._told_on), group=self.control, group_dst=rank)
-        except RuntimeError as error:
-            raise self.lost(error) from error
+                dist.send(content.to(self._message_device), group=self.control, group_dst=rank)
 
-    def hear(self) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64, device=self._told_on)
-        try:
+    def receive_message(self) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64, device=self._message_device)
+        with _raising(self.lost):
             dist.recv(length, group=self.control, group_src=0)
-            content = torch.empty(int(length), dtype=torch.uint8, device=self._told_on)
+            content = torch.empty(int(length), dtype=torch.uint8, device=self._message_device)
             if len(content):
                 dist.recv(content, group=self.control, group_src=0)
-        except RuntimeError as error:
-            raise self.lost(error) from error
         return content.cpu().numpy().tobytes()
 
     @property
-    def _told_on(self) -> torch.device:
-        """Where the tensors of announcements are."""
+    def _message_device(self) -> torch.device:
         return torch.device("cuda" if dist.get_backend(self.control) == "nccl" else "cpu")
+
+    def hosts(self) -> list[str]:
+        """The host of every rank; every rank of the group asks at once.
+
+        Names travel over the store that the ranks met at, not over the group, whose tensors may need a GPU that nobody
+        has chosen yet. Of two ranks nobody needs to know.
+        """
+        if self.size <= 2:
+            return [""] * self.size
+        store = _get_default_store()
+        with _raising(self.lost):
+            store.set(f"distca/host/{dist.get_rank()}", platform.node())
+            return [store.get(f"distca/host/{rank}").decode() for rank in dist.get_process_group_ranks(self.group)]
+
+    def subgroup(self, members: Sequence[int]) -> C10dTransport:
+        """A transport among some ranks of this one, in a group of its own; all of these ask for it at once."""
+        everyone = dist.get_process_group_ranks(self.group)
+        config = dist.get_backend_config(self.group)
+        device = torch.device("cuda" if "cuda:nccl" in config else "cpu")
+        return C10dTransport(dist.new_group(
+            [everyone[member] for member in members], backend=config, use_local_synchronization=True,
+            timeout=self.group._get_backend(device).options._timeout))
 
     def lost(self, error: RuntimeError) -> TransportError:
         return TransportError(
             f"rank {self.rank} of {self.size}: an attention exchange did not complete, because another rank died, hung "
             "past the group's timeout, left the loop or follows another plan; restart from the last checkpoint "
             f"({first_line(error)})")
-
-
-class _C10dHandle:
-    def __init__(self, transport: C10dTransport, work: Any, send: torch.Tensor, received: torch.Tensor) -> None:
-        self.transport, self.work, self.received = transport, work, received
-        self.send: torch.Tensor | None = send                    # must live until the exchange is done
-
-    def wait(self) -> torch.Tensor:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self.transport.lost(error) from error
-        self.send = None
-        return self.received
 
 
 class C10dPointToPoint:
@@ -112,35 +113,51 @@ class C10dPointToPoint:
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
         group = self._groups[stage < self.stage]
         sent = tensor.contiguous() if _carries(group, tensor.device) else tensor.cpu()
-        try:
-            return _Passing(self, dist.isend(sent, self.chain[stage], group), sent, tensor.device)
-        except RuntimeError as error:
-            raise self.lost(error) from error
+        with _raising(self.lost):
+            return _Started(dist.isend(sent, self.chain[stage], group), self.lost, tensor, sent)
 
     def receive(self, shape: Sequence[int], like: torch.Tensor, stage: int) -> Handle:
         group = self._groups[stage > self.stage]
         device = like.device if _carries(group, like.device) else torch.device("cpu")
         received = torch.empty(*shape, dtype=like.dtype, device=device)
-        try:
-            return _Passing(self, dist.irecv(received, self.chain[stage], group), received, like.device)
-        except RuntimeError as error:
-            raise self.lost(error) from error
+        with _raising(self.lost):
+            return _Started(dist.irecv(received, self.chain[stage], group), self.lost, received, device=like.device)
 
     def lost(self, error: RuntimeError) -> TransportError:
         return TransportError(f"stage {self.stage} of {self.num_stages}: a neighbouring stage died, or hung past the "
                               f"group's timeout; restart from the last checkpoint ({first_line(error)})")
 
 
-class _Passing:
-    def __init__(self, ends: C10dPointToPoint, work: Any, tensor: torch.Tensor, device: torch.device) -> None:
-        self.ends, self.work, self.tensor, self.device = ends, work, tensor, device
+class _Started:
+    """An operation that was started; what it sends lives until it is done."""
+
+    def __init__(self, work: Any, lost: Lost, result: torch.Tensor, sent: torch.Tensor | None = None,
+                 device: torch.device | None = None) -> None:
+        self.work, self.lost, self.result, self.sent, self.device = work, lost, result, sent, device
 
     def wait(self) -> torch.Tensor:
-        try:
+        with _raising(self.lost):
             self.work.wait()
-        except RuntimeError as error:
-            raise self.ends.lost(error) from error
-        return self.tensor.to(self.device)
+        self.sent = None
+        return self.result if self.device is None else self.result.to(self.device)
+
+
+@contextmanager
+def _raising(lost: Lost) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(error) from error
+
+
+def initialized(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or that of all ranks."""
+    if not dist.is_initialized():
+        raise UserError("torch.distributed is not initialized; call torch.distributed.init_process_group first, or "
+                        "start the script with torchrun")
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    return whole
 
 
 def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -149,5 +166,5 @@ def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def first_line(error: BaseException) -> str:
     """What an error says, short enough for a message of ours."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -41,12 +41,12 @@ class Transport(Protocol):
         """Every rank's value, in rank order."""
         ...
 
-    def tell(self, message: bytes, rank: int) -> None:
-        """Give one rank some bytes, or none; it must call `hear`."""
+    def send_message(self, message: bytes, rank: int) -> None:
+        """Send one rank some bytes, or none; it must call `receive_message`."""
         ...
 
-    def hear(self) -> bytes:
-        """Wait for the next bytes that rank 0 tells."""
+    def receive_message(self) -> bytes:
+        """Wait for the next message of rank 0."""
         ...
 
 

@@ -23,7 +23,7 @@ class LoopbackWorld:
         self.posted: dict[tuple[int, int], tuple[str, Any]] = {}  # (sequence, rank) -> call, and what the rank brought
         self.readers: dict[int, int] = {}                        # sequence -> ranks that have read all of it
         self.failed: BaseException | None = None
-        self.told: list[deque[bytes]] = [deque() for _ in range(size)]  # messages to each rank
+        self.messages: list[deque[bytes]] = [deque() for _ in range(size)]  # to each rank
         self.passed: dict[tuple[int, int], deque[torch.Tensor]] = {}    # (from, to) -> tensors on their way
 
     def run(self, body: Callable[[LoopbackTransport], Result]) -> list[Result]:
@@ -101,17 +101,17 @@ class LoopbackTransport:
         self.world.post(sequence, self.rank, "gather", value)
         return self.world.collect(sequence, self.rank)
 
-    def tell(self, message: bytes, rank: int) -> None:
+    def send_message(self, message: bytes, rank: int) -> None:
         with self.world.changed:
-            self.world.told[rank].append(message)
+            self.world.messages[rank].append(message)
             self.world.changed.notify_all()
 
-    def hear(self) -> bytes:
-        world, told = self.world, self.world.told[self.rank]
+    def receive_message(self) -> bytes:
+        world, messages = self.world, self.world.messages[self.rank]
         with world.changed:
-            world.changed.wait_for(lambda: told or world.failed is not None, timeout=world.timeout_seconds)
-            if told:
-                return told.popleft()
+            world.changed.wait_for(lambda: messages or world.failed is not None, timeout=world.timeout_seconds)
+            if messages:
+                return messages.popleft()
         reason = f"another rank failed: {world.failed}" if world.failed else f"none within {world.timeout_seconds} s"
         raise TransportError(f"rank {self.rank} of {self.size}: nothing to serve was announced ({reason})")
 

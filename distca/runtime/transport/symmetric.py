@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from distca.runtime.transport.c10d import C10dTransport
+from distca.runtime.transport.c10d import C10dTransport, initialized
 from distca.runtime.transport.interface import Handle, TransportError
 from distca.validation import UserError
 
@@ -36,7 +36,7 @@ MIN_CAPACITY = 2**24
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
-class SymmetricTransport:
+class SymmetricTransport(C10dTransport):
     """A group of ranks on the GPUs of one node. Every rank of the group must construct it at the same time.
 
     A rank that dies between exchanges is found by the others' hosts within the group's timeout. One that dies inside
@@ -53,8 +53,7 @@ class SymmetricTransport:
         if not torch.cuda.is_available():
             raise UserError("symmetric memory needs GPUs and torch finds none; use C10dTransport with gloo")
         self.device = _cuda_device(device)
-        self._group = _with_gloo(group)
-        self._control = C10dTransport(self._group)
+        super().__init__(_with_gloo(group))
         self._timeout_ms = max(1, int(timeout_seconds * 1000))
         self._stream = torch.cuda.Stream(self.device)
         self._capacity, self._turn = 0, 0
@@ -62,14 +61,6 @@ class SymmetricTransport:
         self._shared: Any = None                 # torch's handle of everybody's slots
         self._peers: list[torch.Tensor] = []     # uint8 [SLOTS, capacity] of every rank
         self._check_node()
-
-    @property
-    def rank(self) -> int:
-        return self._control.rank
-
-    @property
-    def size(self) -> int:
-        return self._control.size
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
         if send.device != self.device:
@@ -94,29 +85,23 @@ class SymmetricTransport:
         return _SymmetricHandle(received, done)
 
     def gather(self, value: int, device: torch.device) -> list[int]:
-        return self._control.gather(value, torch.device("cpu"))
-
-    def tell(self, message: bytes, rank: int) -> None:
-        self._control.tell(message, rank)
-
-    def hear(self) -> bytes:
-        return self._control.hear()
+        return super().gather(value, torch.device("cpu"))
 
     def _meet(self, send_splits: list[int], recv_splits: list[int]) -> tuple[list[int], int]:
         """Where this rank's splits begin in each peer's slot, and the bytes of the fullest slot."""
         begins = [sum(recv_splits[:peer]) for peer in range(self.size)]
         total = sum(recv_splits)
-        told = torch.tensor([[begins[peer], recv_splits[peer], send_splits[peer], total] for peer in range(self.size)])
-        share = [told[0].numel() * told.element_size()] * self.size
-        wire = self._control.exchange(told.view(torch.uint8).flatten(), share, share).wait()
-        heard = wire.view(torch.int64).view(self.size, -1).tolist()
-        for peer, (_, wanted, sent, _) in enumerate(heard):
+        sizes = torch.tensor([[begins[peer], recv_splits[peer], send_splits[peer], total] for peer in range(self.size)])
+        share = [sizes[0].numel() * sizes.element_size()] * self.size
+        wire = super().exchange(sizes.view(torch.uint8).flatten(), share, share).wait()
+        theirs = wire.view(torch.int64).view(self.size, -1).tolist()
+        for peer, (_, wanted, sent, _) in enumerate(theirs):
             if (wanted, sent) != (send_splits[peer], recv_splits[peer]):
                 raise TransportError(
                     f"rank {self.rank}: sends {send_splits[peer]} bytes to rank {peer} and expects "
                     f"{recv_splits[peer]}, but that rank expects {wanted} and sends {sent}; the ranks do not follow "
                     "the same plan")
-        return [begin for begin, *_ in heard], max(total for *_, total in heard)
+        return [begin for begin, *_ in theirs], max(total for *_, total in theirs)
 
     def _grow(self, needed: int) -> None:
         """All ranks at once: when no rank's side stream uses the old slots any more, replace them by larger ones."""
@@ -126,13 +111,13 @@ class SymmetricTransport:
         self._capacity, self._turn = max(MIN_CAPACITY, 1 << (needed - 1).bit_length()), 0
         with torch.cuda.device(self.device):
             self._slots = symmetric_memory.empty(SLOTS * self._capacity, dtype=torch.uint8, device=self.device)
-            self._shared = symmetric_memory.rendezvous(self._slots, self._group)
+            self._shared = symmetric_memory.rendezvous(self._slots, self.group)
         self._peers = [self._shared.get_buffer(peer, (SLOTS, self._capacity), torch.uint8)
                        for peer in range(self.size)]
 
     def _check_node(self) -> None:
         """Refuse what would fail later and less clearly: several nodes, or ranks that share a GPU by accident."""
-        node, gpu = places(self._control, self.device, torch.device("cpu"))
+        node, gpu = nodes_and_gpus(self, self.device)
         if len(set(node)) > 1:
             away = [rank for rank, other in enumerate(node) if other != node[self.rank]]
             raise UserError(f"ranks {away} are on another node than rank {self.rank}; use C10dTransport between nodes")
@@ -141,10 +126,10 @@ class SymmetricTransport:
             raise UserError(f"ranks {sharing} share one GPU; give each rank its own, or set {SHARING}=1 to allow it")
 
 
-def places(transport: C10dTransport, device: torch.device, via: torch.device | None = None) -> tuple[list[int], ...]:
-    """Numbers of every rank's node and of its GPU, told over tensors on `via`, or on the GPU itself."""
+def nodes_and_gpus(transport: C10dTransport, device: torch.device) -> tuple[list[int], ...]:
+    """Numbers of every rank's node and of its GPU."""
     names = platform.node(), str(torch.cuda.get_device_properties(device).uuid)
-    return tuple(transport.gather(_number(name), via or device) for name in names)
+    return tuple(transport.gather(_number(name), device) for name in names)
 
 
 class _SymmetricHandle:
@@ -168,16 +153,12 @@ def _cuda_device(device: torch.device | str | None) -> torch.device:
 
 def _with_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself where it carries CPU tensors, else a gloo group of the same ranks."""
-    if not dist.is_initialized():
-        raise UserError("torch.distributed is not initialized; call torch.distributed.init_process_group first, or "
-                        "start the script with torchrun")
-    whole = dist.group.WORLD if group is None else group
-    assert whole is not None
+    whole = initialized(group)
     if "cpu:gloo" in dist.get_backend_config(whole):
         return whole
-    ranks = dist.get_process_group_ranks(whole)
-    waits = whole._get_backend(torch.device("cuda")).options._timeout
-    return dist.new_group(ranks, backend="gloo", timeout=waits, use_local_synchronization=True)
+    timeout = whole._get_backend(torch.device("cuda")).options._timeout
+    return dist.new_group(dist.get_process_group_ranks(whole), backend="gloo", timeout=timeout,
+                          use_local_synchronization=True)
 
 
 def _number(text: str) -> int:
