@@ -34,8 +34,7 @@ from distca.cost.work import attention_backward_flops, attention_flops
 from distca.kernels import choose, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.profiling import versions
-from distca.profiling.machine import samples
+from distca.profiling.machine import samples, versions
 from distca.spec import ModelShape
 from distca.workload.documents import Workload
 

@@ -29,8 +29,7 @@ from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
 from distca.planning.choose import plan_step
 from distca.planning.tasks import TaskTable
-from distca.profiling import versions
-from distca.profiling.machine import Run, in_turns
+from distca.profiling.machine import Run, in_turns, versions
 from distca.simulate.setting import setting
 from distca.spec import ModelShape, cluster_named
 from distca.workload.sequences import Source, batch_sequences

@@ -26,7 +26,7 @@ import distca
 from distca.kernels import TaskRows
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.interface import BackwardInputs
-from distca.profiling import versions
+from distca.profiling.machine import versions
 
 DEVICE = torch.device("cuda", 0)
 KERNEL = HopperKernel()

@@ -26,8 +26,7 @@ from rich.table import Table
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs, Scores
 from distca.kernels.ranking import MEASURED, Speed
-from distca.profiling import versions
-from distca.profiling.machine import samples
+from distca.profiling.machine import samples, versions
 
 KERNELS = ("hopper", "fa4", "varlen")
 HEADS, KV_HEADS, HEAD_DIMS, WINDOWS = 32, 8, (64, 128, 192, 256), (None, 4_096)

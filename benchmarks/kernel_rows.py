@@ -31,8 +31,7 @@ from rich.table import Table
 
 from distca.kernels import TaskRows, choose
 from distca.kernels.interface import BackwardInputs
-from distca.profiling import versions
-from distca.profiling.machine import Run, in_turns
+from distca.profiling.machine import Run, in_turns, versions
 
 KERNELS, BEFORE = ("hopper", "fa4", "varlen"), "before"
 UNEVEN_DOCUMENTS = (20_001, 7_777, 3_333, 1_111, 300, 129, 17, 100)

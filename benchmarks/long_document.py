@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.models import model_named
-from distca.profiling import versions
+from distca.profiling.machine import versions
 from distca.runtime.attention import CoreAttention, Pending
 
 WINDOW = 4096

@@ -39,7 +39,7 @@ from distca.models import model_named
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.planning.tasks import TaskTable
-from distca.profiling import versions
+from distca.profiling.machine import versions
 from distca.runtime.attention import CoreAttention
 from distca.spec import ModelShape
 from distca.workload.documents import sample_lengths

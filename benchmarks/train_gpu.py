@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 from distca.kernels import TaskRows, choose
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.profiling import versions
+from distca.profiling.machine import versions
 from distca.spec import ModelShape
 
 LENGTHS = [8192, 6144, 4096, 4096, 3072, 2048, 2048, 1024, 1024, 512, 512]  # 32,768 tokens

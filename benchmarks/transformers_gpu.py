@@ -21,7 +21,7 @@ from train_gpu import LENGTHS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distca.integrations.huggingface import enable
-from distca.profiling import versions
+from distca.profiling.machine import versions
 
 MODES = ("distca", "flex_attention", "distca, compiled", "flex_attention, compiled")
 WARM_UP = 3

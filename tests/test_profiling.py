@@ -20,7 +20,6 @@ from distca.cost.shipped_tables import shipped_names, shipped_table
 from distca.kernels import kernel_named
 from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import TaskRows
-from distca.profiling import machine
 from distca.profiling import machine as timing
 from distca.profiling import network as probe
 from distca.runtime.transport import LoopbackWorld
@@ -65,12 +64,11 @@ def test_a_grid_point_fills_the_device_within_what_a_server_holds() -> None:
 
 def test_seconds_are_those_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that always says one second, a grid point is one over its number of shards."""
-    monkeypatch.setattr(machine, "samples", lambda run, device, **limits: [1.0, 1.0, 9.0])
     monkeypatch.setattr(profiling, "in_turns", lambda runs, device, **limits: [[1.0, 1.0, 9.0] for _ in runs])
     chosen = profiling.settings("cpu", model="tiny", max_kv_len=512)
     seen: list[str] = []
     table = profiling.profile(chosen, seen.append)
-    assert len(seen) == profiling.num_steps(chosen) and table.backward_seconds is not None
+    assert len(seen) == chosen.num_steps and table.backward_seconds is not None
     for q_len, kv_len in chosen.grid:
         at = chosen.q_len.index(q_len), chosen.kv_len.index(kv_len)
         assert table.forward_seconds[at] == 1 / profiling.num_shards(chosen, q_len, kv_len, own_keys=False)

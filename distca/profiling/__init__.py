@@ -1,14 +1,14 @@
-"""Measure this machine's attention, linear layers and network, so that plans and predictions count its own seconds.
+"""Measure this machine's attention, linear layers and copies, so that plans and predictions use its own seconds.
 
 Attention is timed over a grid of (q_len, kv_len), queries at the end of their keys, forward and backward apart. One
 short shard alone leaves most of a GPU idle, while a server computes the many shards of its batch in one call. So a grid
 point is several identical shards in one call, enough to fill the device, and the time is divided by their number. Each
-has keys of its own; only in forward, where those of enough shards would not fit, they share them. Beyond MAX_Q_LEN
-queries throughput no longer changes and the table charges its peak.
+has keys of its own; in forward shards share keys if those of enough shards would not fit. Beyond MAX_Q_LEN queries
+throughput no longer changes and the table charges its peak.
 
-A kernel that draws items from a work list (cost/dealing.py) says how large they are. Then a few batches of equal
-items give what a launch costs and how much faster items run on an idle device, and with that the launch and the tail
-are taken out of the grid's times: what is left is what a shard adds to a full batch. Times are medians; see timing.py.
+A kernel with a work list (cost/dealing.py) gives the size of its items. Then a few batches of equal items measure the
+launch and the speed-up of items on an idle device. With these, launch and tail are subtracted from the grid's times:
+what is left is what a shard adds to a full batch. Times are medians; see machine.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -24,13 +25,12 @@ import torch
 
 from distca.cost.dealing import Tasks, WorkList
 from distca.cost.latency_table import LatencyTable, peak_rate
-from distca.cost.work import attention_backward_flops, attention_flops, pairs_of_shard
+from distca.cost.work import attention_backward_flops, attention_flops, linear_flops, pairs_of_shard
 from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import BackwardInputs
 from distca.models import model_named
-from distca.profiling.machine import Run, copy_rate, facts, in_turns, linear_layers, queued_samples
-from distca.profiling.machine import versions as versions
+from distca.profiling.machine import Run, cpu_name, in_turns, queued_samples, versions
 from distca.spec import ModelShape
 from distca.validation import UserError, check_whole
 
@@ -41,10 +41,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ProfileLimits:
-    """What is worth measuring on one kind of device."""
+    """Limits of a profile on one kind of device."""
 
-    max_kv_len: int       # unless the user says
-    most_kv_len: int      # whatever the user says
+    max_kv_len: int       # by default
+    most_kv_len: int      # that a user may ask for
     why: str              # that is the most
     num_tiles: int        # tiles of 128 queries, over all heads, that fill the device in a batch of shards
     num_pairs: int        # per call, so that launching it costs little beside it
@@ -65,7 +65,7 @@ SHORT_ITEM, LONG_ITEM = 16, 256   # tiles that an item of a probe walks
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """One profile's subject."""
+    """What one profile measures."""
 
     device: torch.device
     dtype: torch.dtype
@@ -78,19 +78,25 @@ class ProfileSettings:
     most_samples: int
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Query and key heads of a tensor-parallel rank."""
+        return self.model.heads_per_rank(self.tp), self.model.kv_heads_per_rank(self.tp)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of progress reports of `profile`."""
+        return len(self.grid) + 3
+
+    @property
     def grid(self) -> list[tuple[int, int]]:
         return [(q, kv) for kv in self.kv_len for q in self.q_len if q <= kv]
 
 
 def settings(
-    device: str = "auto",
-    model: str | ModelShape = "llama3-8b",
-    tp: int = 1,
-    kernel: str = "auto",
-    max_kv_len: int | None = None,
-    quick: bool = False,
+    device: str = "auto", model: str | ModelShape = "llama3-8b", tp: int = 1, kernel: str = "auto",
+    max_kv_len: int | None = None, quick: bool = False,
 ) -> ProfileSettings:
-    """Check what the user asks for; `quick` takes every second length and few samples."""
+    """Check the options; `quick` takes every second length and few samples."""
     if device not in DEVICES:
         raise UserError(f"device is {device!r}; choose one of: {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -115,20 +121,14 @@ def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
     return (*(MIN_LEN << octave for octave in octaves), longest)
 
 
-def num_steps(chosen: ProfileSettings) -> int:
-    """How often `profile` reports progress."""
-    return len(chosen.grid) + 3
-
-
 def profile(
     chosen: ProfileSettings, step: Callable[[str], None], network: dict[str, object] | None = None
 ) -> LatencyTable:
-    """The latency table of this machine; `step` hears what comes next."""
+    """Measure the latency table of this machine; `step` is the progress callback."""
     tensors = _Tensors.random(chosen)
     step("work list")
     items = work_list_facts(chosen, tensors)
-    heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
-    work_list = None if items is None else WorkList.of(items, heads, kv_heads)
+    work_list = None if items is None else WorkList.of(items, *chosen.heads)
     seconds = np.full((2, len(chosen.q_len), len(chosen.kv_len)), np.nan)
     for q_len, kv_len in chosen.grid:
         step(f"attention {q_len} x {kv_len}")
@@ -142,20 +142,14 @@ def profile(
     metadata = {**facts(chosen), "linear": linear, "copy_bytes_per_second": copy_rate(chosen), "network": network,
                 "work_list": items}
     q_grid, kv_grid = np.array(chosen.q_len), np.array(chosen.kv_len)
-    return LatencyTable(
-        name=f"{metadata['device']}, {chosen.model.name}" + (f", tp {chosen.tp}" if chosen.tp > 1 else ""),
-        q_len=q_grid,
-        kv_len=kv_grid,
-        forward_seconds=forward,
-        backward_seconds=backward,
-        peak_pairs_per_second=peak_rate(q_grid, kv_grid, forward),
-        metadata=metadata,
-    )
+    name = f"{metadata['device']}, {chosen.model.name}" + (f", tp {chosen.tp}" if chosen.tp > 1 else "")
+    return LatencyTable(name=name, q_len=q_grid, kv_len=kv_grid, forward_seconds=forward, backward_seconds=backward,
+                        peak_pairs_per_second=peak_rate(q_grid, kv_grid, forward), metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Random inputs, as long as the longest batch; every grid point uses their beginning."""
+    """Random inputs for the longest batch; every grid point uses their beginning."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -166,7 +160,7 @@ class _Tensors:
     def random(cls, chosen: ProfileSettings) -> _Tensors:
         num_q = max(q * num_shards(chosen, q, kv, own_keys=own) for q, kv in chosen.grid for own in (False, True))
         num_k = max(kv * num_shards(chosen, q, kv) for q, kv in chosen.grid)
-        heads, kv_heads = chosen.model.heads_per_rank(chosen.tp), chosen.model.kv_heads_per_rank(chosen.tp)
+        heads, kv_heads = chosen.heads
         dim, value_dim = chosen.model.head_dim, chosen.model.value_dim
         q, k, v, dout = (torch.randn(shape, dtype=chosen.dtype, device=chosen.device) for shape in (
             (num_q, heads, dim), (num_k, kv_heads, dim), (num_k, kv_heads, value_dim), (num_q, heads, value_dim)))
@@ -174,9 +168,9 @@ class _Tensors:
 
 
 def num_shards(chosen: ProfileSettings, q_len: int, kv_len: int, *, own_keys: bool = True) -> int:
-    """Shards of one grid point that fill the device, within what a server would hold."""
+    """Number of shards of a grid point that fill the device, within what a server would hold."""
     limits = chosen.limits
-    tiles = chosen.model.heads_per_rank(chosen.tp) * -(-q_len // MIN_LEN)
+    tiles = chosen.heads[0] * -(-q_len // MIN_LEN)
     wanted = max(-(-limits.num_tiles // tiles), -(-limits.num_pairs // pairs_of_shard(q_len, kv_len)))
     return max(1, min(wanted, limits.most_q_tokens // q_len, limits.most_kv_tokens // kv_len if own_keys else wanted))
 
@@ -184,7 +178,7 @@ def num_shards(chosen: ProfileSettings, q_len: int, kv_len: int, *, own_keys: bo
 def attention_seconds(
     chosen: ProfileSettings, tensors: _Tensors, q_len: int, kv_len: int, work_list: WorkList | None = None
 ) -> tuple[float, float]:
-    """Forward and backward seconds of one shard among as many as fill the device."""
+    """Forward and backward seconds of one shard in a batch that fills the device."""
     counts = num_shards(chosen, q_len, kv_len, own_keys=False), num_shards(chosen, q_len, kv_len)
     while True:
         try:
@@ -203,7 +197,7 @@ def attention_seconds(
 def _of_one(
     seconds: float, q_len: int, kv_len: int, count: int, backward: bool, work_list: WorkList | None
 ) -> float:
-    """A shard's share, without the launch and the tail."""
+    """Seconds per shard, without the launch and the tail."""
     if work_list is None:
         return seconds / count
     shards = Tasks(np.ones(count), np.full(count, float(q_len)), np.full(count, float(kv_len)),
@@ -236,22 +230,22 @@ def _call(chosen: ProfileSettings, tensors: _Tensors, rows: TaskRows, backward: 
 
 
 def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any] | None:
-    """What cost.work_list needs to know of this kernel and device; None of a kernel without a work list.
+    """Measure the parameters of `WorkList` for this kernel and device; None for a kernel without a work list.
 
-    A quarter of the multiprocessors get an item each, short ones and long ones: the launch is what items of no length
-    would take. Then all of them get a long one: the ratio of the times is the speed-up on an idle device. The
-    launch takes no others, so that no item is split for them.
+    A quarter of the multiprocessors get an item each, short ones and long ones: extrapolated to items of no length,
+    that is the launch. Then all of them get a long one: the ratio of the times is the speed-up on an idle device. A
+    call uses only as many multiprocessors as it has items, so that no item is split.
     """
     kernel = chosen.kernel
     if not isinstance(kernel, HopperKernel) or chosen.device.type != "cuda":
         return None
     query_rows, key_tokens = kernel.item_sizes(chosen.model.head_dim)
     workers = torch.cuda.get_device_properties(chosen.device).multi_processor_count
-    kv_heads = chosen.model.kv_heads_per_rank(chosen.tp)
-    tile = query_rows * kv_heads // chosen.model.heads_per_rank(chosen.tp)
+    heads, kv_heads = chosen.heads
+    tile = query_rows * kv_heads // heads
 
     def calls(num_items: int, length: int) -> list[Run]:
-        """Forward and backward of items that walk so many tiles; all queries see all keys."""
+        """Forward and backward calls of items of `length` tiles; all queries see all keys."""
         number, zero = max(1, num_items // kv_heads), np.zeros(1, dtype=np.int64)
         only = replace(chosen, kernel=replace(kernel, num_sms=min(workers, number * kv_heads)))
         sides = (number * tile, length * key_tokens), (length * tile, number * key_tokens)
@@ -267,8 +261,57 @@ def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any
             "idle_speedup": speedup}
 
 
+def linear_layers(chosen: ProfileSettings) -> dict[str, float]:
+    """Time the matrix products of one layer: Q, K, V and output projections, gate, up and down."""
+    model, tokens = chosen.model, chosen.limits.linear_tokens
+    attention, kv = (heads * model.head_dim for heads in chosen.heads)
+    ffn = -(-model.ffn // chosen.tp)
+    widths = [(model.hidden, attention + 2 * kv), (attention, model.hidden), (model.hidden, 2 * ffn),
+              (ffn, model.hidden)]
+
+    def random(height: int, width: int) -> torch.Tensor:
+        return torch.randn(height, width, dtype=chosen.dtype, device=chosen.device) / math.sqrt(width)
+
+    products = [(random(tokens, wide), random(wide, high), random(tokens, high)) for wide, high in widths]
+
+    def forward() -> None:
+        for x, weight, _ in products:
+            torch.mm(x, weight)
+
+    def backward() -> None:
+        for x, weight, gradient in products:
+            torch.mm(gradient, weight.T)
+            torch.mm(x.T, gradient)
+
+    (forward_seconds,), (backward_seconds,) = _medians(chosen, [forward]), _medians(chosen, [backward])
+    flops = float(linear_flops(tokens, model, chosen.tp))
+    return {"tokens": tokens, "forward_seconds": forward_seconds, "backward_seconds": backward_seconds,
+            "forward_flops_per_second": flops / forward_seconds,
+            "backward_flops_per_second": 2 * flops / backward_seconds}
+
+
+def copy_rate(chosen: ProfileSettings) -> float:
+    """Bytes read plus bytes written per second by a large copy inside the device."""
+    source = torch.randint(0, 256, (chosen.limits.copy_bytes,), dtype=torch.uint8, device=chosen.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _medians(chosen, [lambda: target.copy_(source)])[0]
+
+
+def facts(chosen: ProfileSettings) -> dict[str, Any]:
+    """Describe the machine, the kernel and the heads, for the table."""
+    gpu = chosen.device.type == "cuda"
+    heads, kv_heads = chosen.heads
+    return {
+        "device": torch.cuda.get_device_name(chosen.device) if gpu else cpu_name(),
+        "date": datetime.now(UTC).date().isoformat(), "versions": versions(), "kernel": chosen.kernel.name,
+        "dtype": str(chosen.dtype).removeprefix("torch."), "model": chosen.model.name, "tp": chosen.tp,
+        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": chosen.model.head_dim,
+        "threads": None if gpu else torch.get_num_threads(),
+    }
+
+
 def describe(table: LatencyTable) -> list[str]:
-    """A profile in a few lines, for people."""
+    """Describe a profile in a few lines, for people."""
     about: Any = table.metadata
     model, tp = model_named(about["model"]), about["tp"]
     lines = [f"{table.name}: {about['kernel']} in {about['dtype']}", "attention   queries x keys   forward   backward"]
@@ -291,6 +334,6 @@ def describe(table: LatencyTable) -> list[str]:
 
 
 def _medians(chosen: ProfileSettings, runs: list[Run]) -> list[float]:
-    """Of calls that take turns."""
+    """Median seconds of runs that take turns."""
     budget = chosen.limits.budget_seconds * len(runs)
     return [median(one) for one in in_turns(runs, chosen.device, budget_seconds=budget, most=chosen.most_samples)]

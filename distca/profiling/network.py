@@ -1,8 +1,8 @@
-"""What an exchange costs on this group: a start-up latency and a bandwidth.
+"""Measure what an exchange costs on a group: a start-up latency and a bandwidth.
 
 Every rank sends the same number of bytes, in equal parts to all others, in several sizes; the slowest rank's median
-counts. Seconds = latency + sent bytes / bandwidth is fitted to relative error, so that small and large exchanges weigh
-alike. On CUDA the latency includes launching and waiting from the host.
+counts. Seconds = latency + sent bytes / bandwidth is fitted to relative error, so that small and large exchanges have
+the same weight. On CUDA the latency includes launching and waiting from the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUT = timedelta(minutes=5)  # of any one exchange
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Measured on `num_ranks` ranks that all send at once."""
+    """Cost of an exchange between `num_ranks` ranks that all send at once."""
 
     backend: str
     num_ranks: int
@@ -45,14 +45,14 @@ class ExchangeCost:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPart:
-    """The network's share of a profile, and whether this process measures the rest of it."""
+    """The network in a profile, and whether this process measures the rest of the profile."""
 
     cost: dict[str, object] | None
     measures_the_rest: bool
 
 
 def measure_network(device: torch.device, local_ranks: int | None = None) -> NetworkPart:
-    """Exchanges over the group that is initialized or that torchrun started, or between `local_ranks` processes here.
+    """Measure exchanges over the initialized group, over torchrun's, or between `local_ranks` processes started here.
 
     Every rank of a group must call this; its first rank measures the rest.
     """
@@ -77,7 +77,7 @@ def measure_network(device: torch.device, local_ranks: int | None = None) -> Net
 
 
 def measure_exchange(transport: Transport, device: torch.device, backend: str) -> ExchangeCost:
-    """Every rank of the transport must call this at the same time."""
+    """Measure exchanges; every rank of the transport must call this at the same time."""
     if transport.size < 2:
         raise UserError(f"the group has {transport.size} rank; give at least 2 to measure an exchange")
     sent, seconds = [], []
@@ -110,7 +110,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def fit(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Latency and bandwidth with the least squared relative error; a latency below 0 is 0."""
+    """Fit latency and bandwidth by least squared relative error; a negative latency becomes 0."""
     columns = np.stack([1 / seconds, sent_bytes / seconds], axis=1)
     (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)
     if latency < 0 or per_byte <= 0:
@@ -119,7 +119,7 @@ def fit(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
 
 
 def measure_local(num_ranks: int, device: torch.device) -> ExchangeCost:
-    """Start `num_ranks` processes on this machine and let them measure: NCCL with a GPU each, or gloo on the CPU."""
+    """Measure exchanges between `num_ranks` new processes on this machine: NCCL with a GPU each, or gloo on the CPU."""
     if num_ranks < 2:
         raise UserError(f"ranks is {num_ranks}; give at least 2 to measure an exchange")
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
