@@ -1,10 +1,8 @@
-"""config.json of Hugging Face models, read and written: which decoder it describes, and what describes a decoder.
+"""Hugging Face models: config.json read and written, and weights loaded into a decoder.
 
-What a file leaves out is what transformers takes for that model type, and what transformers does not read for it is not
-read here. What this decoder does not compute (experts, latent attention, other activations and biases, dropout, other
-rotary scalings, weights that are quantized) is refused by name. Nothing here needs torch.
-
-Weights of Hugging Face folders into a decoder: people bring the model they have.
+What a config leaves out is what transformers takes for that model type, and what transformers does not read for it is
+not read here. What this decoder does not compute (experts, latent attention, other activations and biases, dropout,
+other rotary scalings, weights that are quantized) is refused by name.
 
 A folder is config.json and safetensors, one file or several with an index. Weights are read one at a time and every
 rank keeps its own share, so that a sharded decoder never stands whole anywhere.
@@ -13,6 +11,7 @@ rank keeps its own share, so that a sharded decoder never stands whole anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from math import log
 from pathlib import Path
@@ -49,11 +48,13 @@ _TRAINED: dict[str, tuple[Any, ...]] = {                         # values that c
     "compression_config": (None, {})}
 _UNREAD = {"llama": (), "mistral": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias", "mlp_bias"),
            "qwen3": ("mlp_bias",)}                               # of these, by transformers
+_ROPE_TYPES: dict[type, str] = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
+_ROPE_NAMES = {"original_max_positions": "original_max_position_embeddings"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def shape_from_hf(path: str | Path) -> DecoderShape:
-    """The decoder that a config.json, or that of a folder, describes."""
+    """Read the decoder that a config.json, or that of a folder, describes."""
     config = read_config(path)
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     kind = config.get("model_type")
@@ -107,15 +108,18 @@ def _flag(config: Mapping[str, Any], file: Path, field: str) -> bool:
 
 
 def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
-    """config.json of a shape, with the rotary settings where both old and new transformers look for them."""
+    """Return the config.json of a shape, with rotary settings where both old and new transformers look for them."""
     model = shape.model
     config: dict[str, Any] = {
         "architectures": [FAMILIES[shape.family].architecture], "model_type": shape.family, "hidden_act": "silu",
         "hidden_size": model.hidden, "intermediate_size": model.ffn, "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
         "vocab_size": model.vocab, "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tied,
-        "rope_theta": shape.rope_theta, "rope_scaling": _scaling_of(shape.rope_scaling),
+        "rope_theta": shape.rope_theta, "rope_scaling": None,
         "max_position_embeddings": shape.max_positions, "initializer_range": shape.init_std, "torch_dtype": dtype}
+    if shape.rope_scaling is not None:
+        facts = {_ROPE_NAMES.get(name, name): value for name, value in asdict(shape.rope_scaling).items()}
+        config["rope_scaling"] = {"rope_type": _ROPE_TYPES[type(shape.rope_scaling)], **facts}
     if shape.family in ("llama", "qwen3"):
         config["attention_bias"] = False
     if shape.family == "llama":
@@ -131,7 +135,7 @@ def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
-    """Each layer's window as transformers reads it; none where no layer has one."""
+    """Return each layer's window as transformers reads it; () where no layer has one."""
     kind, layers = config["model_type"], config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 2**16:
         return ()                                                # refused, or too many to be a model's, further on
@@ -167,7 +171,7 @@ def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: fl
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn"):
+    if kind not in _ROPE_TYPES.values():
         raise UserError(f"{file} has rope_type {short(kind)}; only default, linear, llama3 and yarn can be trained")
 
     def number(name: str, default: float | None = None) -> float:
@@ -187,50 +191,29 @@ def _rope_scaling(file: Path, rope: Mapping[str, Any], positions: int, theta: fl
         raise UserError(f"{file}: rope_theta is {theta}, which yarn takes the logarithm of; give more than 1")
     factor = number("factor")
     scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
-    inferred = _grown(factor, 1.0)
+    inferred = _yarn_factor(factor, 1.0)
     if scale and all_dims:
-        inferred = _grown(factor, number("mscale")) / _grown(factor, number("mscale_all_dim"))
+        inferred = _yarn_factor(factor, number("mscale")) / _yarn_factor(factor, number("mscale_all_dim"))
     return YarnScaling(factor, original, number("attention_factor", inferred), number("beta_fast", 32.0),
                        number("beta_slow", 1.0), bool(rope.get("truncate", True)))
 
 
-def _grown(factor: float, scale: float) -> float:
-    """How much cos and sin grow with the context."""
+def _yarn_factor(factor: float, scale: float) -> float:
+    """Return the factor by which YaRN scales cos and sin."""
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
-
-
-def _scaling_of(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    facts = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
-    if isinstance(scaling, Llama3Scaling):
-        return {"rope_type": "llama3", **facts, "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor}
-    return {"rope_type": "yarn", **facts, "attention_factor": scaling.attention_factor,
-            "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYER_NAMES = {                                                 # of pre, in segment i, and of post, in segment i + 1
-    "pre.norm": "input_layernorm",
-    "pre.qkv.q": "self_attn.q_proj",
-    "pre.qkv.k": "self_attn.k_proj",
-    "pre.qkv.v": "self_attn.v_proj",
-    "pre.q_norm": "self_attn.q_norm",
-    "pre.k_norm": "self_attn.k_norm",
-    "post.output": "self_attn.o_proj",
-    "post.norm": "post_attention_layernorm",
-    "post.mlp.gate": "mlp.gate_proj",
-    "post.mlp.up": "mlp.up_proj",
-    "post.mlp.down": "mlp.down_proj",
-}
+    "pre.norm": "input_layernorm", "pre.qkv.q": "self_attn.q_proj", "pre.qkv.k": "self_attn.k_proj",
+    "pre.qkv.v": "self_attn.v_proj", "pre.q_norm": "self_attn.q_norm", "pre.k_norm": "self_attn.k_norm",
+    "post.output": "self_attn.o_proj", "post.norm": "post_attention_layernorm", "post.mlp.gate": "mlp.gate_proj",
+    "post.mlp.up": "mlp.up_proj", "post.mlp.down": "mlp.down_proj"}
 
 
 def hf_name(name: str) -> str:
-    """A parameter's name in the Hugging Face model."""
+    """Return a parameter's name in the Hugging Face model."""
     if name == "head.weight":
         return HEAD
     _, segment, *path, kind = name.split(".")
@@ -285,8 +268,12 @@ def check_weight_files(folder: str | Path) -> None:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Every tensor's name, and how to read it while it is its turn."""
-    safe_open = _safetensors("safetensors").safe_open
+    """Yield every tensor's name and a function that reads it, valid until the next."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise UserError("the package safetensors is not installed, which Hugging Face models need; "
+                        "pip install safetensors") from None
     if (folder / INDEX).is_file():
         content = read_json(folder / INDEX)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -307,13 +294,3 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         with reader as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 yield name, partial(opened.get_tensor, name)
-
-
-def _safetensors(module: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError:
-        raise UserError("the package safetensors is not installed, which Hugging Face models need; "
-                        "pip install safetensors") from None
