@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from distca.kernels import dense_attention
 from distca.train.model.decoder import Decoder
+
+LENGTHS = [70, 1, 33, 16]    # of documents that are compared with transformers
 
 
 def hidden_of(
@@ -25,3 +28,17 @@ def hidden_of(
         out = attend(q, k, v) if window is None else attend(q, k, v, window=window)
         state = segment(x, out) if number == len(decoder.segments) else segment(x, out, rotary)
     return state
+
+
+def random_tokens() -> torch.Tensor:
+    return torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of documents of LENGTHS laid end to end."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        return dense_attention(q, k, v, LENGTHS, window=window)
+
+    return hidden_of(decoder, tokens, positions, attend) @ decoder.head_weight.T

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from distca.baselines import at_home
 from distca.kernels import dense_attention
@@ -175,3 +176,17 @@ def test_key_tells_weights_apart() -> None:
     assert SHAPE.key() == replace(SHAPE, rope_theta=1.0).key()
     assert SHAPE.key() != replace(SHAPE, tied=True).key()
     assert SHAPE.key() != replace(SHAPE, model=replace(SHAPE.model, ffn=41)).key()
+
+
+def test_the_benchmark_counts_what_a_decoder_multiplies() -> None:
+    """torch counts the products of a step without attention; the benchmark's count is that and 12 for each pair."""
+    from one_gpu import model_flops
+
+    model = ModelShape("small", 3, 24, 4, 2, 8, 40, 61)
+    decoder, num_tokens = Decoder(DecoderShape(model)), 20
+    with FlopCounterMode(display=False) as counted:
+        tokens = torch.arange(num_tokens)
+        x = hidden_of(decoder, tokens, tokens, lambda q, k, v: q + (k + v).repeat(1, 2, 1))
+        (x @ decoder.head_weight.T).sum().backward()
+    pairs = num_tokens * (num_tokens + 1) // 2
+    assert model_flops(model, [num_tokens]) == counted.get_total_flops() + 12 * 3 * 4 * 8 * pairs

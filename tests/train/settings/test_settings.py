@@ -151,6 +151,8 @@ IMPOSSIBLE = [
     ({"parallel.tensor": "3"}, ["parallel.tensor", "3", "2 ranks"]),
     ({"parallel.tensor": "3", "run.ranks": "6"}, ["parallel.tensor", "3", "8 heads"]),
     ({"parallel.tensor": "4", "run.ranks": "4"}, ["parallel.tensor", "4", "2 KV heads"]),
+    ({"parallel.tensor": "2", "model.ffn": "41"}, ["parallel.tensor", "2", "41 feed-forward columns"]),
+    ({"parallel.tensor": "2", "model.vocab": "1"}, ["parallel.tensor", "2", "vocabulary of 1", "smaller"]),
     ({"parallel.pipeline": "3", "run.ranks": "4"}, ["parallel.pipeline", "3", "4 ranks"]),
     ({"parallel.pipeline": "2", "parallel.tensor": "2"}, ["parallel.pipeline", "2 ranks", "parallel.tensor"]),
     ({"parallel.pipeline": "4", "run.ranks": "4"}, ["parallel.pipeline", "4", "2 layers"]),

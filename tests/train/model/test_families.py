@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from distca.kernels import dense_attention
 from distca.models import MODELS, TRAINABLE
 from distca.spec import ModelShape
 from distca.train.model.build import stage_of
@@ -21,7 +20,7 @@ from distca.train.model.huggingface import config_of, hf_name, load_hf, shape_fr
 from distca.train.model.shape import DecoderShape, Llama3Scaling, decoder_shape, named_decoder
 from distca.train.settings import Model, Settings
 from distca.train.settings.checks import check_settings
-from tests.support.decoders import hidden_of
+from tests.support.decoders import LENGTHS, logits_of, random_tokens
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -31,7 +30,6 @@ SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 56, "num_hidd
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5000.0}
-LENGTHS = [70, 1, 33, 16]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, no groups": ("llama", {"num_key_value_heads": 4}),
@@ -72,19 +70,6 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def random_tokens() -> torch.Tensor:
-    return torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    return dense_attention(q, k, v, LENGTHS, window=window)
-
-
-def our_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return hidden_of(decoder, tokens, positions, attend) @ decoder.head_weight.T
-
-
 def their_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(document[None]).logits[0] for document in tokens.split(LENGTHS)])
 
@@ -101,7 +86,7 @@ def test_logits_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> N
     model = random_model(family, **changes)
     model.save_pretrained(tmp_path)
     decoder, tokens = loaded(tmp_path), random_tokens()
-    theirs, ours = their_logits(model, tokens), our_logits(decoder, tokens)
+    theirs, ours = their_logits(model, tokens), logits_of(decoder, tokens)
     assert theirs.std() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     labels = torch.randint(0, 97, tokens.shape, generator=torch.Generator().manual_seed(2))
@@ -121,7 +106,7 @@ def test_windows_and_scalings_do_change_what_is_compared(tmp_path: Path) -> None
         decoder = loaded(tmp_path / kind)
         plain = Decoder(replace(decoder.shape, rope_scaling=None, model=replace(decoder.shape.model, windows=())))
         plain.load_state_dict(decoder.state_dict())
-        apart = our_logits(plain, random_tokens()) - our_logits(decoder, random_tokens())
+        apart = logits_of(plain, random_tokens()) - logits_of(decoder, random_tokens())
         assert apart.abs().max() > 0.01, kind
 
 
@@ -170,7 +155,7 @@ def test_old_config_files_are_read(tmp_path: Path) -> None:
     assert (shape.rope_theta, shape.rope_scaling, shape.model.head_dim) == (5000.0, Llama3Scaling(8.0, 1.0, 4.0, 32), 8)
     tokens = random_tokens()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    torch.testing.assert_close(our_logits(loaded(tmp_path), tokens), their_logits(model, tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(loaded(tmp_path), tokens), their_logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "left_out"), [

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-import distca
-from distca.spec import ModelShape
-from distca.train.model.decoder import Decoder
-from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings, preflight
 from distca.train.settings.checks import check_settings
 from distca.train.settings.preflight import check_machine, compiles
-from tests.support.decoders import hidden_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -56,18 +50,3 @@ def test_who_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     assert not compiles(chosen("auto"), CUDA) and "triton is not installed" in caplog.text
     with pytest.raises(ValueError, match=r"model.compile is 'on' but no C\+\+ compiler .* or set it to off"):
         compiles(chosen("on"), CPU)
-
-
-def test_the_benchmark_counts_what_a_decoder_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts the products of a step without attention; the benchmark's count is that and 12 for each pair."""
-    monkeypatch.syspath_prepend(Path(distca.__file__).parents[1] / "benchmarks")
-    from one_gpu import model_flops
-
-    model = ModelShape("small", 3, 24, 4, 2, 8, 40, 61)
-    decoder, num_tokens = Decoder(DecoderShape(model)), 20
-    with FlopCounterMode(display=False) as counted:
-        tokens = torch.arange(num_tokens)
-        x = hidden_of(decoder, tokens, tokens, lambda q, k, v: q + (k + v).repeat(1, 2, 1))
-        (x @ decoder.head_weight.T).sum().backward()
-    pairs = num_tokens * (num_tokens + 1) // 2
-    assert model_flops(model, [num_tokens]) == counted.get_total_flops() + 12 * 3 * 4 * 8 * pairs

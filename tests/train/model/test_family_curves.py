@@ -22,7 +22,7 @@ from tests.support.batches import batches_of
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-STEPS, TOKENS, MICRO_BATCHES, LR, WARMUP = 20, 256, 2, 5e-3, 3
+STEPS, TOKENS, MICRO_BATCHES, LR, WARMUP = 10, 256, 2, 5e-3, 3
 SMALL = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MESHES = {"1 rank": (1, 1, 1), "2 ranks": (2, 1, 1), "tensor": (2, 2, 1), "stages": (2, 1, 2), "4 ranks": (4, 1, 1),
           "tensor and stages": (4, 2, 2)}
-DEFAULT = {("mistral", "1 rank"), ("qwen3", "tensor")}
+DEFAULT = {("qwen3", "tensor")}                               # windows in some layers, norms of heads, heads cut
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def plain_curve(folder: Path, family: str) -> tuple[list[float], list[float]]:
     pytest.param(family, mesh, marks=() if (family, mesh) in DEFAULT else pytest.mark.slow)
     for family in FAMILIES for mesh in MESHES])
 def test_the_curve_is_transformers(family: str, mesh: str, folder: Path, tmp_path: Path) -> None:
-    """Transformers norms in float32, which bounds how near two curves of 20 steps can stay."""
+    """Transformers norms in float32, which bounds how near two curves can stay."""
     ranks, tensor, stages = MESHES[mesh]
     chosen = options(folder, family) | {
         "run.ranks": str(ranks), "parallel.tensor": str(tensor), "parallel.pipeline": str(stages),
