@@ -23,7 +23,7 @@ from distca.cost.work import causal_pairs, pairs_of_shard
 from distca.planning.levels import Dealer, Mover, keys_at_home
 from distca.planning.plan import Plan, max_over_mean
 from distca.planning.prefix_split import share_prefixes
-from distca.planning.shard_cut import Prices
+from distca.planning.shard_cut import Measure, Prices
 from distca.planning.tasks import TaskTable, tasks_at_home
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
@@ -42,15 +42,8 @@ _EQUAL = 0.03       # servers this near the median are planned as equals: noise 
 
 
 def balance(
-    layout: Layout,
-    model: ModelShape,
-    *,
-    tolerance: float = 0.05,
-    speed: Sequence[float] | np.ndarray | None = None,
-    tp: int = 1,
-    cost: AttentionTime | None = None,
-    backward: bool = False,
-    topology: Topology | None = None,
+    layout: Layout, model: ModelShape, *, tolerance: float = 0.05, speed: Sequence[float] | np.ndarray | None = None,
+    tp: int = 1, cost: AttentionTime | None = None, backward: bool = False, topology: Topology | None = None,
 ) -> Plan:
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
 
@@ -66,12 +59,10 @@ def balance(
     if cost is not None:
         cost.check_servers(len(pool))
         pool = pool * cost.speeds(len(pool))
-    bytes_of = model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp)
     at_home = Plan(layout, tasks_at_home(layout), pool, tolerance, model, tp, topology=topology)
     if cost is None:
-        return _in_pairs(at_home, Prices(*bytes_of, pairs_of_shard))
-    prices = Prices(*bytes_of, cache(lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward)))
-    return _in_seconds(replace(at_home, cost=cost, backward=backward), prices, cost)
+        return _in_pairs(at_home)
+    return _in_seconds(replace(at_home, cost=cost, backward=backward), cost)
 
 
 def outline_of_nodes(
@@ -82,23 +73,25 @@ def outline_of_nodes(
     pool = check_pool(speed, layout.num_ranks)
     levels = check_topology(topology, len(pool))
     at_home = Plan(layout, tasks_at_home(layout), pool, tolerance, model, tp, topology=topology)
-    prices = Prices(model.q_token_bytes(tp) + model.out_token_bytes(tp), model.kv_token_bytes(tp), pairs_of_shard)
     cap = (1.0 + tolerance) * at_home.work().sum() * pool / pool.sum()
-    dealer = Dealer(layout, levels, cap, tolerance, prices, _pairs_of_tasks, is_outline=True)
+    dealer = Dealer(layout, levels, cap, tolerance, _prices(at_home, pairs_of_shard), _pairs_of_tasks, is_outline=True)
     return replace(at_home, tasks=dealer.deal(at_home.tasks)[0])
 
 
-def _in_pairs(at_home: Plan, prices: Prices) -> Plan:
+def _prices(plan: Plan, measure: Measure) -> Prices:
+    return Prices(plan.model.q_token_bytes(plan.tp) + plan.model.out_token_bytes(plan.tp),
+                  plan.model.kv_token_bytes(plan.tp), measure)
+
+
+def _in_pairs(at_home: Plan) -> Plan:
     load, pool, tolerance = at_home.work(), at_home.speed, at_home.tolerance
     cap = (1.0 + tolerance) * load.sum() * pool / pool.sum()
-    tasks, limit = _moved(at_home, load, cap, prices, _pairs_of_tasks)
+    tasks, limit = _moved(at_home, load, cap, _prices(at_home, pairs_of_shard), _pairs_of_tasks)
     plan = replace(at_home, tasks=tasks)
-    if max_over_mean(plan.work(), pool) <= 1.0 + tolerance:
-        return plan
-    return replace(plan, limit=limit)
+    return plan if max_over_mean(plan.work(), pool) <= 1.0 + tolerance else replace(plan, limit=limit)
 
 
-def _in_seconds(at_home: Plan, prices: Prices, cost: AttentionTime) -> Plan:
+def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
     """Seconds are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
 
     So what a server's call took beyond its tasks is taken off its cap in the next pass. The quickest plan counts, that
@@ -114,7 +107,8 @@ def _in_seconds(at_home: Plan, prices: Prices, cost: AttentionTime) -> Plan:
         some = tasks.take(tasks.kv_stop > tasks.kv_start)
         return np.bincount(some.server, weights=seconds_of_tasks(some), minlength=len(pool))
 
-    in_pairs = _in_pairs(replace(at_home, cost=None, backward=False), prices._replace(measure=pairs_of_shard))
+    prices = _prices(at_home, cache(lambda q_len, kv_len: cost.shard(q_len, max(kv_len, q_len), backward)))
+    in_pairs = _in_pairs(replace(at_home, cost=None, backward=False))
     load = load_of(at_home.tasks)
     best = replace(at_home, tasks=in_pairs.tasks)
     work = best.work()

@@ -64,17 +64,9 @@ def asked_tolerance(value: float | str) -> float | Literal["auto"]:
 
 
 def plan_step(
-    micro_batches: Sequence[np.ndarray],
-    model: ModelShape,
-    *,
-    num_data: int,
-    layers: Sequence[int],
-    tp: int = 1,
-    ping_pong: bool = True,
-    placement: str = "balanced",
-    tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
-    speed: Sequence[float] | np.ndarray | None = None,
-    cost: AttentionTime | None = None,
+    micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
+    ping_pong: bool = True, placement: str = "balanced", tolerance: float | StepSeconds = DEFAULT_TOLERANCE,
+    speed: Sequence[float] | np.ndarray | None = None, cost: AttentionTime | None = None,
     topology: Topology | None = None,
 ) -> StepPlan:
     """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
@@ -145,14 +137,14 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
     step, in_seconds = _planned(inputs, placement), inputs.cost is not None
     sent, has_nodes = _sent(step.forward_plans()), inputs.topology is not None and len(inputs.topology.levels()) > 0
     calls, number = distinct_calls(step.ticks, _packed(inputs, "given"), inputs.layers, phases_differ=False)
-    forward = [not step.ticks.phase(tick) for tick in range(step.ticks.num_ticks)]
-    layouts = [calls[at].layout for at in dict.fromkeys(number[0, forward].ravel().tolist()) if at != NO_CALL]
-    if not in_seconds and _no_more(sent, _sum(_least_bytes(inputs, layout) for layout in layouts)):
+    forward = dict.fromkeys(number[0, step.ticks.forward_ticks()].ravel().tolist())
+    layouts = [calls[at].layout for at in forward if at != NO_CALL]
+    if not in_seconds and (sent <= np.sum([_least_bytes(inputs, layout) for layout in layouts], axis=0)).all():
         return step
-    if (in_seconds or has_nodes) and _no_more(sent, _sent(_outline(inputs, layout) for layout in layouts)):
+    if (in_seconds or has_nodes) and (sent <= _sent(_outline(inputs, layout) for layout in layouts)).all():
         return step
     given = _planned(inputs, "given")
-    if (in_seconds or not has_nodes) and _no_more(sent, _sent(given.forward_plans())):
+    if (in_seconds or not has_nodes) and (sent <= _sent(given.forward_plans())).all():
         return step
     return step if in_seconds and _slowest_seconds(given) > _slowest_seconds(step) else given
 
@@ -233,26 +225,20 @@ def balance_calls(
 def _on_other_stages(before: tuple[int, ...], plan: Plan, after: tuple[int, ...], layout: Layout) -> Plan | None:
     """A plan for the same micro-batches on other stages, as servers of equal speed are interchangeable.
 
-    None where the speeds differ, where ranks that shared a node would not, or where the plan has a limit: its text
-    names ranks.
+    None where the speeds differ, where ranks that shared a node or pod would not, or where the plan has a limit: its
+    text names ranks.
     """
     num_data = layout.num_ranks // len(after)
     moves_to = np.empty(len(after), dtype=np.int64)              # [stages] idle stages follow in order
     moves_to[np.argsort(before, kind="stable")] = np.argsort(after, kind="stable")
     rank = np.arange(plan.num_servers)
     rank[:layout.num_ranks] = (moves_to[:, None] * num_data + np.arange(num_data)).ravel()
-    if plan.limit is not None or (plan.speed[rank] != plan.speed).any():
-        return None
-    if plan.topology is not None and not _same_nodes(plan.topology, rank):
+    groups = () if plan.topology is None else (plan.topology.node, plan.topology.pod)
+    if plan.limit is not None or (plan.speed[rank] != plan.speed).any() or any(
+            len(np.unique(np.stack([group, group[rank]]), axis=1).T) != int(group.max()) + 1 for group in groups):
         return None
     tasks = replace(plan.tasks, home=rank[plan.tasks.home], server=rank[plan.tasks.server])
     return replace(plan, layout=layout, tasks=tasks)
-
-
-def _same_nodes(topology: Topology, rank: np.ndarray) -> bool:
-    """Whether servers share nodes and pods after each moved to `rank` exactly where they did before."""
-    return all(len(np.unique(np.stack([group, group[rank]]), axis=1).T) == int(group.max()) + 1
-               for group in (topology.node, topology.pod))
 
 
 def _outline(inputs: _Inputs, layout: Layout) -> Plan:
@@ -263,24 +249,14 @@ def _outline(inputs: _Inputs, layout: Layout) -> Plan:
                             tp=inputs.tp)
 
 
-def _sent(plans: Iterable[Plan]) -> tuple[float, float]:
+def _sent(plans: Iterable[Plan]) -> np.ndarray:
     """Bytes of all calls, and the busiest sender's of each call summed: between nodes where there are, else ranks."""
-    return _sum(_sent_bytes(plan) for plan in plans)
-
-
-def _sent_bytes(plan: Plan) -> tuple[float, float]:
-    crossing = plan.traffic_between_nodes() if plan.topology is not None and plan.topology.levels() else None
-    sent = (plan.traffic() if crossing is None else crossing).sent_bytes(plan.model, plan.tp)
-    return float(sent.sum()), float(sent.max())
-
-
-def _sum(calls: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    total, busiest = np.sum(list(calls), axis=0).tolist()
-    return total, busiest
-
-
-def _no_more(mine: tuple[float, float], theirs: tuple[float, float]) -> bool:
-    return mine[0] <= theirs[0] and mine[1] <= theirs[1]
+    found = []
+    for plan in plans:
+        crossing = plan.traffic_between_nodes() if plan.topology is not None and plan.topology.levels() else None
+        sent = (plan.traffic() if crossing is None else crossing).sent_bytes(plan.model, plan.tp)
+        found.append((sent.sum(), sent.max()))
+    return np.sum(found, axis=0)
 
 
 def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
@@ -297,10 +273,10 @@ def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
     load = np.bincount(group, weights=server_work(tasks_at_home(layout), len(speed), None))
     cap = (1.0 + inputs.tolerance) * load.sum() * np.bincount(group, weights=speed) / speed.sum()
     surplus = np.maximum(load - cap, 0.0)
-    model, tp = inputs.model, inputs.tp
-    q_bytes, out_bytes, kv_bytes = model.q_token_bytes(tp), model.out_token_bytes(tp), model.kv_token_bytes(tp)
-    return (float(2.0 * np.sqrt(surplus * (q_bytes + out_bytes) * kv_bytes).sum()),
-            float(2.0 * np.sqrt(surplus * q_bytes * kv_bytes).max()))
+    q_bytes, out_bytes, kv_bytes = (size(inputs.tp) for size in (
+        inputs.model.q_token_bytes, inputs.model.out_token_bytes, inputs.model.kv_token_bytes))
+    return (2.0 * np.sqrt(surplus * (q_bytes + out_bytes) * kv_bytes).sum(),
+            2.0 * np.sqrt(surplus * q_bytes * kv_bytes).max())
 
 
 def _slowest_seconds(step: StepPlan) -> float:

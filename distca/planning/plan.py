@@ -108,9 +108,7 @@ class Plan:
             check_whole("window", self.window, remedy="give at least 1 key, the query's own, or None for all")
         if self.cost is not None:
             self.cost.check_servers(self.num_servers)
-        _check_servers(self)
-        _check_homes(self)
-        _check_tiles(self)
+        _check_tasks(self)
         _check_coverage(self)
 
     def summary(self) -> PlanSummary:
@@ -120,7 +118,10 @@ class Plan:
         home_work = server_work(tasks_at_home(self.layout), self.num_servers, self.cost, self.backward, self.window)
         sent = moved.sent_bytes(self.model, self.tp)
         others = self.layout.ranks_per_document() - 1
-        crossing = self.traffic_between_nodes()
+        crossing, by_pod = self.traffic_between_nodes(), None
+        if crossing is not None and self.topology is not None and self.topology.num_pods > 1:
+            pod = self.topology.pod_of_node()
+            by_pod = np.bincount(pod, weights=crossing.between(pod).sent_bytes(self.model, self.tp))
         return PlanSummary(
             num_tasks=len(self.tasks),
             num_moved=int((self.tasks.home != self.tasks.server).sum()),
@@ -136,15 +137,8 @@ class Plan:
             bytes_all_gather=int((others * self.layout.lengths).sum()) * self.model.kv_token_bytes(self.tp),
             seconds=float((work / np.where(self.speed > 0, self.speed, 1)).max()) if self.cost else None,
             bytes_sent_by_node=None if crossing is None else crossing.sent_bytes(self.model, self.tp),
-            bytes_sent_by_pod=self._sent_by_pod(crossing),
+            bytes_sent_by_pod=by_pod,
         )
-
-    def _sent_by_pod(self, crossing: Traffic | None) -> np.ndarray | None:
-        """[pods] bytes to nodes of other pods; None where there is one pod."""
-        if crossing is None or self.topology is None or self.topology.num_pods == 1:
-            return None
-        pod = self.topology.pod_of_node()
-        return np.bincount(pod, weights=crossing.between(pod).sent_bytes(self.model, self.tp))
 
 
 def server_work(
@@ -183,31 +177,21 @@ def _first(bad: np.ndarray) -> int | None:
     return int(bad.argmax()) if bad.any() else None
 
 
-def _check_servers(plan: Plan) -> None:
-    server = plan.tasks.server
+def _check_tasks(plan: Plan) -> None:
+    """Servers exist and serve, queries lie inside one slice of their home, and cuts are on the tile."""
+    layout, tasks, server, owner = plan.layout, plan.tasks, plan.tasks.server, _slice_of_task(plan)
     if (i := _first((server < 0) | (server >= plan.num_servers))) is not None:
         raise UserError(f"task {i} names server {server[i]} but the pool has {plan.num_servers}; use 0 to "
                         f"{plan.num_servers - 1}")
-    if (i := _first((plan.speed[server] == 0) & (plan.tasks.kv_stop > plan.tasks.kv_start))) is not None:
+    if (i := _first((plan.speed[server] == 0) & (tasks.kv_stop > tasks.kv_start))) is not None:
         raise UserError(f"task {i} is on server {server[i]}, whose speed is 0; give it to a server that serves")
-
-
-def _check_homes(plan: Plan) -> None:
-    """Every task's queries lie inside one slice of its home."""
-    owner = _slice_of_task(plan)
-    layout, tasks = plan.layout, plan.tasks
-    bad = ((layout.document[owner] != tasks.document) | (layout.rank[owner] != tasks.home)
-           | (tasks.q_start < layout.start[owner]) | (tasks.q_stop > layout.stop[owner])
-           | (tasks.q_start >= tasks.q_stop))
-    if (i := _first(bad)) is not None:
+    if (i := _first((layout.document[owner] != tasks.document) | (layout.rank[owner] != tasks.home)
+                    | (tasks.q_start < layout.start[owner]) | (tasks.q_stop > layout.stop[owner])
+                    | (tasks.q_start >= tasks.q_stop))) is not None:
         raise UserError(f"task {i}, queries [{tasks.q_start[i]}, {tasks.q_stop[i]}) of document {tasks.document[i]}, "
                         f"is not inside one slice of its home {tasks.home[i]}; cut tasks at slice ends")
-
-
-def _check_tiles(plan: Plan) -> None:
-    on_tile = (plan.tasks.q_len % TILE == 0) | (plan.tasks.q_stop == plan.layout.stop[_slice_of_task(plan)])
-    if (i := _first(~on_tile)) is not None:
-        raise UserError(f"task {i} has {plan.tasks.q_len[i]} queries, which is not a multiple of {TILE} and does not "
+    if (i := _first((tasks.q_len % TILE != 0) & (tasks.q_stop != layout.stop[owner]))) is not None:
+        raise UserError(f"task {i} has {tasks.q_len[i]} queries, which is not a multiple of {TILE} and does not "
                         "end its slice; cut on the tile")
 
 

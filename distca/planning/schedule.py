@@ -14,7 +14,7 @@ min(M, 2(S-s)-1) micro-batches, where 1F1B keeps min(M, S-s). Both take 2(M+S-1)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +54,7 @@ class Ticks:
     @property
     def same_phase(self) -> bool:
         """No tick mixes forward with backward."""
-        forward, backward = self._runs(False), self._runs(True)
-        return not (forward.any(axis=1) & backward.any(axis=1)).any()
+        return not (self._runs(False).any(axis=1) & self._runs(True).any(axis=1)).any()
 
     def phase(self, tick: int) -> bool:
         """Whether the tick is backward; only ticks of one phase have one."""
@@ -65,10 +64,13 @@ class Ticks:
             raise UserError(f"tick {tick} mixes forward with backward and has no phase; use same_phase_ticks")
         return bool(phases[0])
 
+    def forward_ticks(self) -> np.ndarray:
+        """The numbers of forward ticks, where every tick has one phase."""
+        return np.flatnonzero([not self.phase(tick) for tick in range(self.num_ticks)])
+
     def peak_live(self) -> np.ndarray:
         """[stages] the most micro-batches whose forward is done and whose backward is not, over all ticks."""
-        live = np.cumsum(self._runs(False).astype(np.int64) - self._runs(True), axis=0)
-        return live.max(axis=0)
+        return np.cumsum(self._runs(False).astype(np.int64) - self._runs(True), axis=0).max(axis=0)
 
     def bubble_share(self) -> float:
         """Idle stage-ticks over all stage-ticks."""
@@ -78,7 +80,7 @@ class Ticks:
         """Prove that every stage runs each micro-batch once forward and once backward, and never before its input."""
         if self.micro_batch.ndim != 2 or self.micro_batch.shape != self.backward.shape or self.micro_batch.size == 0:
             raise UserError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
-                            "both one row per tick and one column per stage")
+                            "both one entry per tick and stage")
         check_whole("num_micro_batches", self.num_micro_batches)
         outside = self.micro_batch[(self.micro_batch < IDLE) | (self.micro_batch >= self.num_micro_batches)]
         if len(outside):
@@ -124,9 +126,8 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
     """
     stage, micro_batch = _grid(num_stages, num_micro_batches)
     warming = micro_batch < num_stages - stage                   # the first forward of the turns waits for no backward
-    forward = np.where(warming, micro_batch + stage, 2 * micro_batch + stage)
-    backward = 2 * (micro_batch + num_stages) - 1 - stage
-    return _ticks(forward, backward)
+    return _ticks(np.where(warming, micro_batch + stage, 2 * micro_batch + stage),
+                  2 * (micro_batch + num_stages) - 1 - stage)
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -153,25 +154,21 @@ def tick_layout(running: Sequence[int], layouts: Sequence[Layout]) -> Layout:
     here = sorted(micro_batch for micro_batch in running if micro_batch != IDLE)
     counts = np.array([layouts[micro_batch].num_documents for micro_batch in here])
     first = dict(zip(here, (np.cumsum(counts) - counts).tolist(), strict=True))  # number of its first document
-    parts = [(stage, micro_batch, layouts[micro_batch]) for stage, micro_batch in enumerate(running)
-             if micro_batch != IDLE]
-    return Layout(
-        lengths=np.concatenate([layouts[micro_batch].lengths for micro_batch in here]),
-        document=np.concatenate([layout.document + first[micro_batch] for _, micro_batch, layout in parts]),
-        start=np.concatenate([layout.start for *_, layout in parts]),
-        stop=np.concatenate([layout.stop for *_, layout in parts]),
-        rank=np.concatenate([layout.rank + stage * num_data for stage, _, layout in parts]),
-        num_ranks=len(running) * num_data,
-        key_only=KeySlices(
-            np.concatenate([layout.key_only.document + first[micro_batch] for _, micro_batch, layout in parts]),
-            np.concatenate([layout.key_only.start for *_, layout in parts]),
-            np.concatenate([layout.key_only.stop for *_, layout in parts]),
-            np.concatenate([layout.key_only.rank + stage * num_data for stage, _, layout in parts])),
-    )
+    parts = [(stage * num_data, first[number], layouts[number]) for stage, number in enumerate(running)
+             if number != IDLE]
+
+    def columns(slices: Sequence[tuple[int, int, Layout | KeySlices]]) -> Iterable[np.ndarray]:
+        return map(np.concatenate, zip(*((one.document + document, one.start, one.stop, one.rank + rank)
+                                         for rank, document, one in slices), strict=True))
+
+    document, start, stop, rank = columns(parts)
+    only = KeySlices(*columns([(*moved, one.key_only) for *moved, one in parts]))
+    return Layout(np.concatenate([layouts[number].lengths for number in here]), document, start, stop, rank,
+                  len(running) * num_data, only)
 
 
 def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Stages as a column and micro-batches as a row."""
+    """[stages, 1] and [1, micro-batches] their numbers."""
     check_whole("num_stages", num_stages)
     check_whole("num_micro_batches", num_micro_batches)
     return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
@@ -192,7 +189,7 @@ def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
 
 
 def _check_after(tick: np.ndarray, needed: np.ndarray, phase: str, first_stage: int, what: str) -> None:
-    """Every [stage, micro-batch] of `tick` comes after the same place of `needed`."""
+    """Every [stage, micro-batch] of `tick` comes after the same entry of `needed`."""
     early = np.argwhere(tick <= needed)
     if len(early):
         stage, micro_batch = early[0]

@@ -86,18 +86,13 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
     return best or _one_tile(piece, room, rate, keys_held, prices)
 
 
-def _rectangle(
-    piece: Piece, pairs: float, wanted: float, room: float, keys_held: int, prices: Prices
-) -> Shard | None:
+def _rectangle(piece: Piece, pairs: float, wanted: float, room: float, keys_held: int, prices: Prices) -> Shard | None:
     """The piece's deepest queries against its earliest keys, as tiles; None where the piece is not deep enough."""
     ideal_keys = max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start)
-    tiles = round(pairs / ideal_keys / TILE) or 1
-    start = _tail_start(piece, tiles)
-    q_len = piece.stop - start
+    start = _tail_start(piece, round(pairs / ideal_keys / TILE) or 1)
     deepest = (start - piece.key_start) // TILE
-    exact = pairs / q_len / TILE                                 # keys, in tiles
-    up, down = -int(-exact // 1), int(exact)
-    for key_tiles in ((up, down) if wanted <= room else (down,)):
+    tiles = pairs / (piece.stop - start) / TILE                  # of keys
+    for key_tiles in ((-int(-tiles // 1), int(tiles)) if wanted <= room else (int(tiles),)):
         if 0 < key_tiles <= deepest:
             shard = _rectangle_at(piece, start, piece.stop, key_tiles * TILE, keys_held, prices)
             if shard.work <= room:
@@ -119,9 +114,9 @@ def _part_of_rectangle(
     for num_tiles in (max(round(pairs / ideal_keys / TILE), 1), 1):
         start = _tail_start(piece, num_tiles)
         tiles = pairs / (piece.stop - start) / TILE
-        for key_len in ((-int(-tiles // 1) * TILE, int(tiles) * TILE) if wanted <= room else (int(tiles) * TILE,)):
-            if key_len > 0:
-                shard = _rectangle_at(piece, start, piece.stop, min(key_len, num_keys), keys_held, prices)
+        for key_tiles in ((-int(-tiles // 1), int(tiles)) if wanted <= room else (int(tiles),)):
+            if key_tiles > 0:
+                shard = _rectangle_at(piece, start, piece.stop, min(key_tiles * TILE, num_keys), keys_held, prices)
                 if shard.work <= room:
                     return shard
     return None
@@ -150,14 +145,9 @@ def _trapezoids(
     earliest = sqrt((piece.start - k) ** 2 + 2.0 * pairs)        # the shard may not begin before the piece
     depth = min(max(depth, earliest), piece.stop - k)
     tiles = int((depth - sqrt(max(depth * depth - 2.0 * pairs, 0.0))) // TILE)
-    shards = []
-    for q_len in (tiles * TILE, (tiles + 1) * TILE):
-        if 0 < q_len < piece.stop - piece.start + TILE:
-            stop = k + pairs / q_len + 0.5 * (q_len - 1)
-            shard = _snapped(piece, stop, q_len, wanted, room, rate, keys_held, prices)
-            if shard is not None:
-                shards.append(shard)
-    return shards
+    shards = (_snapped(piece, k + pairs / q_len + 0.5 * (q_len - 1), q_len, wanted, room, rate, keys_held, prices)
+              for q_len in (tiles * TILE, (tiles + 1) * TILE) if 0 < q_len < piece.stop - piece.start + TILE)
+    return [shard for shard in shards if shard is not None]
 
 
 def _snapped(
@@ -167,12 +157,12 @@ def _snapped(
     first = min(piece.start + TILE, piece.stop)
     if wanted <= room:
         end = max(min(_grid_up(stop, piece), piece.stop), first)
-        shard = _trapezoid_at(piece, _begin(piece, end, q_len), end, keys_held, prices)
+        shard = _trapezoid_at(piece, max(_grid_up(end - q_len, piece), piece.start), end, keys_held, prices)
         if shard.work <= room:
             return shard
     end = piece.stop if stop >= piece.stop else _grid_up(stop - TILE + 1, piece)
     while end >= first:
-        shard = _trapezoid_at(piece, _begin(piece, end, q_len), end, keys_held, prices)
+        shard = _trapezoid_at(piece, max(_grid_up(end - q_len, piece), piece.start), end, keys_held, prices)
         if shard.work <= room:
             return shard
         end = _grid_up(end - max(TILE, (shard.work - room) / rate / q_len), piece)
@@ -182,10 +172,6 @@ def _snapped(
 def _tail_start(piece: Piece, num_tiles: int) -> int:
     """Where the last tiles of queries begin; an odd tail joins its tile."""
     return max(_grid_up(piece.stop - (num_tiles + 1) * TILE + 1, piece), piece.start)
-
-
-def _begin(piece: Piece, end: int, q_len: int) -> int:
-    return max(_grid_up(end - q_len, piece), piece.start)
 
 
 def _rectangle_at(piece: Piece, start: int, stop: int, kv_len: int, keys_held: int, prices: Prices) -> Shard:

@@ -1,8 +1,4 @@
-"""A micro-batch: its documents, the nano-batches they are cut into, and which keys pong reads of ping's.
-
-The documents of a micro-batch are numbered as the loader gave them; a nano-batch numbers its own.
-
-A step plan: everything one optimizer step does, made in one place from lengths and settings alone.
+"""A step plan: everything one optimizer step does, made in one place from lengths and settings alone.
 
 Micro-batches and the nano-batches they are cut into, the ticks in which stages run them, and the plan of every
 attention call, forward and backward. The runtime runs it and the simulator times it; nothing downstream plans again.
@@ -35,10 +31,10 @@ from distca.workload.packing import PLACEMENTS, NanoBatch, check_tolerance, pack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The documents of one micro-batch and where their tokens live."""
+    """The documents of one micro-batch, numbered as the loader gave them, and where their tokens live."""
 
-    lengths: np.ndarray                    # [documents]
-    nano_batches: tuple[NanoBatch, ...]    # one, or ping and pong, in the order in which they run
+    lengths: np.ndarray                  # [documents]
+    nano_batches: tuple[NanoBatch, ...]  # one, or ping and pong, in the order in which they run; each numbers its own
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -49,14 +45,9 @@ class MicroBatch:
 
         In the order of this one's key row.
         """
-        only = self.layouts[nano].key_only
-        mine = np.flatnonzero(only.rank == rank)
-        if len(mine) == 0:
-            return ()
-        before, here = self.nano_batches[nano - 1], self.nano_batches[nano]
-        offset = before.layout.row_offset()
-        found = []
-        for at in mine.tolist():
+        here, before, only = self.nano_batches[nano], self.nano_batches[nano - 1], self.layouts[nano].key_only
+        offset, found = before.layout.row_offset(), []
+        for at in np.flatnonzero(only.rank == rank).tolist():
             slice_before, = np.flatnonzero((before.layout.rank == rank) & (before.layout.start == only.start[at]) & (
                 before.document[before.layout.document] == here.document[only.document[at]])).tolist()
             begin = int(offset[slice_before])
@@ -78,21 +69,18 @@ class MicroBatch:
             if layout.num_ranks != self.layouts[0].num_ranks:
                 raise UserError(f"nano-batch {number} has {layout.num_ranks} ranks but the first has "
                                 f"{self.layouts[0].num_ranks}; lay all over the same ranks")
-            only = layout.key_only
-            for document, start, stop, rank in zip(nano.document[only.document].tolist(), only.start.tolist(),
-                                                   only.stop.tolist(), only.rank.tolist(), strict=True):
+            own, read = (zip(zip(nano.document[one.document].tolist(), one.start.tolist(), one.stop.tolist(),
+                                 strict=True), one.rank.tolist(), strict=True) for one in (layout, layout.key_only))
+            for (document, start, stop), rank in read:
                 if held.get((document, start, stop)) != rank:
                     raise UserError(f"nano-batch {number} reads keys [{start}, {stop}) of document {document} on rank "
                                     f"{rank}, where no nano-batch before it has them; name the slices that one has")
-            held.update(zip(zip(nano.document[layout.document].tolist(), layout.start.tolist(), layout.stop.tolist(),
-                                strict=True), layout.rank.tolist(), strict=True))
+            held.update(own)
         if not held:
             raise UserError("a micro-batch has no nano-batches; give one, or ping and pong")
         document, start, stop = np.array(sorted(held), dtype=np.int64).reshape(-1, 3).T
-        whole = np.ones(len(held), dtype=bool)
-        whole[1:] = document[1:] != document[:-1]                # a document's first slice
-        expected = np.where(whole, 0, np.roll(stop, 1))
-        bad = (start != expected) | (np.roll(whole, -1) & (stop != self.lengths[document]))
+        opens = np.append(True, document[1:] != document[:-1])   # a document's first slice
+        bad = (start != np.where(opens, 0, np.roll(stop, 1))) | (np.roll(opens, -1) & (stop != self.lengths[document]))
         count = sum(layout.num_slices for layout in self.layouts)
         if bad.any() or len(held) != count or len(np.unique(document)) != len(self.lengths):
             at = int(document[np.flatnonzero(bad)[0]]) if bad.any() else 0
@@ -162,8 +150,7 @@ class StepPlan:
 
     def forward_plans(self) -> list[Plan]:
         """Every plan of a forward tick once, in the order of ticks; of stages that share attention."""
-        forward = [not self.ticks.phase(tick) for tick in range(self.ticks.num_ticks)]
-        return [self.plans[at] for at in dict.fromkeys(self.calls[0, forward].ravel().tolist()) if at != NO_CALL]
+        return [plan for plan, _ in self._counts(self.calls[0, self.ticks.forward_ticks()])]
 
     def server_work(self) -> np.ndarray:
         """[servers] attention of the step, both ways, where stages share it: seconds, or forward's pairs.
@@ -215,17 +202,19 @@ class StepPlan:
             return StepSummary(before, after, crossing // sum(self.layers), 0.0)
         largest, mean, served = self.work_over_ticks()
         depths = min(self.layers)                                # that all stages have
-        counts = Counter(self.calls[0, [not self.ticks.phase(tick) for tick in range(self.ticks.num_ticks)], :, :depths]
-                         .ravel().tolist())                      # a tick runs one layer of each stage at a time
-        crossing = sum(count * _bytes(self.plans[at]) for at, count in counts.items() if at != NO_CALL)
+        counts = self._counts(self.calls[0, self.ticks.forward_ticks(), :, :depths])
+        crossing = sum(count * _bytes(plan) for plan, count in counts)  # a tick runs one layer of each stage at a time
         return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // depths // self.num_stages,
                            served)
 
     def _forward_calls(self, micro_batch: int, nano: int) -> list[tuple[Plan, int]]:
         """The forward plans of a micro-batch and how many layers follow each; attention is among data ranks."""
         first = (self.ticks.micro_batch == micro_batch).argmax(axis=0)  # [stages] tick
-        counts = Counter(self.calls[np.arange(self.num_stages), first, nano].ravel().tolist())
-        return [(self.plans[at], count) for at, count in counts.items() if at != NO_CALL]
+        return self._counts(self.calls[np.arange(self.num_stages), first, nano])
+
+    def _counts(self, calls: np.ndarray) -> list[tuple[Plan, int]]:
+        """The distinct plans of some calls, in their order, and how many calls have each."""
+        return [(self.plans[at], count) for at, count in Counter(calls.ravel().tolist()).items() if at != NO_CALL]
 
     def work_over_ticks(self) -> tuple[float, float, float]:
         """The largest work of any server and the pool's mean, per unit of speed, summed over all calls; and the share
@@ -249,13 +238,8 @@ class StepPlan:
 
 
 def step_among_data_ranks(
-    micro_batches: Sequence[MicroBatch],
-    planner: Callable[[Layout], Plan],
-    model: ModelShape,
-    *,
-    layers: Sequence[int],
-    tp: int = 1,
-    gather_ranks: int = 1,
+    micro_batches: Sequence[MicroBatch], planner: Callable[[Layout], Plan], model: ModelShape, *, layers: Sequence[int],
+    tp: int = 1, gather_ranks: int = 1,
 ) -> StepPlan:
     """1F1B, in which the data ranks of a stage keep their attention to themselves, as `planner` says."""
     ticks = one_forward_one_backward(len(layers), len(micro_batches))
