@@ -5,7 +5,6 @@ A file is a distribution, from which batches are dealt. If it holds less than on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,16 +33,6 @@ COST_HELP = ("Latency table: a file that `distca profile` wrote, the name of a s
              "one for each kind of server.")
 MAX_TOKENS = 2**34  # 65,536 ranks of 256K, about as many documents as fit: beyond it a typing error is likelier
 RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as several pools"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DocumentBatch:
-    """Documents that fill their ranks exactly."""
-
-    source: str  # for people
-    lengths: np.ndarray  # [documents]
-    ranks: int
-    tokens_per_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +84,13 @@ class BatchesAsked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DealtBatches:
-    """One batch or several, with statistics of the corpus they come from, if any."""
+    """One batch or several, whose documents fill their ranks exactly."""
 
-    source: str  # for people
-    batches: tuple[DocumentBatch, ...]
-    corpus: CorpusFigures | None = None
+    source: str                  # for people
+    batches: tuple[IntArray, ...]  # [batches][documents] lengths
+    ranks: int
+    tokens_per_rank: int
+    corpus: CorpusFigures | None = None  # that they come from
     note: str = ""               # how they were made, for people
     is_dealt: bool = False       # a sample of the corpus, so that means are meaningful
 
@@ -109,9 +100,7 @@ def read_batches(asked: BatchesAsked, progress: Progress = lambda _: None) -> De
     dealt = _read(asked, progress)
     if not asked.no_spanning:
         return dealt
-    return replace(dealt, batches=tuple(
-        replace(batch, source=f"{batch.source}, cut at ranks",
-                lengths=cut_at_ranks(batch.lengths, batch.tokens_per_rank)) for batch in dealt.batches))
+    return replace(dealt, batches=tuple(cut_at_ranks(lengths, dealt.tokens_per_rank) for lengths in dealt.batches))
 
 
 def _read(asked: BatchesAsked, progress: Progress) -> DealtBatches:
@@ -123,15 +112,15 @@ def _read(asked: BatchesAsked, progress: Progress) -> DealtBatches:
         asked.refuse("is not a sampler", "seed", "batches", "whole")
         lengths = standard_library_lengths()
         most = int(lengths.sum()) // asked.num_ranks
-        return _one(_batch_of_lengths("Python's standard library, a token per byte", lengths, asked,
-                                      asked.tokens_per_rank or min(DEFAULT_TOKENS_PER_RANK, most)))
+        return _one_batch("Python's standard library, a token per byte", lengths, asked,
+                          asked.tokens_per_rank or min(DEFAULT_TOKENS_PER_RANK, most))
     content = _read_named(source, asked.reading, progress)
     if isinstance(content, Workload):
         asked.refuse("is a workload, one batch", "seed", "batches", "whole")
-        return _one(_batch_of_workload(content, asked))
+        return _workload(content, asked)
     if _are_typed(source):
         asked.refuse("are lengths as typed, one batch", "seed", "batches", "whole")
-        return _one(_batch_of_lengths("lengths as typed", content, asked, asked.tokens_per_rank))
+        return _one_batch("lengths as typed", content, asked, asked.tokens_per_rank)
     return _of_file(asked, "stdin" if source == STDIN else plain(source), content)
 
 
@@ -169,20 +158,15 @@ def _typed(source: str) -> list[str]:
     return source.replace(",", " ").split() or [""]
 
 
-def _one(batch: DocumentBatch, corpus: CorpusFigures | None = None, note: str = "") -> DealtBatches:
-    return DealtBatches(batch.source, (batch,), corpus, note)
-
-
 def _sampled(asked: BatchesAsked) -> DealtBatches:
     seed, count = asked.seed or 0, asked.batches or 1
     check_whole("batches times ranks times tokens_per_rank", count * asked.batch_tokens, most=MAX_TOKENS,
                 why="the most that is sampled")
     lengths = sample_lengths(asked.source, count * asked.batch_tokens, seed=seed, max_document=asked.max_document)
-    name = f"{asked.source}, seed {seed}"
-    batches = _batches(asked, name, deal_batches(lengths, asked.batch_tokens, count, None))
-    if count == 1:
-        return DealtBatches(name, batches)
-    return DealtBatches(name, batches, CorpusFigures.of(lengths), f"{count} batches, sampled one after the other", True)
+    batches = tuple(map(check_lengths, deal_batches(lengths, asked.batch_tokens, count, None)))
+    dealt = DealtBatches(f"{asked.source}, seed {seed}", batches, asked.num_ranks, asked.row_tokens)
+    return dealt if count == 1 else replace(dealt, corpus=CorpusFigures.of(lengths), is_dealt=True,
+                                            note=f"{count} batches, sampled one after the other")
 
 
 def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
@@ -193,15 +177,15 @@ def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
     size = f"{asked.num_ranks} × {asked.row_tokens:,} tokens"
     if asked.whole:
         asked.refuse("is to be one batch of everything (--whole)", "tokens_per_rank", "seed", "batches")
-        return _one(_batch_of_lengths(name, lengths, asked, None), corpus, "One batch of everything.")
+        return _one_batch(name, lengths, asked, None, corpus, "One batch of everything.")
     if total < asked.batch_tokens:
         for option in ("tokens_per_rank", "batches", "seed"):
             if getattr(asked, option) is not None:
                 raise UserError(
                     f"{option} is {getattr(asked, option)} but {name} holds {total} tokens, fewer than one batch of "
                     f"{size}; give a smaller --tokens-per-rank, or --whole for one batch of everything")
-        return _one(_batch_of_lengths(name, lengths, asked, None), corpus,
-                    f"Fewer tokens than a batch of {size}: one batch of everything.")
+        return _one_batch(name, lengths, asked, None, corpus,
+                          f"Fewer tokens than a batch of {size}: one batch of everything.")
     seed, wanted = asked.seed or 0, asked.batches or DEFAULT_BATCHES
     dealt = deal_batches(cut, asked.batch_tokens, wanted, seed)
     all_of_it = ", all that it fills" if len(dealt) < wanted else ""
@@ -209,15 +193,10 @@ def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
     too_long = f"; {long_ones:,} longer than a batch are cut at its end" if long_ones else ""
     note = f"{count_text(len(dealt), 'batch', 'batches')}{all_of_it}, documents shuffled with seed {seed}{too_long}."
     return DealtBatches(f"{name}: {corpus.documents:,} documents, {corpus.tokens:,} tokens",
-                        _batches(asked, name, dealt), corpus, note, is_dealt=True)
+                        tuple(map(check_lengths, dealt)), asked.num_ranks, asked.row_tokens, corpus, note, True)
 
 
-def _batches(asked: BatchesAsked, name: str, dealt: Sequence[IntArray]) -> tuple[DocumentBatch, ...]:
-    return tuple(DocumentBatch(f"{name}, batch {number}" if len(dealt) > 1 else name, check_lengths(lengths),
-                               asked.num_ranks, asked.row_tokens) for number, lengths in enumerate(dealt, 1))
-
-
-def _batch_of_workload(workload: Workload, asked: BatchesAsked) -> DocumentBatch:
+def _workload(workload: Workload, asked: BatchesAsked) -> DealtBatches:
     path = asked.source
     for name in ("ranks", "tokens_per_rank"):
         wanted, found = getattr(asked, name), getattr(workload, name)
@@ -228,12 +207,13 @@ def _batch_of_workload(workload: Workload, asked: BatchesAsked) -> DocumentBatch
         raise UserError(f"max_document is {asked.max_document} but {path} holds a document of {lengths.max()} tokens, "
                         "and cutting it would leave its ranks unfilled; leave the option out or change the file")
     check_whole("ranks", workload.ranks, most=MAX_RANKS, why=RANKS_WHY)
-    return DocumentBatch(f"{workload.name} ({plain(path)})", lengths, workload.ranks, workload.tokens_per_rank)
+    return DealtBatches(f"{workload.name} ({plain(path)})", (lengths,), workload.ranks, workload.tokens_per_rank)
 
 
-def _batch_of_lengths(
-    name: str, lengths: IntArray, asked: BatchesAsked, tokens_per_rank: int | None
-) -> DocumentBatch:
+def _one_batch(
+    name: str, lengths: IntArray, asked: BatchesAsked, tokens_per_rank: int | None,
+    corpus: CorpusFigures | None = None, note: str = "",
+) -> DealtBatches:
     """Take leading documents until the ranks are full, and cut the last; all of them without tokens_per_rank."""
     ranks, num_documents = asked.num_ranks, len(lengths)
     if asked.max_document is not None:
@@ -243,5 +223,5 @@ def _batch_of_lengths(
     if tokens_per_rank == 0:
         raise UserError(f"ranks is {ranks} but {name} holds {total} tokens; give at most {total} ranks")
     lengths = fill(lengths, ranks * tokens_per_rank)
-    return DocumentBatch(f"{plain(name)}: {len(lengths):,} of {num_documents:,} documents", lengths, ranks,
-                         tokens_per_rank)
+    return DealtBatches(f"{plain(name)}: {len(lengths):,} of {num_documents:,} documents", (lengths,), ranks,
+                        tokens_per_rank, corpus, note)

@@ -21,7 +21,7 @@ from distca.cli.batches import (
     DEFAULT_TOKENS_PER_RANK,
     SOURCE_HELP,
     BatchesAsked,
-    DocumentBatch,
+    DealtBatches,
     read_batches,
 )
 from distca.cli.options import (
@@ -186,31 +186,31 @@ def plan_asked(asked: BatchesAsked, pool: PlanPool) -> PlannedBatches:
     with progress(1 + 4 * (asked.batches or DEFAULT_BATCHES)) as step:
         step("reading documents")
         dealt = read_batches(asked, lambda read: step(f"{read:,} documents", 0))
-        return PlannedBatches.of((plan_batch(batch, pool, step) for batch in dealt.batches), dealt.source,
-                                 note=dealt.note, corpus=dealt.corpus, is_dealt=dealt.is_dealt)
+        source = f"{dealt.source}, cut at ranks" if asked.no_spanning else dealt.source
+        planned = (plan_batch(lengths, source, dealt, pool, step) for lengths in dealt.batches)
+        return PlannedBatches.of(planned, dealt.source, note=dealt.note, corpus=dealt.corpus, is_dealt=dealt.is_dealt)
 
 
-def plan_batch(batch: DocumentBatch, pool: PlanPool, step: OnProgress) -> PlannedBatch:
-    """Plan, validate and summarize a batch; only placement and balancing are timed."""
-    cost = pool.cost
+def plan_batch(lengths: np.ndarray, source: str, dealt: DealtBatches, pool: PlanPool, step: OnProgress) -> PlannedBatch:
+    """Plan, validate and summarize one batch; only placement and balancing are timed."""
+    cost, ranks = pool.cost, dealt.ranks
     if cost is not None:
         for one in cost.kinds if isinstance(cost, MixedTime) else (cost,):
-            one.table.require(int(batch.lengths.max()))
+            one.table.require(int(lengths.max()))
     step("placing documents and balancing attention")
     begin = perf_counter()
-    planned = pool.step(batch.lengths, batch.ranks)
+    planned = pool.step(lengths, ranks)
     plan_seconds = perf_counter() - begin
     plan, backward = planned.plans[0], planned.plans[-1]
     step("proving the plan")
     invalid = _failed_proof(plan) or _failed_proof(backward)
     step("counting bytes")
-    in_order = pack(batch.lengths, ranks=batch.ranks, tokens_per_rank=batch.tokens_per_rank)
-    topology = pool.topology(batch.ranks)
-    speeds = np.ones(batch.ranks) if cost is None else cost.speeds(batch.ranks)
+    in_order = pack(lengths, ranks=ranks, tokens_per_rank=dealt.tokens_per_rank)
+    topology = pool.topology(ranks)
+    speeds = np.ones(ranks) if cost is None else cost.speeds(ranks)
     before = Plan(in_order, tasks_at_home(in_order), speeds, plan.tolerance, pool.model, pool.tp, cost,
-                  topology=None if topology is None else topology.first(batch.ranks))
-    found = PlannedBatch.of(plan, batch.source, before=before, backward=backward, placement=pool.placement,
-                            invalid=invalid)
+                  topology=None if topology is None else topology.first(ranks))
+    found = PlannedBatch.of(plan, source, before=before, backward=backward, placement=pool.placement, invalid=invalid)
     return replace(found, plan_seconds=plan_seconds, placement_used=planned.placement, tried=planned.tried)
 
 

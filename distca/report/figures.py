@@ -236,7 +236,7 @@ class ReportData:
 
 def strategies_of(comparison: Comparison) -> tuple[StrategyFigures, ...]:
     """Figures of every strategy and of the bound, each compared with all others."""
-    return tuple(StrategyFigures.of(outcome, comparison.rows) for outcome in comparison.rows)
+    return tuple(StrategyFigures.of(outcome, comparison.entries) for outcome in comparison.entries)
 
 
 def comparison_page(comparison: Comparison) -> ReportData:

@@ -199,7 +199,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         f"\n{comparison.source}, context {first.context:,}, {first.num_tokens:,} tokens a step\ntp {first.tp}, pp "
         f"{stages}, {comparison.num_batches} batches, tolerance {comparison.tolerance}"))
     table = _table(("", "tokens/s", "step", "idle", "exposed", "memory", "work"))
-    for outcome in comparison.rows:
+    for outcome in comparison.entries:
         table.add_row(outcome.name, f"{outcome.tokens_per_second:,.0f}", f"{outcome.step_seconds:.3g} s",
                       f"{outcome.idle_share:.1%}", f"{outcome.exposed_communication_share:.1%}",
                       f"{outcome.peak_memory_gb:.0f} GB", f"{outcome.work_max_over_mean:.2f}")
@@ -217,7 +217,7 @@ def _ratios(comparison: Comparison) -> Table:
     """Speed of our strategies over each baseline: the mean, and the range over the batches."""
     others = [outcome for outcome in comparison.outcomes if STRATEGIES[outcome.name].is_baseline]
     table = _table(("", *(other.name for other in others)), title="times as fast as (range over batches)")
-    for outcome in [outcome for outcome in comparison.rows if outcome not in others] or others:
+    for outcome in [outcome for outcome in comparison.entries if outcome not in others] or others:
         ratios = [outcome.speedup_over(other) for other in others]
         table.add_row(outcome.name, *(f"{ratio:.2f} ({low:.2f}-{high:.2f})" for ratio, low, high in ratios))
     return table

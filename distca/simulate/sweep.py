@@ -52,8 +52,11 @@ class Question:
             raise UserError(f"batches is {self.num_batches}; give at least 1")
         self.table.require(self.settings[0].context)
         for setting in self.settings:
-            if isinstance(self.table, MixedPool):
-                _check_mixed(self.table, setting)
+            if isinstance(self.table, MixedPool):                # stages would all be charged like the first ranks
+                if setting.pp > 1:
+                    raise UserError(f"pp is {setting.pp} but cost names servers that differ, which are simulated "
+                                    "without a pipeline; give --pp 1, or one latency table")
+                self.table.time(setting.model, setting.tp).check_servers(setting.num_pool)
             self.source.check_context(setting.context)
             check_holds_model(setting, self.costs(setting))
             check_holds_step(setting, self.costs(setting))
@@ -62,16 +65,8 @@ class Question:
         return Costs.of(setting.model, setting.cluster, setting.tp, self.table)
 
     def batch(self, setting: Setting, number: int) -> StepDocuments:
-        return StepDocuments(tuple(batch_sequences(self.source, setting.context, setting.num_sequences,
-                                                   (self.seed, number))))
-
-
-def _check_mixed(pool: MixedPool, setting: Setting) -> None:
-    """Refuse pipelines, whose stages would all be charged like the first ranks, and pools of another size."""
-    if setting.pp > 1:
-        raise UserError(f"pp is {setting.pp} but cost names servers that differ, which are simulated without a "
-                        "pipeline; give --pp 1, or one latency table")
-    pool.time(setting.model, setting.tp).check_servers(setting.num_pool)
+        return StepDocuments(tuple(batch_sequences(
+            self.source, setting.context, setting.num_sequences, (self.seed, number))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +169,11 @@ class Comparison:
     too_large: tuple[str, ...]
 
     @property
-    def rows(self) -> tuple[Outcome, ...]:
+    def entries(self) -> tuple[Outcome, ...]:
         return self.outcomes if self.bound is None else (*self.outcomes, self.bound)
 
     def outcome(self, name: str) -> Outcome:
-        return next(outcome for outcome in self.rows if outcome.name == name)
+        return next(outcome for outcome in self.entries if outcome.name == name)
 
     def as_json(self) -> dict[str, Any]:
         setting = self.setting
@@ -187,7 +182,7 @@ class Comparison:
             "pp": setting.pp, "context": setting.context, "data": self.source, "batches": self.num_batches,
             "tokens_per_step": setting.num_tokens, "tokens_per_rank": setting.tokens_per_rank,
             "micro_batches": setting.num_micro_batches, "tolerance": self.tolerance,
-            "strategies": {outcome.name: outcome.as_json(self.rows) for outcome in self.rows},
+            "strategies": {outcome.name: outcome.as_json(self.entries) for outcome in self.entries},
             "too_large": list(self.too_large),
         }
 
@@ -198,16 +193,16 @@ Found = dict[Key, Figures | float | None]  # see batch_figures
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
     """Run every strategy over all batches; `step` is called after each batch."""
-    rows: dict[int, Found] = {}
-    workers = min(workers, question.num_batches)
+    done: dict[int, Found] = {}
+    count, workers = question.num_batches, min(workers, question.num_batches)
     with (nullcontext() if workers <= 1 else
           ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))) as pool:
-        for numbers in (range(BATCHES_TO_CHOOSE_ON), range(BATCHES_TO_CHOOSE_ON, question.num_batches)):
-            chosen = _chosen(question, rows)
-            for number, found in _run(question, numbers[:question.num_batches], chosen, pool):
-                rows[number] = found
-                step(f"batch {len(rows)} of {question.num_batches}")
-    ordered = [rows[number] for number in sorted(rows)]
+        for numbers in (range(count)[:BATCHES_TO_CHOOSE_ON], range(count)[BATCHES_TO_CHOOSE_ON:]):
+            chosen = _chosen(question, [done[number] for number in sorted(done)])
+            for number, found in _run(question, numbers, chosen, pool):
+                done[number] = found
+                step(f"batch {len(done)} of {count}")
+    ordered = [done[number] for number in sorted(done)]
     best = {name: _best(question, name, ordered) for name in question.strategies}
     floor = best.pop(BOUND, None)
     too_large = [name for name, outcome in best.items() if outcome is None]
@@ -218,8 +213,8 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
             f"a step of {setting.num_tokens} tokens does not fit {setting.gpus} GPUs of "
             f"{setting.cluster.memory_bytes / 1e9:.0f} GB with any of: {', '.join(too_large)}; give fewer --sequences, "
             "more --gpus, or a larger --tp or --pp")
-    return Comparison(question.source.name, question.settings[0], question.num_batches, question.tolerance,
-                      tuple(outcomes), floor, tuple(too_large))
+    return Comparison(question.source.name, question.settings[0], count, question.tolerance, tuple(outcomes), floor,
+                      tuple(too_large))
 
 
 def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
@@ -253,14 +248,11 @@ def _run(
         raise
 
 
-def _chosen(question: Question, rows: dict[int, Found]) -> frozenset[Key] | None:
+def _chosen(question: Question, batches: Sequence[Found]) -> frozenset[Key] | None:
     """Keys that our own strategies keep after the first batches; None before them."""
-    if not rows:
-        return None
-    ordered = [rows[number] for number in sorted(rows)]
-    best = [_best_key(question, name, ordered) for name in question.strategies
-            if name != BOUND and not STRATEGIES[name].is_baseline]
-    return frozenset(key for key in best if key is not None)
+    best = [_best_key(question, name, batches) for name in question.strategies
+            if batches and name != BOUND and not STRATEGIES[name].is_baseline]
+    return frozenset(key for key in best if key is not None) if batches else None
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
@@ -334,22 +326,22 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
         for number, found in enumerate(outcome.figures)))
 
 
-def _best(question: Question, name: str, rows: Sequence[Found]) -> Outcome | None:
-    key = _best_key(question, name, rows)
+def _best(question: Question, name: str, batches: Sequence[Found]) -> Outcome | None:
+    key = _best_key(question, name, batches)
     return None if key is None else Outcome(name, question.settings[key[0]], key[2], tuple(
-        figures for row in rows if isinstance(figures := row[key], Figures)))
+        figures for found in batches if isinstance(figures := found[key], Figures)))
 
 
-def _best_key(question: Question, name: str, rows: Sequence[Found]) -> Key | None:
+def _best_key(question: Question, name: str, batches: Sequence[Found]) -> Key | None:
     """Choice with the best mean; batches that skipped a candidate run it now."""
-    keys = [key for key in rows[0] if key[1] == name]
-    while keys := [key for key in keys if all(row[key] is not None for row in rows)]:
-        best = min(keys, key=lambda key: sum(_seconds(row[key]) for row in rows))
-        left_out = next((number for number, row in enumerate(rows) if isinstance(row[best], float)), None)
-        if left_out is None:
+    keys = [key for key in batches[0] if key[1] == name]
+    while keys := [key for key in keys if all(found[key] is not None for found in batches)]:
+        best = min(keys, key=lambda key: sum(_seconds(found[key]) for found in batches))
+        skipped = next((number for number, found in enumerate(batches) if isinstance(found[best], float)), None)
+        if skipped is None:
             return best
-        batch = question.batch(question.settings[best[0]], left_out)
-        rows[left_out][best] = _one(question, best, batch, {})
+        batch = question.batch(question.settings[best[0]], skipped)
+        batches[skipped][best] = _one(question, best, batch, {})
     return None
 
 
