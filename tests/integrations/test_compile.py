@@ -153,10 +153,9 @@ def check(graphs: list[int]) -> None:
     assert graphs[1] == graphs[-1], f"graphs after each step: {graphs}; sizes are dynamic from the second on"
 
 
+@pytest.mark.slow
 @needs("transformers")
-@pytest.mark.parametrize(("kind", "checkpointing"), [
-    ("llama", False), pytest.param("llama", True, marks=pytest.mark.slow),
-    pytest.param("gemma3", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_a_transformers_model_of_one_process(kind: str, checkpointing: bool) -> None:
     torch.compiler.reset()
     check(huggingface(None, kind, checkpointing)[0])
@@ -180,8 +179,9 @@ def test_a_step_that_begins_inside_what_is_compiled() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("body", [pytest.param(huggingface, marks=needs("transformers")), plain,
-                                  pytest.param(megatron, marks=needs("megatron"))])
+@pytest.mark.parametrize("body", [  # Transformers on two ranks: test_compile_spanning.py
+    pytest.param(huggingface, marks=[needs("transformers"), pytest.mark.slow]), plain,
+    pytest.param(megatron, marks=needs("megatron"))])
 def test_two_ranks(body: Callable[..., Any]) -> None:
     for outcome in run_processes(2, body, timeout_seconds=60, deadline_seconds=120):
         assert outcome.error is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import runpy
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +18,14 @@ from inspect import getfile
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+COMMON = (  # imported once for the ranks of all tests, where this process has imported them
+    "pytest", "hypothesis.strategies", "distca.train.trainer", "distca.integrations.huggingface",
+    "transformers.models.llama.modeling_llama", "distca.integrations.megatron_core")
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutcome:
-    """How a process ended: with what its body returned, with an error, or without a word."""
+    """How a process ended: with a value, with an error, or with neither."""
 
     value: Any                # None where the body raised or never came back
     error: str | None         # "TypeOfError: message"
@@ -34,11 +39,10 @@ def run_processes(
 ) -> list[ProcessOutcome]:
     """Run `body(transport, *args)` in real processes that form a gloo group; none of them outlives this call.
 
-    `body` is a function of a module that can be loaded from its file. `timeout_seconds` is the group's. The rank that
-    is `lost` is not waited for.
+    `body` is a function at the top of a file. `timeout_seconds` is the group's. The `lost` rank is not waited for.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "distca.runtime.attention"])
+    context.set_forkserver_preload(["torch", "distca.runtime.attention", *filter(sys.modules.__contains__, COMMON)])
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(size):
@@ -49,13 +53,13 @@ def run_processes(
             child_end.close()
             ends.append(end)
         deadline = time.monotonic() + deadline_seconds
-        said: dict[int, bytes] = {}
+        sent: dict[int, bytes] = {}
         try:
             for rank, process in enumerate(processes):
-                if rank != lost:                                 # a rank that says much ends only once it is heard
-                    said[rank] = _hear(ends[rank], process, deadline)
+                if rank != lost:                                 # a rank with a large result ends once it is received
+                    sent[rank] = _receive(ends[rank], process, deadline)
                     process.join(max(deadline - time.monotonic(), 0.0))
-            return [_outcome(process, said.get(rank) or _hear(ends[rank], process, 0.0))
+            return [_outcome(process, sent.get(rank) or _receive(ends[rank], process, 0.0))
                     for rank, process in enumerate(processes)]
         finally:
             for process in processes:
@@ -64,15 +68,15 @@ def run_processes(
 
 
 def values(outcomes: Sequence[ProcessOutcome]) -> list[Any]:
-    """What every process returned, where all of them ended well."""
+    """Every process's value; raises the first error."""
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None or outcome.exit_code != 0:
             raise RuntimeError(f"rank {rank} failed: {outcome.error or f'exit code {outcome.exit_code}'}")
     return [outcome.value for outcome in outcomes]
 
 
-def _hear(end: Connection, process: Any, deadline: float) -> bytes:
-    """What a process sends before the deadline; nothing where it ends without a word."""
+def _receive(end: Connection, process: Any, deadline: float) -> bytes:
+    """The message that a process sends before the deadline; empty if it ends without one."""
     wait([end, process.sentinel], timeout=max(deadline - time.monotonic(), 0.0))
     try:
         return end.recv_bytes() if end.poll() else b""
@@ -80,8 +84,8 @@ def _hear(end: Connection, process: Any, deadline: float) -> bytes:
         return b""
 
 
-def _outcome(process: Any, said: bytes) -> ProcessOutcome:
-    value, error, seconds = pickle.loads(said) if said else (None, None, 0.0)
+def _outcome(process: Any, sent: bytes) -> ProcessOutcome:
+    value, error, seconds = pickle.loads(sent) if sent else (None, None, 0.0)
     return ProcessOutcome(value, error, process.exitcode, seconds)
 
 
