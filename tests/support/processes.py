@@ -55,10 +55,11 @@ def run_processes(
         deadline = time.monotonic() + deadline_seconds
         sent: dict[int, bytes] = {}
         try:
-            for rank, process in enumerate(processes):
-                if rank != lost:                                 # a rank with a large result ends once it is received
-                    sent[rank] = _receive(ends[rank], process, deadline)
-                    process.join(max(deadline - time.monotonic(), 0.0))
+            waited = [(rank, process) for rank, process in enumerate(processes) if rank != lost]
+            for rank, process in waited:                         # all before any ends: ranks end together
+                sent[rank] = _receive(ends[rank], process, deadline)
+            for _, process in waited:
+                process.join(max(deadline - time.monotonic(), 0.0))
             return [_outcome(process, sent.get(rank) or _receive(ends[rank], process, 0.0))
                     for rank, process in enumerate(processes)]
         finally:
