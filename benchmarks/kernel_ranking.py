@@ -23,9 +23,8 @@ from attention_batches import POOL_TOKENS, Batch, sampled_plan, servers
 from rich.console import Console
 from rich.table import Table
 
-from distca.kernels import TaskRows, kernel_named
+from distca.kernels import MEASURED, Speed, TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs, Scores
-from distca.kernels.ranking import MEASURED, Speed
 from distca.profiling.machine import samples, versions
 
 KERNELS = ("hopper", "fa4", "varlen")

@@ -1,36 +1,56 @@
-"""Attention kernels behind one interface, and the choice among them.
+"""Attention kernels behind one interface, the registry of them, and the choice among them.
 
-`choose` takes "auto", which is the kernel that was measured fastest on this kind of device (ranking.py) among those
-that fit, and says so once; or a kernel's name, which fits or is refused with the reason: nothing falls back in silence.
+`choose` takes "auto", which is the kernel that was measured fastest on this kind of device among those that fit, and
+logs it once; or a kernel's name, which fits or is refused with the reason: nothing falls back in silence. A new kernel
+is a class (interface.Kernel) and a line in KERNELS; benchmarks/kernel_ranking.py measures it. The names can be imported
+without torch.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from distca.kernels.dense import DenseKernel, dense_attention
-from distca.kernels.flash import Fa4Kernel, VarlenKernel
-from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import Kernel, Scores, TaskRows, merge
-from distca.kernels.ranking import fastest_first
-from distca.kernels.sdpa import SdpaKernel
 from distca.validation import UserError
 
-__all__ = ["Kernel", "Scores", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
+if TYPE_CHECKING:
+    import torch
 
-_KERNELS: tuple[Kernel, ...] = (HopperKernel(), Fa4Kernel(), VarlenKernel(), SdpaKernel(), DenseKernel())
-_announced: set[str] = set()
+    from distca.kernels.dense import dense_attention
+    from distca.kernels.interface import Kernel, Scores, TaskRows, merge
+
+__all__ = ["KERNELS", "Kernel", "Scores", "TaskRows", "choose", "dense_attention", "kernel_named", "merge"]
+
+KERNELS = {  # name -> class, in the order in which kernels are usually fastest
+    "hopper": "hopper.kernel.HopperKernel",
+    "fa4": "flash.Fa4Kernel",
+    "varlen": "flash.VarlenKernel",
+    "sdpa": "sdpa.SdpaKernel",
+    "dense": "dense.DenseKernel",
+}
+MEASURED = Path(__file__).parent / "measured.json"
+BACKWARD_FLOPS = 2.5  # times those of forward
+
+if not TYPE_CHECKING:  # type checkers see the imports above, and unknown names as errors
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{'dense' if 'dense' in name else 'interface'}"), name)
 
 
+@functools.cache
 def kernel_named(name: str) -> Kernel:
     """The kernel of this name, whether or not it fits this machine."""
-    for kernel in _KERNELS:
-        if kernel.name == name:
-            return kernel
-    names = ", ".join(kernel.name for kernel in _KERNELS)
-    raise UserError(f"kernel={name!r} is unknown; give auto or one of {names}")
+    if name not in KERNELS:
+        raise UserError(f"kernel={name!r} is unknown; give auto or one of {', '.join(KERNELS)}")
+    module, _, kind = KERNELS[name].rpartition(".")
+    kernel: Kernel = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
+    return kernel
 
 
 def choose(
@@ -38,30 +58,66 @@ def choose(
     value_dim: int | None = None, softcap: float | None = None,
 ) -> Kernel:
     """The kernel of this name, or with "auto" the fastest, that fits these tensors."""
+    import torch
+
+    from distca.kernels.interface import Scores
+
     device, scores = torch.device(device), Scores(window=window, softcap=softcap)
-    if name != "auto":
-        kernel = kernel_named(name)
-        reason = kernel.supports(device, dtype, head_dim, scores, value_dim)
-        if reason is not None:
-            raise UserError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
-        return kernel
     refused: list[str] = []
-    for kernel in fastest_first(_KERNELS, device, dtype, head_dim, scores.window):
+    for one in fastest_first(device, dtype, head_dim, window) if name == "auto" else [name]:
+        kernel = kernel_named(one)
         reason = kernel.supports(device, dtype, head_dim, scores, value_dim)
         if reason is None:
-            _announce(kernel, device, dtype, head_dim, scores, refused)
+            if name == "auto":
+                cap = "" if softcap is None else f", softcap {softcap}"
+                instead = f" (not {'; not '.join(refused)})" if refused else ""
+                _log_once(f"attention kernel {one} for {dtype}, head_dim {head_dim}, window {window}{cap} on "
+                          f"{device.type}", instead)
             return kernel
-        refused.append(f"{kernel.name}: {reason}")
+        if name != "auto":
+            raise UserError(f"kernel={name!r} cannot run here: {reason}; or give kernel='auto'")
+        refused.append(f"{one}: {reason}")
     raise UserError(f"no kernel takes {dtype} on {device}: {' | '.join(refused)}")
 
 
-def _announce(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores, refused: list[str]
-) -> None:
-    cap = "" if scores.softcap is None else f", softcap {scores.softcap}"
-    what = (f"attention kernel {kernel.name} for {dtype}, head_dim {head_dim}, window {scores.window}{cap} on "
-            f"{device.type}")
+_announced: set[str] = set()
+
+
+def _log_once(what: str, instead: str) -> None:
     if what not in _announced:
         _announced.add(what)
-        instead = f" (not {'; not '.join(refused)})" if refused else ""
         logging.getLogger("distca").info("%s%s", what, instead)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One kernel on a server's batch of bfloat16 tasks."""
+
+    kernel: str
+    head_dim: int
+    windowed: bool
+    forward_tflops: float
+    backward_tflops: float
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward together, in units of forward's operations."""
+        return 1 / self.forward_tflops + BACKWARD_FLOPS / self.backward_tflops
+
+
+@functools.cache
+def measured() -> dict[str, tuple[Speed, ...]]:
+    """Speeds by the name of the device."""
+    devices = json.loads(MEASURED.read_text(encoding="utf-8"))["devices"]
+    return {name: tuple(Speed(**row) for row in entry["speeds"]) for name, entry in devices.items()}
+
+
+def fastest_first(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> list[str]:
+    """Names of kernels by their seconds on this kind of device; those without a figure follow in KERNELS' order."""
+    import torch
+
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return list(KERNELS)
+    seconds = {speed.kernel: speed.seconds for speed in measured().get(torch.cuda.get_device_name(device), ())
+               if speed.head_dim == head_dim and speed.windowed == (window is not None)}
+    return sorted(KERNELS, key=lambda name: seconds.get(name, float("inf")))

@@ -1,7 +1,7 @@
 """The oracle: attention written down as its formula, with every score in memory.
 
 Slow and quadratic on purpose. `dense_attention` is what every other path in the project must equal; the `dense` kernel
-states the same for task rows, in any dtype on any device.
+states the same for task tasks, in any dtype on any device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from distca.kernels.interface import (
     Scores,
     TaskRows,
     accumulation_dtype,
+    cap_slope,
+    capped,
     check_inputs,
+    check_sinks,
     softmax_scale,
 )
-from distca.kernels.softcap_sinks import cap_slope, capped, check_sinks
 from distca.validation import UserError
 
 
@@ -66,13 +68,13 @@ def dense_attention(
 
 @dataclass(frozen=True, slots=True)
 class _DenseTasks:
-    rows: TaskRows
+    tasks: TaskRows
     scores: Scores
 
 
 @dataclass(frozen=True, slots=True)
 class DenseKernel:
-    """Task rows by the formula: the number of rows that show a key to a query weighs their score."""
+    """Task tasks by the formula: the number of tasks that show a key to a query weighs their score."""
 
     name: str = "dense"
 
@@ -82,13 +84,13 @@ class DenseKernel:
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype is {dtype}; give a floating-point dtype"
 
-    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _DenseTasks:
-        return _DenseTasks(rows, scores)
+    def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _DenseTasks:
+        return _DenseTasks(tasks, scores)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _DenseTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_inputs(q, k, v, prepared.rows)
+        check_inputs(q, k, v, prepared.tasks)
         softcap = prepared.scores.softcap
         scores = _scores(q, k, softmax_scale(q, scale), softcap) + _log_shown(q, k, prepared)  # [heads, q, k]
         lse = scores.logsumexp(dim=-1)  # [heads, q]
@@ -100,7 +102,7 @@ class DenseKernel:
         self, inputs: BackwardInputs, prepared: _DenseTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
-        check_inputs(q, k, v, prepared.rows)
+        check_inputs(q, k, v, prepared.tasks)
         scale, softcap = softmax_scale(q, scale), prepared.scores.softcap
         scores = _scores(q, k, scale, softcap)
         probabilities = _probabilities(scores + _log_shown(q, k, prepared), lse.T)
@@ -127,15 +129,15 @@ def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _log_shown(q: torch.Tensor, k: torch.Tensor, prepared: _DenseTasks) -> torch.Tensor:
-    """[num_q, num_k], -inf where no row shows the key to the query."""
-    return times_shown(q, k, prepared.rows, prepared.scores.window).log()
+    """[num_q, num_k], -inf where no task shows the key to the query."""
+    return times_shown(q, k, prepared.tasks, prepared.scores.window).log()
 
 
-def times_shown(q: torch.Tensor, k: torch.Tensor, rows: TaskRows, window: int | None) -> torch.Tensor:
-    """[num_q, num_k], how many rows show the key to the query."""
+def times_shown(q: torch.Tensor, k: torch.Tensor, tasks: TaskRows, window: int | None) -> torch.Tensor:
+    """[num_q, num_k], how many tasks show the key to the query."""
     count = torch.zeros(q.shape[0], k.shape[0], dtype=accumulation_dtype(q.dtype), device=q.device)
     for q_begin, q_end, k_begin, k_end, q_offset in zip(
-        rows.q_begin, rows.q_end, rows.k_begin, rows.k_end, rows.q_offset, strict=True
+        tasks.q_begin, tasks.q_end, tasks.k_begin, tasks.k_end, tasks.q_offset, strict=True
     ):
         q_position = torch.arange(q_end - q_begin, device=q.device)[:, None] + int(q_offset)
         k_position = torch.arange(k_end - k_begin, device=q.device)[None, :]

@@ -1,18 +1,14 @@
-"""What packed FlashAttention operators share: many rows in one call, queries aligned with the end of their keys.
+"""Packed FlashAttention operators: `varlen` (FlashAttention-2, as torch ships it) and `fa4` (the flash-attn-4 package).
 
-Forward reads key ranges where they lie, shared or not. Backward writes one gradient per row and key, so keys that are
-shared, or not packed in the rows' order, are copied for it and their gradients added up. The operators differ in
-version (`varlen`, `fa4`); each says how one call of it is made.
-
-Packed FlashAttention-2, as torch ships it.
+An operator takes many tasks in one call, queries aligned with the end of their keys. Forward reads key ranges where
+they lie, shared or not. Backward writes one gradient per task and key, so keys that are shared, or not packed in the
+tasks' order, are copied for it and their gradients added up. Queries and keys are gathered only where tasks do not lie
+side by side already: ranges that are neighbours are one, and one range is a view.
 
 The operators below torch's varlen_attn are called directly, because they hand out the log-sum-exp and take the merged
-one back, and because their arguments are the same from torch 2.11 on.
-
-FlashAttention-4 from the flash-attn-4 package: for what the own kernel does not do, Blackwell and softcaps.
-
-Its calls are those of the packed FlashAttention before it. A call is compiled at its first use, in seconds, once for a
-head dim, a group size, a kind of mask and a softcap. Ampere has no backward there.
+one back, and because their arguments are the same from torch 2.11 on. FlashAttention-4 serves what the own kernel does
+not: other head dims, Blackwell and softcaps. A call of it is compiled at its first use, in seconds, once for a head
+dim, a group size, a kind of mask and a softcap. Ampere has no backward there.
 """
 
 from __future__ import annotations
@@ -36,20 +32,61 @@ from distca.kernels.interface import (
     causal_and_full,
     check_inputs,
     check_one_dim,
-    disjoint,
     joined,
-    launches,
+    merge,
     no_softcap,
     one_dim_only,
     softmax_scale,
     unit_stride,
     visible,
 )
-from distca.kernels.spans import Spans
 
-ROWS_AT_ONCE = 2**15  # a launch takes fewer than 2**16
-COPIED_KEYS_AT_ONCE = 2**18  # bounds backward's memory where rows share keys
+TASKS_AT_ONCE = 2**15  # a launch takes fewer than 2**16
+COPIED_KEYS_AT_ONCE = 2**18  # bounds backward's memory where tasks share keys
 UNBOUNDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Ranges of a buffer that lie one after another in a packed one; ranges that were neighbours are joined."""
+
+    bounds: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, begin: np.ndarray, end: np.ndarray) -> Spans:
+        starts = np.ones(len(begin), dtype=bool)
+        starts[1:] = begin[1:] != end[:-1]
+        stops = np.roll(starts, -1)
+        return cls(tuple(zip(begin[starts].tolist(), end[stops].tolist(), strict=True)))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The packed buffer; a view when the ranges are one."""
+        pieces = [x[begin:end] for begin, end in self.bounds]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pairs(self, x: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each range of x beside its part of the packed buffer."""
+        at = 0
+        for begin, end in self.bounds:
+            yield x[begin:end], packed[at : at + end - begin]
+            at += end - begin
+
+    def put(self, x: torch.Tensor, packed: torch.Tensor) -> None:
+        for there, here in self.pairs(x, packed):
+            there.copy_(here)
+
+    def add(self, x: torch.Tensor, packed: torch.Tensor) -> None:
+        for there, here in self.pairs(x, packed):
+            there += here
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, packed_out: torch.Tensor, packed_lse: torch.Tensor) -> None:
+        """Merge partial attention into out and lse, range by range, because ranges may overlap."""
+        for (out_there, out_here), (lse_there, lse_here) in zip(
+            self.pairs(out, packed_out), self.pairs(lse, packed_lse), strict=True
+        ):
+            merged_out, merged_lse = merge(out_there, lse_there, out_here, lse_here)
+            out_there.copy_(merged_out)
+            lse_there.copy_(merged_lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +95,10 @@ class PackedCall:
 
     q: Spans
     k: Spans
-    q_ends: torch.Tensor  # int32 [rows + 1] in the packed queries
-    k_ends: torch.Tensor  # int32 [rows + 1] in the packed keys
-    k_begin: torch.Tensor  # int32 [rows + 1] in the key buffer; the last entry is not read
-    k_len: torch.Tensor  # int32 [rows]
+    q_ends: torch.Tensor  # int32 [tasks + 1] in the packed queries
+    k_ends: torch.Tensor  # int32 [tasks + 1] in the packed keys
+    k_begin: torch.Tensor  # int32 [tasks + 1] in the key buffer; the last entry is not read
+    k_len: torch.Tensor  # int32 [tasks]
     max_q_len: int
     max_k_len: int
     causal: bool
@@ -71,14 +108,14 @@ class PackedCall:
 
 @dataclass(frozen=True, slots=True)
 class PackedTasks:
-    rows: TaskRows
+    tasks: TaskRows
     forward: tuple[PackedCall, ...]
     backward: tuple[PackedCall, ...]
     queries_disjoint: bool
 
 
 class PackedFlash(ABC):
-    """A kernel that is one operator, called once for each group of rows that it takes together."""
+    """A kernel that is one operator, called once for each group of tasks that it takes together."""
 
     name: str
 
@@ -92,22 +129,22 @@ class PackedFlash(ABC):
     def call_backward(
         self, inputs: BackwardInputs, call: PackedCall, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv; everything packed in the order of the call's rows."""
+        """dq, dk, dv; everything packed in the order of the call's tasks."""
 
-    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> PackedTasks:
+    def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> PackedTasks:
         window, softcap = scores.window, scores.softcap
-        inside = joined(visible(rows, window), window)
+        inside = joined(visible(tasks, window), window)
         forward, backward = [], []
         for group, causal, left in _groups(inside, window):
-            forward += [_call(chunk, causal, left, softcap, device) for chunk in launches(group, ROWS_AT_ONCE)]
-            chunks = launches(group, ROWS_AT_ONCE, COPIED_KEYS_AT_ONCE)
+            forward += [_call(chunk, causal, left, softcap, device) for chunk in launches(group, TASKS_AT_ONCE)]
+            chunks = launches(group, TASKS_AT_ONCE, COPIED_KEYS_AT_ONCE)
             backward += [_call(chunk, causal, left, softcap, device) for chunk in chunks]
-        return PackedTasks(rows, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
+        return PackedTasks(tasks, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: PackedTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_inputs(q, k, v, prepared.rows)
+        check_inputs(q, k, v, prepared.tasks)
         check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
@@ -129,7 +166,7 @@ class PackedFlash(ABC):
         self, inputs: BackwardInputs, prepared: PackedTasks, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, lse = inputs
-        check_inputs(q, k, v, prepared.rows)
+        check_inputs(q, k, v, prepared.tasks)
         check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
@@ -148,36 +185,55 @@ class PackedFlash(ABC):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _groups(rows: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, bool, int]]:
+def disjoint(begin: np.ndarray, end: np.ndarray) -> bool:
+    """Whether no two of these ranges, none of them empty, share a token."""
+    order = np.argsort(begin, kind="stable")
+    return bool((end[order][:-1] <= begin[order][1:]).all())
+
+
+def launches(tasks: TaskRows, most_tasks: int, most_keys: int | None = None) -> Iterator[TaskRows]:
+    """Rows in the order of their queries, as many at once as one launch takes.
+
+    `most_keys` bounds the memory for gradients of keys that tasks share, which are written apart.
+    """
+    ordered = tasks.take(np.argsort(tasks.q_begin, kind="stable"))
+    launch = np.arange(len(ordered)) // most_tasks
+    if most_keys is not None and not disjoint(ordered.k_begin, ordered.k_end):
+        launch += np.cumsum(ordered.k_len) // most_keys
+    for number in np.unique(launch):
+        yield ordered.take(launch == number)
+
+
+def _groups(tasks: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, bool, int]]:
     """Rows that one launch can take together: with the causal mask or without, and one bound to the left.
 
-    The operator counts its window from the diagonal that ends in the corner of queries and keys. For a causal row
-    that is the row's own; a rectangle further from the diagonal needs a bound of its own.
+    The operator counts its window from the diagonal that ends in the corner of queries and keys. For a causal task
+    that is the task's own; a rectangle further from the diagonal needs a bound of its own.
     """
-    causal, full = causal_and_full(rows)
+    causal, full = causal_and_full(tasks)
     if len(causal):
         yield causal, True, UNBOUNDED if window is None else window - 1
     if window is None:
         left = np.full(len(full), UNBOUNDED)
     else:
         left = full.k_len - full.q_len - full.q_offset + window - 1
-        left[left >= full.k_len - 1] = UNBOUNDED  # the window reaches all keys of the row
+        left[left >= full.k_len - 1] = UNBOUNDED  # the window reaches all keys of the task
     for bound in np.unique(left).tolist():
         yield full.take(left == bound), False, bound
 
 
-def _call(rows: TaskRows, causal: bool, left: int, softcap: float | None, device: torch.device) -> PackedCall:
+def _call(tasks: TaskRows, causal: bool, left: int, softcap: float | None, device: torch.device) -> PackedCall:
     def upload(column: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(column.astype(np.int32)).to(device)
 
-    max_q_len, max_k_len = int(rows.q_len.max()), int(rows.k_len.max())
+    max_q_len, max_k_len = int(tasks.q_len.max()), int(tasks.k_len.max())
     return PackedCall(
-        q=Spans.of(rows.q_begin, rows.q_end),
-        k=Spans.of(rows.k_begin, rows.k_end),
-        q_ends=upload(np.concatenate([[0], np.cumsum(rows.q_len)])),
-        k_ends=upload(np.concatenate([[0], np.cumsum(rows.k_len)])),
-        k_begin=upload(np.append(rows.k_begin, 0)),
-        k_len=upload(rows.k_len),
+        q=Spans.of(tasks.q_begin, tasks.q_end),
+        k=Spans.of(tasks.k_begin, tasks.k_end),
+        q_ends=upload(np.concatenate([[0], np.cumsum(tasks.q_len)])),
+        k_ends=upload(np.concatenate([[0], np.cumsum(tasks.k_len)])),
+        k_begin=upload(np.append(tasks.k_begin, 0)),
+        k_len=upload(tasks.k_len),
         max_q_len=max(2, max_q_len),  # at 1 the operator takes a decoding path of its own
         max_k_len=max_k_len if left == UNBOUNDED else max(max_k_len, max_q_len),  # it caps both window bounds
         causal=causal,
@@ -214,20 +270,8 @@ class VarlenKernel(PackedFlash):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            call.q_ends,
-            call.k_begin,
-            call.max_q_len,
-            call.max_k_len,
-            0.0,
-            call.causal,
-            False,
-            scale=scale,
-            window_size_left=call.window_left,
-            window_size_right=0 if call.causal else UNBOUNDED,
-            seqused_k=call.k_len,
+            q, k, v, call.q_ends, call.k_begin, call.max_q_len, call.max_k_len, 0.0, call.causal, False, scale=scale,
+            window_size_left=call.window_left, window_size_right=0 if call.causal else UNBOUNDED, seqused_k=call.k_len,
         )
         return out, lse.T.contiguous()
 
@@ -236,17 +280,9 @@ class VarlenKernel(PackedFlash):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         device = inputs.q.device
         return torch.ops.aten._flash_attention_backward(
-            *inputs._replace(lse=inputs.lse.T.contiguous()),
-            call.q_ends,
-            call.k_ends,
-            call.max_q_len,
-            call.max_k_len,
-            0.0,
-            call.causal,
-            torch.zeros(2, dtype=torch.uint64, device=device),  # the random state of a dropout that is not used
-            torch.empty(0, device=device),
-            scale=scale,
-            window_size_left=call.window_left,
+            *inputs._replace(lse=inputs.lse.T.contiguous()), call.q_ends, call.k_ends, call.max_q_len, call.max_k_len,
+            0.0, call.causal, torch.zeros(2, dtype=torch.uint64, device=device),  # state of no dropout
+            torch.empty(0, device=device), scale=scale, window_size_left=call.window_left,
             window_size_right=0 if call.causal else UNBOUNDED,
         )
 
@@ -304,9 +340,8 @@ class Fa4Kernel(PackedFlash):
         dout, q, k, v, out, lse = inputs
         dq, dk, dv, *_ = _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, softcap=call.softcap or 0.0,
-            cu_seqlens_q=call.q_ends,
-            cu_seqlens_k=call.k_ends, deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_mask_and_sizes(call)
+            cu_seqlens_q=call.q_ends, cu_seqlens_k=call.k_ends,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_mask_and_sizes(call)
         )
         return dq, dk, dv
 

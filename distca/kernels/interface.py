@@ -1,25 +1,28 @@
-"""What every attention kernel agrees on: task rows in packed buffers, and one rule for who sees whom.
+"""What every attention kernel agrees on: tasks in packed buffers, and one rule for who sees whom.
 
-A server holds queries and keys of many documents in flat buffers. One `TaskRows` row is one CA-task in them:
-queries q[q_begin:q_end] against keys k[k_begin:k_end]. Key j of the row stands at position j, query i at position
+A server holds queries and keys of many documents in flat buffers. An entry of `TaskRows` is one CA-task in them:
+queries q[q_begin:q_end] against keys k[k_begin:k_end]. Key j of the task stands at position j, query i at position
 q_offset + i, and a query sees the keys with
 
     key position <= query position   and, with a window w,   key position > query position - w.
 
-So q_offset = k_len - q_len is the usual causal row whose queries align with the end of their keys, and
-q_offset >= k_len - 1 is a full rectangle, a partial key range off the diagonal. Key ranges of different rows may
-overlap (a shared prefix is stored once), and so may query ranges: a query that stands in several rows gets the
-attention over all their keys together, merged exactly through the log-sum-exp. A (query, key) pair named by two rows
+So q_offset = k_len - q_len is the usual causal task whose queries align with the end of their keys, and
+q_offset >= k_len - 1 is a full rectangle, a partial key range off the diagonal. Key ranges of different tasks may
+overlap (a shared prefix is stored once), and so may query ranges: a query that stands in several tasks gets the
+attention over all their keys together, merged exactly through the log-sum-exp. A (query, key) pair named by two tasks
 counts twice; a plan names each pair once.
 
 Backward takes the merged out and log-sum-exp. Every pair's probability is exp(score - lse) and its delta
-rowsum(dout * out), both of the whole softmax, so a row needs no state of its own, wherever its siblings ran, and the
+rowsum(dout * out), both of the whole softmax, so a task needs no state of its own, wherever its siblings ran, and the
 log-sum-exp needs no gradient: it only ever weighs partial outs, whose merged gradient this already is.
+
+Softcap c makes c * tanh(score / c) of a score, ahead of the mask, so a kernel has it or does not. A sink is one more
+key of a head, with a learned score and a value of 0. It is merged like any other part of the keys, once, into a query's
+attention over all of them, so that sinks work with every kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -54,13 +57,13 @@ PLAIN = Scores()
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """One row per CA-task: queries [q_begin, q_end) see keys [k_begin, k_end), the first query at q_offset."""
+    """One entry per CA-task: queries [q_begin, q_end) see keys [k_begin, k_end), the first query at q_offset."""
 
-    q_begin: np.ndarray  # [rows]
-    q_end: np.ndarray  # [rows]
-    k_begin: np.ndarray  # [rows]
-    k_end: np.ndarray  # [rows]
-    q_offset: np.ndarray  # [rows] position of the first query minus position of the first key
+    q_begin: np.ndarray  # [tasks]
+    q_end: np.ndarray  # [tasks]
+    k_begin: np.ndarray  # [tasks]
+    k_end: np.ndarray  # [tasks]
+    q_offset: np.ndarray  # [tasks] position of the first query minus position of the first key
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -93,12 +96,12 @@ class TaskRows:
         return self.k_end - self.k_begin
 
     def take(self, index: np.ndarray) -> TaskRows:
-        """The rows that `index` (numbers or a boolean mask) selects."""
+        """The tasks that `index` (numbers or a boolean mask) selects."""
         return TaskRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @classmethod
     def aligned(cls, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> TaskRows:
-        """Causal rows whose queries align with the end of their keys."""
+        """Causal tasks whose queries align with the end of their keys."""
         q_begin, q_end, k_begin, k_end = (np.asarray(c, dtype=np.int64) for c in (q_begin, q_end, k_begin, k_end))
         return cls(q_begin, q_end, k_begin, k_end, (k_end - k_begin) - (q_end - q_begin))
 
@@ -122,7 +125,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One way to compute attention rows. `prepare` once per plan, then every layer pays for arithmetic only."""
+    """One way to compute attention tasks. `prepare` once per plan, then every layer pays for arithmetic only."""
 
     @property
     def name(self) -> str: ...
@@ -134,7 +137,7 @@ class Kernel(Protocol):
         """None when this kernel fits, else why it does not and what to do; value_dim is head_dim where it is None."""
         ...
 
-    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> Any:
+    def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> Any:
         """An opaque object with all that depends on the tasks, the window and the softcap, on the device.
 
         It does not depend on the scale, which may differ between layers of one plan: calls take it.
@@ -154,12 +157,12 @@ class Kernel(Protocol):
     def backward(
         self, inputs: BackwardInputs, prepared: Any, scale: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv from the merged out and lse; zeros where no row reaches."""
+        """dq, dk, dv from the merged out and lse; zeros where no task reaches."""
         ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over rows, and every log-sum-exp, are kept in this."""
+    """Sums over tasks, and every log-sum-exp, are kept in this."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -180,6 +183,37 @@ def merge(
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def cap_slope(capped_scores: torch.Tensor, softcap: float | None) -> torch.Tensor | float:
+    """How much a capped score changes with the score that it was."""
+    return 1.0 if softcap is None else 1 - (capped_scores / softcap).square()
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [tokens, heads, dim] and lse [tokens, heads] over all keys, and over sinks [heads] too."""
+    return merge(out, lse, out.new_zeros(()), sinks.to(lse.dtype))
+
+
+def gradient_of_sinks(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """[heads], from the out and lse that with_sinks gave: a sink's probability times -delta, over all tokens."""
+    probability = torch.exp(sinks.to(lse.dtype) - lse.masked_fill(lse == -torch.inf, 0.0))  # [tokens, heads]
+    delta = (dout.to(lse.dtype) * out).sum(dim=-1)
+    return -(probability * delta).sum(dim=0).to(sinks.dtype)
+
+
+def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point:
+        raise UserError(f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; give one floating-point "
+                        f"number for each of the {q.shape[1]} query heads")
+    if sinks.device != q.device:
+        raise UserError(f"sinks is on {sinks.device} and q on {q.device}; move them to one device")
+
+
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse tensors that do not belong together."""
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[-1] != k.shape[-1]:
@@ -197,10 +231,10 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise UserError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: TaskRows) -> None:
-    """Refuse tensors that do not belong together or rows that reach outside of them."""
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskRows) -> None:
+    """Refuse tensors that do not belong together or tasks that reach outside of them."""
     check_tensors(q, k, v)
-    for end, column, tensor, name in (("q_end", rows.q_end, q, "q"), ("k_end", rows.k_end, k, "k")):
+    for end, column, tensor, name in (("q_end", tasks.q_end, q, "q"), ("k_end", tasks.k_end, k, "k")):
         if len(column) and column.max() > tensor.shape[0]:
             raise UserError(
                 f"TaskRows row {int(column.argmax())} has {end}={column.max()} but {name} holds {tensor.shape[0]} "
@@ -233,31 +267,31 @@ def no_softcap(scores: Scores) -> str | None:
     return f"softcap is {scores.softcap}, it takes None; use kernel='fa4' on a GPU, or 'sdpa' anywhere"
 
 
-def visible(rows: TaskRows, window: int | None = None) -> TaskRows:
-    """The same pairs without the queries that see no key and the keys that no query sees; empty rows are gone."""
-    skipped = np.maximum(0, -rows.q_offset)
-    q_offset, q_begin, q_end = rows.q_offset + skipped, rows.q_begin + skipped, rows.q_end
+def visible(tasks: TaskRows, window: int | None = None) -> TaskRows:
+    """The same pairs without the queries that see no key and the keys that no query sees; empty tasks are gone."""
+    skipped = np.maximum(0, -tasks.q_offset)
+    q_offset, q_begin, q_end = tasks.q_offset + skipped, tasks.q_begin + skipped, tasks.q_end
     first_key = np.zeros_like(q_offset)
     if window is not None:
-        q_end = np.minimum(q_end, q_begin + rows.k_len + window - 1 - q_offset)
+        q_end = np.minimum(q_end, q_begin + tasks.k_len + window - 1 - q_offset)
         first_key = np.maximum(0, q_offset - window + 1)
-    last_key = np.minimum(rows.k_len, q_offset + q_end - q_begin)
+    last_key = np.minimum(tasks.k_len, q_offset + q_end - q_begin)
     keep = (q_begin < q_end) & (first_key < last_key)
-    k_begin, k_end = rows.k_begin + first_key, rows.k_begin + last_key
+    k_begin, k_end = tasks.k_begin + first_key, tasks.k_begin + last_key
     return TaskRows(*(column[keep] for column in (q_begin, q_end, k_begin, k_end, q_offset - first_key)))
 
 
-def joined(rows: TaskRows, window: int | None = None) -> TaskRows:
-    """The same pairs in fewer rows: neighbouring queries with the same keys, or that continue one causal row.
+def joined(tasks: TaskRows, window: int | None = None) -> TaskRows:
+    """The same pairs in fewer tasks: neighbouring queries with the same keys, or that continue one causal task.
 
     A band's slices against one part of the keys become one rectangle, and shards that were cut at a slice's end become
     one shard again, so that keys they share are read and written once.
     """
-    order = np.lexsort((rows.q_begin, rows.k_begin))
-    rows = rows.take(order)
-    if len(rows) < 2:
-        return rows
-    first, second = rows.take(np.arange(len(rows) - 1)), rows.take(np.arange(1, len(rows)))
+    order = np.lexsort((tasks.q_begin, tasks.k_begin))
+    tasks = tasks.take(order)
+    if len(tasks) < 2:
+        return tasks
+    first, second = tasks.take(np.arange(len(tasks) - 1)), tasks.take(np.arange(1, len(tasks)))
     follows = (second.q_begin == first.q_end) & (second.k_begin == first.k_begin)
     full = (first.q_offset >= first.k_len - 1) & (second.q_offset >= second.k_len - 1) & (second.k_len == first.k_len)
     if window is not None:
@@ -266,48 +300,29 @@ def joined(rows: TaskRows, window: int | None = None) -> TaskRows:
               & (second.q_offset + second.q_len == second.k_len))
     opens = np.append(True, ~(follows & (full | causal)))
     begin = np.flatnonzero(opens)
-    last = np.append(begin[1:] - 1, len(rows) - 1)
-    return replace(rows.take(begin), q_end=rows.q_end[last], k_end=rows.k_end[last])
+    last = np.append(begin[1:] - 1, len(tasks) - 1)
+    return replace(tasks.take(begin), q_end=tasks.q_end[last], k_end=tasks.k_end[last])
 
 
-def causal_and_full(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
-    """Visible rows as causal rows aligned with the end of their keys, and as rows whose queries see every key.
+def causal_and_full(tasks: TaskRows) -> tuple[TaskRows, TaskRows]:
+    """Visible tasks as causal tasks aligned with the end of their keys, and as tasks whose queries see every key.
 
-    A row whose queries run past its keys is cut in two; queries that were in one row before are in one row after.
+    A task whose queries run past its keys is cut in two; queries that were in one task before are in one task after.
     """
-    diagonal = rows.q_offset < rows.k_len - 1
-    crossing = rows.take(diagonal)
+    diagonal = tasks.q_offset < tasks.k_len - 1
+    crossing = tasks.take(diagonal)
     q_cut = np.minimum(crossing.q_end, crossing.q_begin + crossing.k_len - crossing.q_offset)
     past = q_cut < crossing.q_end
     tail = replace(crossing, q_begin=q_cut, q_offset=crossing.k_len)
-    return replace(crossing, q_end=q_cut), concatenate(rows.take(~diagonal), tail.take(past))
+    return replace(crossing, q_end=q_cut), concatenate(tasks.take(~diagonal), tail.take(past))
 
 
 def rectangles_and_squares(causal: TaskRows) -> tuple[TaskRows, TaskRows]:
-    """Causal rows aligned at the end, as full rectangles before the diagonal and squares on it."""
+    """Causal tasks aligned at the end, as full rectangles before the diagonal and squares on it."""
     before = causal.q_offset > 0
     rectangles = replace(causal, k_end=causal.k_begin + causal.q_offset).take(before)
     squares = replace(causal, k_begin=causal.k_begin + causal.q_offset, q_offset=np.zeros_like(causal.q_offset))
     return rectangles, squares
-
-
-def disjoint(begin: np.ndarray, end: np.ndarray) -> bool:
-    """Whether no two of these ranges, none of them empty, share a token."""
-    order = np.argsort(begin, kind="stable")
-    return bool((end[order][:-1] <= begin[order][1:]).all())
-
-
-def launches(rows: TaskRows, most_rows: int, most_keys: int | None = None) -> Iterator[TaskRows]:
-    """Rows in the order of their queries, as many at once as one launch takes.
-
-    most_keys is for rows that share keys, whose gradients need places of their own: it bounds that memory.
-    """
-    ordered = rows.take(np.argsort(rows.q_begin, kind="stable"))
-    launch = np.arange(len(ordered)) // most_rows
-    if most_keys is not None and not disjoint(ordered.k_begin, ordered.k_end):
-        launch += np.cumsum(ordered.k_len) // most_keys
-    for number in np.unique(launch):
-        yield ordered.take(launch == number)
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Attention that runs anywhere: torch's fused CPU attention, plain matrix products for what it does not take.
 
 torch's public scaled_dot_product_attention keeps its log-sum-exp to itself; the operator below it gives it, and its
-backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a row
+backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a task
 whose queries align with the end of their keys runs as a full rectangle before the diagonal and a square on it.
 Windows are cut into blocks of queries with a small mask each. It has no softcap, which takes plain products too.
-Memory stays linear in the length of a row.
+Memory stays linear in the length of a task.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from distca.kernels.interface import (
     Scores,
     TaskRows,
     accumulation_dtype,
+    cap_slope,
+    capped,
     causal_and_full,
     check_inputs,
     joined,
@@ -32,7 +34,6 @@ from distca.kernels.interface import (
     unit_stride,
     visible,
 )
-from distca.kernels.softcap_sinks import cap_slope, capped
 
 SCORES_AT_ONCE = 2**24  # in plain products: scores of all heads that are in memory together
 WINDOW_BLOCK_MIN, WINDOW_BLOCK_MAX = 128, 1024  # queries of one masked block
@@ -51,7 +52,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _SdpaTasks:
-    rows: TaskRows
+    tasks: TaskRows
     softcap: float | None
     parts: tuple[_Part, ...]
     masks: tuple[torch.Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
@@ -62,13 +63,13 @@ class _SdpaTasks:
         """check_inputs, once for tensors of the same shapes."""
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         if key not in self.checked:
-            check_inputs(q, k, v, self.rows)
+            check_inputs(q, k, v, self.tasks)
             self.checked.add(key)
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaKernel:
-    """Scaled dot-product attention with its log-sum-exp, row part by row part."""
+    """Scaled dot-product attention with its log-sum-exp, task part by task part."""
 
     name: str = "sdpa"
 
@@ -80,9 +81,9 @@ class SdpaKernel:
             return f"dtype is {dtype}; give float64, float32, bfloat16 or float16"
         return None
 
-    def prepare(self, rows: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _SdpaTasks:
+    def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _SdpaTasks:
         window = scores.window
-        inside = joined(visible(rows, window), window)
+        inside = joined(visible(tasks, window), window)
         reach = np.inf if window is None else window
         banded = inside.q_offset + inside.q_len > reach
         causal, full = causal_and_full(inside.take(~banded))
@@ -92,7 +93,7 @@ class SdpaKernel:
             tables.append((_query_blocks(inside.take(banded), window), "masked"))
         masks: dict[tuple[int, int, int], int] = {}
         parts = []
-        covered = np.zeros(int(rows.q_end.max(initial=0)), dtype=bool)
+        covered = np.zeros(int(tasks.q_end.max(initial=0)), dtype=bool)
         for table, kind in tables:
             for q0, q1, k0, k1, offset in zip(
                 *(getattr(table, c).tolist() for c in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")), strict=True
@@ -101,7 +102,7 @@ class SdpaKernel:
                 fresh = not covered[q0:q1].any()
                 parts.append(_Part(slice(q0, q1), slice(k0, k1), kind == "causal", mask, fresh))
                 covered[q0:q1] = True
-        return _SdpaTasks(rows, scores.softcap, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks),
+        return _SdpaTasks(tasks, scores.softcap, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks),
                           (_tiled([part.q for part in parts]), _tiled([part.k for part in parts])))
 
     def forward(
@@ -171,12 +172,12 @@ def _end_to_end(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return pieces[0].data if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def _query_blocks(rows: TaskRows, window: int) -> TaskRows:
+def _query_blocks(tasks: TaskRows, window: int) -> TaskRows:
     """Rows cut into blocks of queries, so that a block's keys are little more than its window."""
     block = min(max(window // 2, WINDOW_BLOCK_MIN), WINDOW_BLOCK_MAX)
-    num_blocks = -(-rows.q_len // block)
-    row, index = spread(num_blocks)
-    whole = rows.take(row)
+    num_blocks = -(-tasks.q_len // block)
+    task, index = spread(num_blocks)
+    whole = tasks.take(task)
     q_begin = whole.q_begin + index * block
     blocks = replace(
         whole, q_begin=q_begin, q_end=np.minimum(whole.q_end, q_begin + block), q_offset=whole.q_offset + index * block

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.kernels.interface import PLAIN, Scores, check_tensors
-from distca.kernels.softcap_sinks import check_sinks, gradient_of_sinks, with_sinks
+from distca.kernels.interface import PLAIN, Scores, check_sinks, check_tensors, gradient_of_sinks, with_sinks
 from distca.planning.plan import Plan
 from distca.runtime.call import BackwardCall, Call, ForwardCall
 from distca.runtime.dedicated import Announcer

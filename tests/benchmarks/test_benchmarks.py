@@ -20,9 +20,8 @@ import torch
 from rich.console import Console
 
 import distca
-from distca.kernels import TaskRows
+from distca.kernels import Speed, TaskRows
 from distca.kernels.dense import times_shown
-from distca.kernels.ranking import Speed
 from distca.models import model_named
 from tests.support.attention import task_rows
 

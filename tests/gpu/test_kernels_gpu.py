@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import distca.kernels
-from distca.kernels import TaskRows, choose, dense_attention, kernel_named
-from distca.kernels.interface import BackwardInputs, Scores
-from distca.kernels.ranking import measured
-from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
+from distca.kernels import KERNELS, TaskRows, choose, dense_attention, kernel_named, measured
+from distca.kernels.interface import BackwardInputs, Scores, gradient_of_sinks, with_sinks
 from tests.support.accuracy import check_attention
 from tests.support.attention import determinism
 
@@ -171,8 +169,8 @@ def test_auto_takes_the_fastest_that_fits(
     with caplog.at_level(logging.INFO, logger="distca"):
         chosen = choose("cuda", dtype, head_dim, window)
     assert f"kernel {chosen.name}" in caplog.text
-    fit = [kernel.name for kernel in distca.kernels._KERNELS
-           if kernel.supports(torch.device("cuda"), dtype, head_dim, Scores(window=window)) is None]
+    fit = [name for name in KERNELS
+           if kernel_named(name).supports(torch.device("cuda"), dtype, head_dim, Scores(window=window)) is None]
     seconds = {speed.kernel: speed.seconds for speed in measured().get(torch.cuda.get_device_name(), ())
                if dtype == torch.bfloat16 and (speed.head_dim, speed.windowed) == (head_dim, window is not None)}
     timed = [name for name in fit if name in seconds]

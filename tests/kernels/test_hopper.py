@@ -1,7 +1,7 @@
 """The Hopper kernel around its launches, which hopper_walk.py plays on the CPU, and the compiling of its sources.
 
-Exactness on any rows is in test_exact.py; here are the buffers that are filled again, deterministic gradients,
-fewer multiprocessors, and what is refused.
+Exactness on any tasks is in test_exact.py; here are deterministic gradients, fewer multiprocessors, and what is
+refused.
 """
 
 import itertools
@@ -13,12 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from distca.kernels import TaskRows
-from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper import driver as cuda_driver
 from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper import launch as hopper_launch
@@ -26,9 +24,8 @@ from distca.kernels.hopper import variants as hopper_variants
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
 from distca.kernels.hopper.tables import TILE_BLOCKS
 from distca.kernels.hopper.variants import TILES
-from distca.kernels.interface import BackwardInputs, Scores
+from distca.kernels.interface import BackwardInputs
 from tests.support import hopper_walk
-from tests.support.accuracy import check_attention
 from tests.support.attention import determinism, task_rows
 
 CPU = torch.device("cpu")
@@ -77,68 +74,6 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def assert_refilled(prepared: HopperTasks, rows: TaskRows, kv_heads: int = 2, window: int | None = None) -> None:
-    """Refilled tables give what rounding allows, and the bits of fresh ones where both are of one kind.
-
-    A refilled table keeps the tile height, and the choice against parts and kept dS, of the rows it was prepared with.
-    Fresh ones choose anew, and products of other shapes round differently.
-    """
-    fresh = HOPPER.prepare(rows, CPU, Scores(window=window))
-    q, k, v, dout = tensors = inputs(kv_heads)
-    actual, expected = attend(tensors, prepared), attend(tensors, fresh)
-    check_attention(actual, q, k, v, dout, rows, window=window)
-    kinds = {(tables.tall is None, tables.num_parts, tables.kept is None)
-             for tables in (tasks.by_heads[6, kv_heads, 16] for tasks in (prepared, fresh))}
-    if len(kinds) == 1:
-        assert_same(actual, expected)
-
-
-def buffers(prepared: HopperTasks) -> dict[hopper_buffers.Heads, list[int]]:
-    return {heads: [x.data_ptr() for x in (tables.forward, tables.backward, tables.counters)]
-            for heads, tables in prepared.by_heads.items()}
-
-
-@pytest.mark.parametrize(("mode", "window"), [("added up", None), ("by itself", None), ("by itself", 70)])
-def test_refilled_rows_give_what_prepared_rows_give(launched: list[bool], request: pytest.FixtureRequest, mode: str,
-                                                    window: int | None) -> None:
-    """For every number of heads that was asked for, in the buffers of the first rows."""
-    if mode == "by itself":
-        request.getfixturevalue("determinism")
-    many = TaskRows(*np.concatenate([[getattr(rows, column) for column in TaskRows.__slots__]
-                                     for rows in (DOCUMENTS, TWICE)], axis=1))
-    prepared = HOPPER.prepare(many, CPU, Scores(window=window), most=(500, 500, len(many)))
-    for kv_heads in (1, 2):
-        attend(inputs(kv_heads), prepared)
-    first = buffers(prepared)
-    assert set(first) == {(6, 1, 16), (6, 2, 16)}
-    for rows in (TWICE, DOCUMENTS, NOTHING, many):
-        HOPPER.refill(prepared, rows)
-        for kv_heads in (1, 2):
-            assert_refilled(prepared, rows, kv_heads, window)
-        assert buffers(prepared) == first
-
-
-def test_rows_that_need_more_room_are_refused_and_the_old_ones_stay(launched: list[bool]) -> None:
-    prepared = HOPPER.prepare(TaskRows.documents([40, 90]), CPU)
-    before = attend(inputs(), prepared)
-    with pytest.raises(ValueError, match=r"these rows do not fit where others were prepared: the rows need \d+ \w+ "
-                                         r"but the tables have room for \d+; prepare with the largest step's rows"):
-        HOPPER.refill(prepared, TaskRows.documents([40] * 9))
-    assert_same(attend(inputs(), prepared), before)
-
-
-def test_room_for_so_many_queries_keys_and_rows(launched: list[bool]) -> None:
-    """The first rows alone would leave no room for these."""
-    few, many = TaskRows.documents([30]), TaskRows.documents([17] * 20 + [160])
-    narrow, roomy = HOPPER.prepare(few, CPU), HOPPER.prepare(few, CPU, most=(500, 500, 21))
-    for prepared in (narrow, roomy):
-        attend(inputs(), prepared)
-    with pytest.raises(ValueError, match="do not fit"):
-        HOPPER.refill(narrow, many)
-    HOPPER.refill(roomy, many)
-    assert_refilled(roomy, many)
-
-
 def test_deterministic_gradients_are_one_call_for_any_rows(launched: list[bool], determinism: None) -> None:
     for rows, num_launches in ((DOCUMENTS, 1), (TWICE, 1), (NOTHING, 0)):
         prepared = HOPPER.prepare(rows, CPU)
@@ -146,20 +81,6 @@ def test_deterministic_gradients_are_one_call_for_any_rows(launched: list[bool],
         assert launched == [True] * num_launches
         assert_same(attend(inputs(), prepared), first)
         launched.clear()
-
-
-def test_what_a_graph_captures_fits_other_rows(launched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While capturing, launches are made even for no rows, and nothing is left out because these rows write it."""
-    monkeypatch.setattr(torch, "empty", lambda shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
-    tensors, rows = [x[:300] for x in inputs()], TaskRows.documents([300])
-    prepared = HOPPER.prepare(rows, CPU)
-    expected = attend(tensors, prepared)
-    monkeypatch.setattr(hopper, "_capturing", lambda x: True)
-    assert_same(attend(tensors, prepared), expected)
-    HOPPER.refill(prepared, NOTHING)
-    out, lse, *gradients = attend(tensors, prepared)
-    assert len(launched) == 3
-    assert not out.any() and (lse == -torch.inf).all() and not any(x.any() for x in gradients)
 
 
 @pytest.mark.parametrize("rows", [DOCUMENTS, TWICE], ids=["queries apart", "queries shared"])
@@ -180,7 +101,7 @@ def test_a_launch_takes_all_multiprocessors_or_as_many_as_it_is_given(
     for given, taken in ((None, 132), (20, 20)):
         prepared = HopperKernel(num_sms=given).prepare(DOCUMENTS, CPU)
         attend(inputs(), prepared)
-        assert [tables.num_sms for tables in prepared.by_heads.values()] == [taken]
+        assert [kind.tables.num_sms for kind in prepared.kinds.values()] == [taken]
 
 
 def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,11 @@ def test_gradients_for_any_number_of_heads_at_a_time(
     """Of three KV heads; queries and keys are shared by rows."""
     rows = accuracy.random_rows(dim, 12, 1500, 2100, apart=False)
     with determinism(wanted=True):  # dim 128 keeps dS of so many keys only where sums need an order
-        kept = HOPPER.prepare(rows, GPU, Scores(window=window))._of_heads((12, 3, dim), capturing=False).kept
+        tensors = random_inputs(1500, 2100, 12, 3, dim)
+        kept = HOPPER.prepare(rows, GPU, Scores(window=window)).kind(*tensors[:3]).tables.kept
         assert kept is not None
         assert kept.heads == 3
-        monkeypatch.setattr(hopper_buffers, "most_places", lambda device, tile_keys: heads * kept.num_places)
-        tensors = random_inputs(1500, 2100, 12, 3, dim)
+        monkeypatch.setattr(hopper_buffers, "most_places", lambda device, place_bytes: heads * kept.num_places)
         accuracy.assert_exact(accuracy.attend(HOPPER, tensors, rows, window), tensors, rows, window)
 
 
@@ -42,6 +42,6 @@ def test_dk_and_dv_have_the_same_bits_either_way(monkeypatch: pytest.MonkeyPatch
     """One kernel sums them in both: keeping dS only adds a store."""
     rows, tensors = TaskRows.documents([700, 1, 3000]), random_inputs(3701, 3701, 8, 2, 256)
     kept = accuracy.attend(HOPPER, tensors, rows)
-    monkeypatch.setattr(hopper_buffers, "most_places", lambda device, tile_keys: 0)
+    monkeypatch.setattr(hopper_buffers, "most_places", lambda device, place_bytes: 0)
     again = accuracy.attend(HOPPER, tensors, rows)
     assert [torch.equal(a, b) for a, b in zip(kept[-2:], again[-2:], strict=True)] == [True, True]

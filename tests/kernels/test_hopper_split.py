@@ -17,7 +17,7 @@ from distca.kernels.hopper import buffers as hopper_buffers
 from distca.kernels.hopper import kernel as hopper
 from distca.kernels.hopper import split as hopper_split
 from distca.kernels.hopper.kernel import HopperKernel, HopperTasks
-from distca.kernels.hopper.tables import Capacity, ForwardTables, backward_tables, forward_tables
+from distca.kernels.hopper.tables import ForwardTables, forward_tables
 from distca.kernels.interface import BackwardInputs, Scores, joined, visible
 from tests.support import hopper_accuracy as accuracy
 from tests.support import hopper_walk
@@ -27,14 +27,10 @@ HOPPER = HopperKernel()
 KEYS = 8
 
 
-def forward(rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, keys: int = KEYS,
-            most_parts: int | None = None) -> ForwardTables:
-    return forward_tables(joined(visible(rows, window), window), window, group, kv_heads, num_sms, keys, most_parts)
-
-
-def capacity_of(rows: TaskRows, window: int | None, group: int, tables: ForwardTables) -> Capacity:
-    inside = joined(visible(rows, window), window)
-    return Capacity.fitting(tables, backward_tables(inside, window, group, 1, 1))
+def forward(
+    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, keys: int = KEYS
+) -> ForwardTables:
+    return forward_tables(joined(visible(rows, window), window), window, group, kv_heads, num_sms, keys)
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.none() | st.integers(100, 900), st.sampled_from([1, 4, 7]),
@@ -48,14 +44,13 @@ def test_parts_have_every_pair_of_their_tile_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_split, "MERGE_STEPS", merge_steps)
         split = forward(rows, window, group, kv_heads, 132)
-    whole = forward(rows, window, group, kv_heads, 132, most_parts=0)
+    whole = forward(rows, window, group, kv_heads, 1)
     assert whole.num_parts == 0 and len(whole.merges) == 0
     steps = []
     for tables in (split, whole):
-        capacity = capacity_of(rows, window, group, tables)
         found: Any = defaultdict(list)
         for head, q_first, q_count, part, *step in hopper_walk.walk_forward(
-            tables.pack(capacity), capacity, group, kv_heads, window, KEYS
+            tables.pack(), group, kv_heads, window, KEYS
         ):
             found[head, q_first, q_count].append((part, *step))
         steps.append(found)
@@ -100,13 +95,6 @@ def test_short_tiles_are_not_split() -> None:
     assert forward(TaskRows.aligned([0], [32], [0], [2_000]), None, 4, 1, 132, 128).num_parts == 0
 
 
-@given(st.integers(0, 10**6), st.booleans(), st.integers(0, 60))
-@settings(max_examples=40, deadline=None)
-def test_no_more_parts_than_there_is_room_for(seed: int, apart: bool, most_parts: int) -> None:
-    rows = accuracy.random_rows(seed, 4, 150, 900, apart)
-    assert forward(rows, None, 4, 1, 132, KEYS, most_parts).num_part_segments <= most_parts
-
-
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches played on the CPU, tables as for 132 multiprocessors and as if merging cost next to nothing."""
@@ -124,7 +112,7 @@ def attend(tensors: list[torch.Tensor], prepared: HopperTasks) -> list[torch.Ten
 
 def tables_of(tensors: list[torch.Tensor], prepared: HopperTasks) -> hopper_buffers.Tables:
     q, k, v, _ = tensors
-    return prepared.kind(q, k, v, capturing=False).tables
+    return prepared.kind(q, k, v).tables
 
 
 @pytest.mark.parametrize("window", [None, 400])
@@ -137,20 +125,3 @@ def test_split_calls_are_exact(many: None, dim: int, window: int | None) -> None
         prepared = HOPPER.prepare(rows, CPU, Scores(window=window))
         accuracy.assert_exact(attend(tensors, prepared), tensors, rows, window)
         assert tables_of(tensors, prepared).num_parts > 0
-
-
-def test_rows_are_split_as_far_as_the_first_ones_made_room(many: None) -> None:
-    """More parts, or fewer, are no reason to refuse rows."""
-    tensors = [x.double() for x in accuracy.random_inputs(60, 2_000, 4, 1, 16, CPU)]
-    long, longer, short = (TaskRows.aligned([0], [q_len], [0], [kv_len])
-                           for q_len, kv_len in ((32, 800), (60, 2_000), (32, 100)))
-    for first, has_room in ((long, True), (short, False)):
-        prepared = HOPPER.prepare(first, CPU, most=(60, 2_000, 9))
-        attend(tensors, prepared)
-        room = tables_of(tensors, prepared).capacity.parts
-        assert (room > 0) is has_room
-        for rows in (longer, short, long):
-            HOPPER.refill(prepared, rows)
-            accuracy.assert_exact(attend(tensors, prepared), tensors, rows)
-            assert tables_of(tensors, prepared).num_parts <= room
-            assert (tables_of(tensors, prepared).num_parts > 0) == (has_room and rows is not short)

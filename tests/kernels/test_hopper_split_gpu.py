@@ -1,4 +1,4 @@
-"""Keys of long tiles split over thread blocks, on a Hopper GPU: exact, the same bits every time, captured, refilled.
+"""Keys of long tiles split over thread blocks, on a Hopper GPU: exact, and the same bits every time.
 
 Every batch here is one whose tables say that tiles are split; test_hopper_split.py says when they are.
 """
@@ -15,7 +15,7 @@ import torch
 
 from distca.kernels.hopper import split as hopper_split
 from distca.kernels.hopper.kernel import HopperKernel
-from distca.kernels.interface import BackwardInputs, Scores, TaskRows
+from distca.kernels.interface import Scores, TaskRows
 from tests.support import hopper_accuracy as accuracy
 from tests.support.accuracy import check_attention
 from tests.support.attention import determinism, task_rows
@@ -36,7 +36,7 @@ def num_parts(rows: TaskRows, heads: tuple[int, int, int], window: int | None = 
     """Of tables as a call prepares them."""
     prepared = HOPPER.prepare(rows, GPU, Scores(window=window))
     q, k, v, _ = random_inputs(int(rows.q_end.max()), int(rows.k_end.max()), *heads)
-    return prepared.kind(q, k, v, capturing=False).tables.num_parts
+    return prepared.kind(q, k, v).tables.num_parts
 
 
 SPLIT = {
@@ -114,34 +114,6 @@ def test_parts_of_single_steps(
         assert num_parts(rows, (heads, kv_heads, dim), window) > 0
         with determinism():
             assert_exact(attend(HOPPER, tensors, rows, window), tensors, rows, window)
-
-
-def test_a_captured_graph_replays_with_and_without_parts() -> None:
-    """Room for parts is what the rows had that it was prepared with; without, nothing is split."""
-    long, even, few = shards(2, 128, 12_000), shards(20, 128, 2_000), TaskRows.aligned([0], [16], [0], [11_000])
-    num_q, num_k = 20 * 128, 12_000
-    q, k, v, dout = random_inputs(num_q, num_k, 8, 2, 128)
-    with determinism():
-        for first in (long, even):
-            prepared = HOPPER.prepare(first, GPU, most=(num_q, num_k, 20))
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                out, lse = HOPPER.forward(q, k, v, prepared)
-                HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)
-            torch.cuda.synchronize()
-            tables = prepared.kind(q, k, v, capturing=False).tables
-            assert (tables.capacity.parts > 0) == (first is long)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                out, lse = HOPPER.forward(q, k, v, prepared)
-                captured = [out, lse, *HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared)]
-            for number, rows in enumerate((first, even, few, long, even)):
-                HOPPER.refill(prepared, rows)
-                fresh = random_inputs(num_q, num_k, 8, 2, 128, seed=number)
-                for there, here in zip((q, k, v, dout), fresh, strict=True):
-                    there.copy_(here)
-                graph.replay()
-                assert_exact(captured, fresh, rows)
 
 
 def test_split_calls_neither_allocate_nor_wait() -> None:

@@ -17,11 +17,9 @@ from distca.kernels.hopper.tables import (
     HEADER_INTS,
     TILE_KEYS,
     BackwardTables,
-    Capacity,
     ForwardTables,
     backward_tables,
     forward_tables,
-    tokens_per_block,
 )
 from distca.kernels.interface import TaskRows, joined, visible
 from tests.support import hopper_walk
@@ -50,26 +48,19 @@ def add_tile(count: np.ndarray, q: tuple[int, int], k: tuple[int, int], shift: i
     count[q0:q1, k0:k1] += seen
 
 
-def exact(forward: ForwardTables, backward: BackwardTables) -> Capacity:
-    """No room to spare: a walk that leaves its section reads another one or the end."""
-    return Capacity(len(forward.tiles), len(forward.segments), len(backward.items), len(backward.rows),
-                    len(backward.blocks))
-
-
 def both(
     rows: TaskRows, window: int | None, group: int, grid: Grid = (2, 4)
-) -> tuple[ForwardTables, BackwardTables, Capacity]:
+) -> tuple[ForwardTables, BackwardTables]:
     rows = joined(visible(rows, window), window)
-    forward, backward = forward_tables(rows, window, group, *grid), backward_tables(rows, window, group, *grid)
-    return forward, backward, exact(forward, backward)
+    return forward_tables(rows, window, group, *grid), backward_tables(rows, window, group, *grid)
 
 
 def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_sms: int = 4) -> None:
     expected = named(rows, window)
-    forward, backward, capacity = both(rows, window, group, (2, num_sms))
+    forward, backward = both(rows, window, group, (2, num_sms))
     count = np.zeros((2, NUM_Q, NUM_K), dtype=int)
     for head, q0, q_count, _, k_tile, k_lo, k_hi, shift in hopper_walk.walk_forward(
-        forward.pack(capacity), capacity, group, 2, window
+        forward.pack(), group, 2, window
     ):
         assert k_tile <= k_lo < k_hi <= k_tile + TILE_KEYS
         add_tile(count[head], (q0, q0 + q_count), (k_lo, k_hi), shift, window)
@@ -77,7 +68,7 @@ def assert_walks_are_exact(rows: TaskRows, window: int | None, group: int, num_s
 
     count[:] = 0
     for head, k0, k_count, _, q0, q_count, k_begin, k_end, shift, _ in hopper_walk.walk_backward(
-        backward.pack(capacity), capacity, group, 2, window
+        backward.pack(), group, 2, window
     ):
         keys = max(k0, k_begin), min(k0 + k_count, k_end)
         add_tile(count[head], (q0, q0 + q_count), keys, shift, window)
@@ -93,7 +84,7 @@ def length_classes(lengths: list[int], total: int, grid: Grid) -> list[int]:
 def assert_orders(rows: TaskRows, window: int | None, group: int, grid: Grid) -> None:
     """Every query, block and key has one place, and the long work comes first: by class, neighbours side by side."""
     expected = named(rows, window)
-    forward, backward, _ = both(rows, window, group, grid)
+    forward, backward = both(rows, window, group, grid)
     queries, keys = np.asarray(expected.any(axis=1)), np.asarray(expected.any(axis=0))
     for entries, seen in (
         (forward.tiles, queries),
@@ -115,9 +106,9 @@ def assert_orders(rows: TaskRows, window: int | None, group: int, grid: Grid) ->
     keyed = [(-length, k_first) for length, k_first in zip(classes, backward.items[:, 0].tolist(), strict=True)]
     assert keyed == sorted(keyed)                                # in a class by key, so by region
     for (row_begin, items), row_end in zip(
-        sorted(regions.items()), [*sorted(regions), len(backward.rows)][1:], strict=True
+        sorted(regions.items()), [*sorted(regions), len(backward.tasks)][1:], strict=True
     ):
-        region = backward.rows[row_begin:row_end].tolist()
+        region = backward.tasks[row_begin:row_end].tolist()
         assert items[0][0] == min(row[2] for row in region)
         assert items[-1][0] + items[-1][1] == max(row[3] for row in region)
         assert all(k_first + TILE_KEYS == following for (k_first, *_), (following, *_) in pairwise(items))
@@ -179,11 +170,11 @@ def test_queries_and_keys_have_one_place_and_long_work_comes_first(
 
 def test_only_a_class_of_lengths_comes_before_neighbours() -> None:
     """Documents of 10, 1 and 20 tiles: a sixteenth of all work is 16.6 steps forward and 33.25 blocks backward."""
-    forward, backward, _ = both(TaskRows.documents([1280, 128, 2560]), None, 1, (1, 1))
+    forward, backward = both(TaskRows.documents([1280, 128, 2560]), None, 1, (1, 1))
     steps = [*range(20, 16, -1), *range(10, 0, -1), 1, *range(16, 0, -1)]
     assert forward.tiles[:, 2].tolist() == steps
     assert backward.items[:, 2].tolist() == [2 * length for length in steps]
-    forward, backward, _ = both(TaskRows.documents([1280, 128, 2560]), None, 1, (1, 132))
+    forward, backward = both(TaskRows.documents([1280, 128, 2560]), None, 1, (1, 132))
     assert forward.tiles[:, 2].tolist() == sorted(steps, reverse=True)
     assert backward.items[:, 2].tolist() == sorted((2 * length for length in steps), reverse=True)
 
@@ -191,7 +182,7 @@ def test_only_a_class_of_lengths_comes_before_neighbours() -> None:
 def test_a_long_tile_comes_before_a_short_one_of_its_region() -> None:
     """The second tile of keys has more blocks than the first."""
     rows = table([(0, 64, 0, 256, 300), (64, 192, 128, 256, 200), (192, 256, 256, 384, 200), (0, 256, 384, 420, 500)])
-    _, backward, _ = both(rows, None, 1, (1, 132))
+    _, backward = both(rows, None, 1, (1, 132))
     assert backward.items.tolist() == [[384, 36, 4, 3], [128, 128, 3, 0], [0, 128, 1, 0], [256, 128, 1, 2]]
 
 
@@ -201,7 +192,7 @@ def test_a_prefix_that_many_shards_share(group: int, window: int | None) -> None
     """One document in seven shards, last shards first; several tiles of keys, all in one region."""
     cuts = [160, 163, 200, 240, 300, 350, 352, 420]
     rows = table([(a - 160, b - 160, 0, b, a) for a, b in pairwise(cuts)][::-1])
-    _, backward, _ = both(rows, window, group)
+    _, backward = both(rows, window, group)
     assert len(set(backward.items[:, 3])) == 1
     assert len(backward.items) == (4 if window is None else 3)
     assert_walks_are_exact(rows, window, group)
@@ -218,21 +209,21 @@ def test_a_short_last_block_does_not_reach_past_its_own_queries() -> None:
 
 def test_keys_that_touch_are_regions_of_their_own() -> None:
     rows = table([(0, 30, 0, 30, 0), (30, 60, 30, 60, 0), (60, 90, 59, 90, 1)])
-    _, backward, _ = both(rows, None, 8)
+    _, backward = both(rows, None, 8)
     assert sorted(backward.items[:, :2].tolist()) == [[0, 30], [30, 60]]
 
 
 def test_queries_are_cut_only_where_they_overlap() -> None:
     apart = table([(0, 100, 0, 100, 0), (100, 200, 0, 300, 250)])
-    forward, backward, _ = both(apart, None, 64)
-    assert (len(forward.segments), len(backward.rows), len(forward.tiles)) == (2, 2, 100)
+    forward, backward = both(apart, None, 64)
+    assert (len(forward.segments), len(backward.tasks), len(forward.tiles)) == (2, 2, 100)
     assert {tuple(tile) for tile in forward.tiles[:, :2]} == {(q, 2) for q in range(0, 200, 2)}
-    forward, backward, _ = both(table([(0, 100, 0, 100, 0), (41, 60, 200, 300, 250)]), None, 8)
+    forward, backward = both(table([(0, 100, 0, 100, 0), (41, 60, 200, 300, 250)]), None, 8)
     assert sorted(forward.tiles[:, :2].tolist()) == [
         [0, 16], [16, 16], [32, 9], [41, 16], [57, 3], [60, 16], [76, 16], [92, 8]
     ]
     bases = defaultdict(set)
-    for q_begin, q_end, *_, block_base, _, _ in backward.rows.tolist():
+    for q_begin, q_end, *_, block_base, _, _ in backward.tasks.tolist():
         bases[q_begin, q_end].add(block_base)
     assert bases == {(0, 41): {0}, (41, 60): {6}, (60, 100): {9}}
 
@@ -241,11 +232,10 @@ def test_queries_are_cut_only_where_they_overlap() -> None:
 def test_heads_take_turns_only_where_one_heads_work_is_short(num_sms: int, heads_outer: bool) -> None:
     """Four tiles of two steps each: 8 against 2 · num_sms · 2."""
     rows = table([(64 * i, 64 * i + 64, 0, 256, 300) for i in range(4)])
-    forward, backward = forward_tables(rows, None, 2, 3, num_sms), backward_tables(rows, None, 2, 3, num_sms)
+    forward = forward_tables(rows, None, 2, 3, num_sms)
     assert forward.tiles[:, 2].tolist() == [2] * 4
     assert forward.heads_outer is heads_outer
-    capacity = exact(forward, backward)
-    heads = [head for head, *_ in hopper_walk.walk_forward(forward.pack(capacity), capacity, 2, 3, None)]
+    heads = [head for head, *_ in hopper_walk.walk_forward(forward.pack(), 2, 3, None)]
     assert heads == ([0] * 8 + [1] * 8 + [2] * 8 if heads_outer else [0, 0, 1, 1, 2, 2] * 4)
 
 
@@ -261,8 +251,7 @@ def test_heads_come_one_after_another_backward_where_none_ends_late(num_sms: int
     backward = backward_tables(rows, None, 64, 3, num_sms)
     assert backward.items[:, 2].tolist() == [2] * count
     assert backward.heads_outer is heads_outer
-    capacity = exact(forward_tables(rows, None, 64, 3, num_sms), backward)
-    heads = [head for head, *_ in hopper_walk.walk_backward(backward.pack(capacity), capacity, 64, 3, None)]
+    heads = [head for head, *_ in hopper_walk.walk_backward(backward.pack(), 64, 3, None)]
     n = 2 * count
     assert heads == ([0] * n + [1] * n + [2] * n if heads_outer else [0, 0, 1, 1, 2, 2] * count)
 
@@ -272,11 +261,9 @@ def test_heads_come_one_after_another_backward_where_none_ends_late(num_sms: int
 def test_wider_tiles_of_keys_are_exact_too(rows: TaskRows, window: int | None, group: int) -> None:
     expected = named(rows, window)
     inside = joined(visible(rows, window), window)
-    forward = forward_tables(inside, window, group, 2, 4)
-    backward = backward_tables(inside, window, group, 2, 4, 192)
-    capacity, count = exact(forward, backward), np.zeros((2, NUM_Q, NUM_K), dtype=int)
+    backward, count = backward_tables(inside, window, group, 2, 4, 192), np.zeros((2, NUM_Q, NUM_K), dtype=int)
     for head, k_first, k_count, _, q_first, q_count, k_begin, k_end, shift, _ in hopper_walk.walk_backward(
-        backward.pack(capacity), capacity, group, 2, window, 192
+        backward.pack(), group, 2, window, 192
     ):
         keys = max(k_first, k_begin), min(k_first + k_count, k_end)
         add_tile(count[head], (q_first, q_first + q_count), keys, shift, window)
@@ -284,59 +271,19 @@ def test_wider_tiles_of_keys_are_exact_too(rows: TaskRows, window: int | None, g
 
 
 def test_no_rows_are_no_work() -> None:
-    forward, backward, capacity = both(table([(0, 0, 0, 9, 3), (4, 9, 7, 7, 0)]), None, 4)
-    assert capacity == Capacity(0, 0, 0, 0, 0)
-    assert forward.pack(capacity)[0] == backward.pack(capacity)[0] == backward.pack(capacity)[2] == 0
-
-
-@given(rows=any_rows(), window=WINDOWS, group=st.sampled_from(GROUPS), room=st.integers(0, 9))
-@settings(max_examples=40)
-def test_room_to_spare_changes_no_walk(rows: TaskRows, window: int | None, group: int, room: int) -> None:
-    forward, backward, tight = both(rows, window, group)
-    loose = Capacity(*(count + room * i for i, count in enumerate((tight.tiles, tight.segments, tight.items, tight.rows,
-                                                                   tight.blocks))))
-    for walk, tables in ((hopper_walk.walk_forward, forward), (hopper_walk.walk_backward, backward)):
-        walks = [list(walk(tables.pack(capacity), capacity, group, 1, window)) for capacity in (tight, loose)]
-        assert walks[0] == walks[1]
-    for offsets in (loose.forward_offsets(), loose.backward_offsets()):
-        assert offsets[0] == HEADER_INTS
-        assert not any(at % 4 for at in offsets)
+    forward, backward = both(table([(0, 0, 0, 9, 3), (4, 9, 7, 7, 0)]), None, 4)
+    for packed, offsets in (forward.pack(), backward.pack()):
+        assert packed.tolist() == [0, packed[1], *[0] * (HEADER_INTS - 2)]
+        assert offsets == (HEADER_INTS,) * 3
 
 
 @given(rows=any_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
 @settings(max_examples=40)
-def test_fitting_holds_and_one_less_does_not(rows: TaskRows, window: int | None, group: int) -> None:
-    forward, backward, tight = both(rows, window, group)
-    fitting = Capacity.fitting(forward, backward)
-    assert fitting.holds(forward, backward) is None
-    assert tight.holds(forward, backward) is None
-    for name in ("tiles", "segments", "items", "rows", "blocks"):
-        count, room = getattr(tight, name), getattr(fitting, name)
-        assert room.bit_count() == 1
-        assert room < 2 * count or room == 1
-        if count:
-            less = Capacity(**{**{f: getattr(tight, f) for f in Capacity.__slots__}, name: count - 1})
-            reason = less.holds(forward, backward)
-            assert reason is not None
-            assert f"{count} {name} " in reason
-            assert f"room for {count - 1}; prepare with the largest step's rows" in reason
-
-
-@given(rows=disjoint_rows(), window=WINDOWS, group=st.sampled_from(GROUPS))
-@settings(max_examples=100)
-def test_bound_holds_for_disjoint_queries(rows: TaskRows, window: int | None, group: int) -> None:
-    forward, backward, _ = both(rows, window, group)
-    num_q, num_k = int(rows.q_len.sum()), int(rows.k_end.max())
-    assert Capacity.bound(num_q, num_k, len(rows), tokens_per_block(group), TILE_KEYS).holds(forward, backward) is None
-
-
-def test_bound_is_reached() -> None:
-    """Rows of one query or key more than whole tiles are the worst there is."""
-    block_len = tokens_per_block(8)
-    rows = table([(17 * i, 17 * i + 17, 129 * i, 129 * i + 129, 200) for i in range(3)])
-    forward, backward, tight = both(rows, None, 8)
-    assert Capacity.bound(51, 387, 3, block_len, TILE_KEYS) == tight
-    assert (len(forward.tiles), len(backward.items), len(backward.blocks)) == (6, 6, 9)
+def test_sections_begin_at_multiples_of_16_bytes(rows: TaskRows, window: int | None, group: int) -> None:
+    for tables in both(rows, window, group):
+        packed, offsets = tables.pack()
+        assert packed.dtype == np.int32 and offsets[0] == HEADER_INTS
+        assert not any(at % 4 for at in offsets)
 
 
 @pytest.mark.parametrize("group", [0, 65])

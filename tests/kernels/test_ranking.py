@@ -1,4 +1,4 @@
-"""auto's order: by what was measured on the device, for the head dim and with or without a window; else as given."""
+"""auto's order: by what was measured on the device, for the head dim and windowed or not; else as registered."""
 
 import dataclasses
 import json
@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.kernels import kernel_named, ranking
+from distca import kernels
+from distca.kernels import KERNELS, Speed, fastest_first, kernel_named, measured
 from distca.kernels.hopper.variants import TILES
-from distca.kernels.ranking import Speed, fastest_first, measured
 
 GPU = torch.device("cuda")
-KERNELS = [kernel_named(name) for name in ("hopper", "fa4", "varlen", "sdpa")]
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     ]
     content = {"devices": {"NVIDIA Known": {"speeds": [dataclasses.asdict(row) for row in rows]}}}
     (tmp_path / "measured.json").write_text(json.dumps(content))
-    monkeypatch.setattr(ranking, "MEASURED", tmp_path / "measured.json")
+    monkeypatch.setattr(kernels, "MEASURED", tmp_path / "measured.json")
     measured.cache_clear()
     yield
     measured.cache_clear()
@@ -36,11 +35,11 @@ def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     "device, dtype, head_dim, window, expected",
     [
-        ("NVIDIA Known", torch.bfloat16, 128, None, ["fa4", "hopper", "varlen", "sdpa"]),
-        ("NVIDIA Known", torch.bfloat16, 128, 64, ["varlen", "hopper", "fa4", "sdpa"]),
-        ("NVIDIA Known", torch.bfloat16, 64, None, ["hopper", "fa4", "varlen", "sdpa"]),
-        ("NVIDIA Known", torch.float16, 128, None, ["hopper", "fa4", "varlen", "sdpa"]),
-        ("NVIDIA New", torch.bfloat16, 128, None, ["hopper", "fa4", "varlen", "sdpa"]),
+        ("NVIDIA Known", torch.bfloat16, 128, None, ["fa4", "hopper", "varlen", "sdpa", "dense"]),
+        ("NVIDIA Known", torch.bfloat16, 128, 64, ["varlen", "hopper", "fa4", "sdpa", "dense"]),
+        ("NVIDIA Known", torch.bfloat16, 64, None, ["hopper", "fa4", "varlen", "sdpa", "dense"]),
+        ("NVIDIA Known", torch.float16, 128, None, ["hopper", "fa4", "varlen", "sdpa", "dense"]),
+        ("NVIDIA New", torch.bfloat16, 128, None, ["hopper", "fa4", "varlen", "sdpa", "dense"]),
     ],
 )
 def test_kernels_are_ordered_by_forward_and_backward_together(
@@ -48,12 +47,12 @@ def test_kernels_are_ordered_by_forward_and_backward_together(
     expected: list[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    assert [kernel.name for kernel in fastest_first(KERNELS, GPU, dtype, head_dim, window)] == expected
+    assert fastest_first(GPU, dtype, head_dim, window) == expected
 
 
 def test_a_cpu_asks_for_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "measured", lambda: pytest.fail("the table was read"))
-    assert fastest_first(KERNELS, torch.device("cpu"), torch.bfloat16, 128, None) == KERNELS
+    monkeypatch.setattr(kernels, "measured", lambda: pytest.fail("the table was read"))
+    assert fastest_first(torch.device("cpu"), torch.bfloat16, 128, None) == list(KERNELS)
 
 
 @pytest.mark.parametrize("window", [None, 4_096])

@@ -26,7 +26,7 @@ def test_every_pair_is_computed_once_in_tiles_of_wide_heads(
     dim: int, group: int, window: int | None, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, dK and dV, and dQ by itself, whose steps are not the tiles that its table counts in."""
-    monkeypatch.setattr(hopper_buffers, "most_places", lambda device, tile_keys: places)
+    monkeypatch.setattr(hopper_buffers, "most_places", lambda device, place_bytes: places)
     monkeypatch.setattr(hopper, "run_forward", hopper_walk.launch_forward)
     monkeypatch.setattr(hopper, "run_backward", hopper_walk.launch_backward)
     assert dim == 128 or TILES[dim].dq_keys != TILES[dim].forward_keys

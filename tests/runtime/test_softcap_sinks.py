@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.kernels import dense_attention
-from distca.kernels.softcap_sinks import gradient_of_sinks, with_sinks
+from distca.kernels.interface import gradient_of_sinks, with_sinks
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape

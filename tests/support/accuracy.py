@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from distca.kernels.dense import times_shown
-from distca.kernels.interface import TaskRows, accumulation_dtype, softmax_scale
-from distca.kernels.softcap_sinks import cap_slope, capped
+from distca.kernels.interface import TaskRows, accumulation_dtype, cap_slope, capped, softmax_scale
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LIKELY = 8.0  # standard deviations

@@ -11,10 +11,13 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from distca.kernels.hopper.buffers import Kept, Tables
+from distca.kernels.hopper.buffers import DeviceTable, Kept, Tables
 from distca.kernels.hopper.launch import Kind
-from distca.kernels.hopper.tables import BLOCK_ROWS, HEADER_INTS, TILE_BLOCKS, TILE_KEYS, Capacity
+from distca.kernels.hopper.tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS
 from distca.kernels.hopper.variants import tiles_of
+from distca.kernels.interface import BackwardInputs
+
+Packed = tuple[np.ndarray, tuple[int, ...]]  # a table, and the offsets of its sections
 
 
 def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int, int]]:
@@ -24,7 +27,7 @@ def work(num_items: int, kv_heads: int, heads_outer: int) -> Iterator[tuple[int,
 
 
 def walk_forward(
-    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS,
+    packed: Packed, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS,
     step_keys: int | None = None, blocks: int = TILE_BLOCKS,
 ) -> Iterator[tuple[int, int, int, int, int, int, int, int]]:
     """(head, q_first, q_count, part, k_tile_first, k_lo, k_hi, shift) of every step: its keys are [k_lo, k_hi).
@@ -33,9 +36,8 @@ def walk_forward(
     computed by itself, steps have step_keys.
     """
     step_keys = step_keys or tile_keys
-    ints = packed.tolist()
-    tiles_at, segments_at, _, total = capacity.forward_offsets()
-    assert len(ints) == total
+    ints, (tiles_at, segments_at, merges_at) = packed[0].tolist(), packed[1]
+    assert len(ints) == merges_at + 4 * ints[2]
     num_tiles, heads_outer = ints[:2]
     for tile, head in work(num_tiles, kv_heads, heads_outer):
         q_first, q_count, num_steps, segment = ints[tiles_at + 4 * tile : tiles_at + 4 * tile + 4]
@@ -43,7 +45,7 @@ def walk_forward(
         assert 0 < q_count <= blocks * (BLOCK_ROWS // group)
         assert num_steps > 0
         while num_steps > 0:
-            assert segment < capacity.segments + capacity.parts
+            assert segments_at + 4 * segment < merges_at
             k_begin, k_end, shift, _ = ints[segments_at + 4 * segment : segments_at + 4 * segment + 4]
             hi = min(k_end, q_first + q_count + shift)
             lo = k_begin if window is None else max(k_begin, q_first + shift - window + 1)
@@ -58,27 +60,25 @@ def walk_forward(
 
 
 def walk_backward(
-    packed: np.ndarray, capacity: Capacity, group: int, kv_heads: int, window: int | None,
-    tile_keys: int = TILE_KEYS,
+    packed: Packed, group: int, kv_heads: int, window: int | None, tile_keys: int = TILE_KEYS
 ) -> Iterator[tuple[int, int, int, int, int, int, int, int, int, int]]:
     """(head, k_first, k_count, block, q_first, q_count, k_begin, k_end, shift, pair) of every block an item visits.
 
-    The item's keys are [k_first, k_first + k_count), of which the row's are those inside [k_begin, k_end).
+    The item's keys are [k_first, k_first + k_count), of which the task's are those inside [k_begin, k_end).
     """
-    ints = packed.tolist()
-    items_at, rows_at, blocks_at, total = capacity.backward_offsets()
-    assert len(ints) == total
+    ints, (items_at, tasks_at, blocks_at) = packed[0].tolist(), packed[1]
+    assert len(ints) == blocks_at + 2 * ints[2]
     block_len = BLOCK_ROWS // group
     num_items, heads_outer, num_table_blocks = ints[:3]
     for item, head in work(num_items, kv_heads, heads_outer):
-        k_first, k_count, num_blocks, row = ints[items_at + 4 * item : items_at + 4 * item + 4]
+        k_first, k_count, num_blocks, task = ints[items_at + 4 * item : items_at + 4 * item + 4]
         assert 0 < k_count <= tile_keys
         assert num_blocks > 0
         while num_blocks > 0:
-            assert row < capacity.rows
-            at = rows_at + 8 * row
+            at = tasks_at + 8 * task
+            assert at < blocks_at
             q_begin, q_end, k_begin, k_end, shift, block_base, pair_base, _ = ints[at : at + 8]
-            row += 1
+            task += 1
             a, z = max(k_first, k_begin), min(k_first + k_count, k_end)
             if a >= z or q_end - 1 + shift < a:                  # the last block may be short of a whole one
                 continue
@@ -90,31 +90,31 @@ def walk_backward(
                 q_count = min(block_len, q_end - q_first)
                 assert block_base + b < num_table_blocks
                 at = blocks_at + 2 * (block_base + b)
-                assert ints[at : at + 2] == [q_first, q_count], "the block's entry is not the row's block"
+                assert ints[at : at + 2] == [q_first, q_count], "the block's entry is not the task's block"
                 yield (head, k_first, k_count, block_base + b, q_first, q_count, k_begin, k_end, shift,
                        pair_base + b)
             num_blocks -= max(0, b1 + 1 - b0)
-        assert num_blocks == 0, "an item ends inside a row"
+        assert num_blocks == 0, "an item ends inside a task"
 
 
 def walk_kept(
-    packed: np.ndarray, pairs_at: int, tile_blocks: int, tile_keys: int, group: int, heads: range
+    packed: Packed, tile_blocks: int, tile_keys: int, group: int, heads: range
 ) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     """(head, q_first, q_count, place, k_first, k_stop, is_last) of every product of a block in a tile of dQ."""
-    ints, block_len, heads_outer = packed.tolist(), BLOCK_ROWS // group, packed[1]
-    for tile, head in work(ints[0], len(heads), heads_outer):
-        q_first, count, pair, stride = ints[HEADER_INTS + 4 * tile : HEADER_INTS + 4 * tile + 4]
-        num_rows, q_count = divmod(count, 256)
+    ints, (tiles_at, pairs_at), block_len = packed[0].tolist(), packed[1], BLOCK_ROWS // group
+    for tile, head in work(ints[0], len(heads), ints[1]):
+        q_first, count, pair, stride = ints[tiles_at + 4 * tile : tiles_at + 4 * tile + 4]
+        num_tasks, q_count = divmod(count, 256)
         assert 0 < q_count <= tile_blocks * block_len
-        assert num_rows > 0
+        assert num_tasks > 0
         for block in range(-(-q_count // block_len)):
-            for row in range(num_rows):
-                at = pairs_at + 4 * (pair + row * stride + block)
+            for task in range(num_tasks):
+                at = pairs_at + 4 * (pair + task * stride + block)
                 first_key, tiles, place, k_end = ints[at : at + 4]
                 for n in range(tiles - 1, -1, -1):
                     k_first = first_key + n * tile_keys
                     yield (head, q_first + block * block_len, min(block_len, q_count - block * block_len), place + n,
-                           k_first, min(k_end, k_first + tile_keys), row == num_rows - 1 and n == 0)
+                           k_first, min(k_end, k_first + tile_keys), task == num_tasks - 1 and n == 0)
 
 
 def seen(q: slice, keys: torch.Tensor, shift: int, window: int | None) -> torch.Tensor:
@@ -128,24 +128,20 @@ def write_once(place: torch.Tensor, value: torch.Tensor, written: torch.Tensor) 
     place.copy_(value)
 
 
+def packed(table: DeviceTable) -> Packed:
+    return table.ints.numpy(), table.offsets
+
+
 def launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kind: Kind,
-    num_parts: int,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, kind: Kind, scale: float
 ) -> None:
-    """hopper_launch.run_forward, with an online softmax over the steps of a tile, and over its parts."""
+    """launch.run_forward, with an online softmax over the steps of a tile, and over its parts."""
     tables, window = kind.tables, kind.window
-    assert num_parts >= tables.num_parts
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
     tiles, table = tiles_of(q.shape[2]), tables.forward if tables.tall is None else tables.tall
-    walk = walk_forward(table.numpy(), tables.capacity, group, kv_heads, window, tiles.forward_keys,
+    walk = walk_forward(packed(table), group, kv_heads, window, tiles.forward_keys,
                         blocks=TILE_BLOCKS if tables.tall is None else tiles.tall_blocks)
     parts = {}
     for (head, q_first, q_count, part), steps in groupby(walk, key=lambda step: step[:4]):
@@ -180,38 +176,30 @@ def launch_forward(
 
 def merges(tables: Tables, kv_heads: int) -> Iterator[tuple[int, int, int, range]]:
     """(head, q_first, q_count, parts) of every tile whose keys are split."""
-    packed, (*_, merges_at, _) = tables.forward.numpy(), tables.capacity.forward_offsets()
-    for q_first, q_count, first, count in packed[merges_at : merges_at + 4 * packed[2]].reshape(-1, 4).tolist():
+    ints, (*_, merges_at) = packed(tables.forward)
+    for q_first, q_count, first, count in ints[merges_at : merges_at + 4 * ints[2]].reshape(-1, 4).tolist():
         for head in range(kv_heads):
             yield head, q_first, q_count, range(first + 1, first + 1 + count)
 
 
 def launch_backward(
-    saved: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor, ...],
-    kind: Kind,
-    num_blocks: int,
-    num_parts: int,
-    scale: float,
-    kept: Kept | None,
-    deterministic: bool,
+    saved: BackwardInputs, gradients: tuple[torch.Tensor, ...], kind: Kind, scale: float, deterministic: bool
 ) -> None:
-    """hopper_launch.run_backward: dk and dv are summed per work item, dq per block of the table or by itself.
+    """launch.run_backward: dk and dv are summed per work item, dq per block of the table or by itself.
 
     Heads whose dS is kept come all at once.
     """
-    tables, window = kind.tables, kind.window
+    tables, window, kept = kind.tables, kind.window, kind.tables.kept
     lse = saved[-1]
     dout, q, k, v, out = (x.to(lse.dtype) for x in saved[:-1])
     dq, dk, dv = gradients
-    packed, (_, _, blocks_at, _) = tables.backward.numpy(), tables.capacity.backward_offsets()
+    ints, (_, _, blocks_at) = packed(tables.backward)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    assert num_blocks >= packed[2] == tables.num_blocks
-    assert num_parts >= tables.num_parts
-    sums = lse.new_zeros((num_blocks, kv_heads, BLOCK_ROWS // group, group, q.shape[2]))
+    assert ints[2] == tables.num_blocks
+    sums = lse.new_zeros((tables.num_blocks, kv_heads, BLOCK_ROWS // group, group, q.shape[2]))
     written = torch.zeros(k.shape[:2], dtype=torch.bool)
     tiles = tiles_of(q.shape[2])
-    walk = walk_backward(packed, tables.capacity, group, kv_heads, window, tiles.backward_keys)
+    walk = walk_backward(packed(tables.backward), group, kv_heads, window, tiles.backward_keys)
     places: dict[tuple[int, int], tuple[int, int, torch.Tensor]] = {}
     for (head, k_first, k_count), blocks in groupby(walk, key=lambda visit: visit[:3]):
         heads, tile = slice(head * group, (head + 1) * group), slice(k_first, k_first + k_count)
@@ -224,8 +212,8 @@ def launch_backward(
             dk_sum += torch.einsum("qhk,qhd->kd", ds, q[queries, heads])
             sums[block, head, :q_count] += torch.einsum("qhk,kd->qhd", ds, k[tile, head])
             if kept is not None:
-                at = kept.pairs_at + 4 * pair
-                first_key, num_tiles, first_place, _ = kept.table[at : at + 4].tolist()
+                at = kept.table.offsets[1] + 4 * pair
+                first_key, num_tiles, first_place, _ = kept.table.ints[at : at + 4].tolist()
                 number, inside = divmod(k_first - first_key, tiles.backward_keys)
                 assert inside == 0
                 assert 0 <= number < num_tiles
@@ -241,7 +229,7 @@ def launch_backward(
         write_dq((dout, q, k, v, out, lse), dq, tables, window, scale)
         return
     written = torch.zeros(q.shape[0], dtype=torch.bool)
-    for block, (q_first, q_count) in enumerate(packed[blocks_at : blocks_at + 2 * packed[2]].reshape(-1, 2).tolist()):
+    for block, (q_first, q_count) in enumerate(ints[blocks_at : blocks_at + 2 * ints[2]].reshape(-1, 2).tolist()):
         queries = slice(q_first, q_first + q_count)
         write_once(dq[queries], sums[block, :, :q_count].transpose(0, 1).flatten(1, 2), written[queries])
 
@@ -254,8 +242,7 @@ def write_dq(
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     written = torch.zeros(q.shape[:2], dtype=torch.bool)
     tiles = tiles_of(q.shape[2])
-    walk = walk_forward(tables.forward.numpy(), tables.capacity, group, kv_heads, window, tiles.forward_keys,
-                        tiles.dq_keys)
+    walk = walk_forward(packed(tables.forward), group, kv_heads, window, tiles.forward_keys, tiles.dq_keys)
     parts = {}
     for (head, q_first, q_count, part), steps in groupby(walk, key=lambda step: step[:4]):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
@@ -286,14 +273,14 @@ def write_dq_from(
     tiles = tiles_of(dq.shape[2])
     is_last = True
     for head, q_first, q_count, place, k_first, k_stop, ends in walk_kept(
-        kept.table.numpy(), kept.pairs_at, tiles.kept_blocks, tiles.backward_keys, group, range(kv_heads)
+        packed(kept.table), tiles.kept_blocks, tiles.backward_keys, group, range(kv_heads)
     ):
         queries, heads = slice(q_first, q_first + q_count), slice(head * group, (head + 1) * group)
         if is_last:
             total = dq.new_zeros((q_count, group, dq.shape[2]))
         kept_q, kept_k, ds = places.pop((head, place))
         assert (kept_q, kept_k, len(ds)) == (q_first, k_first, q_count)
-        assert not ds[..., k_stop - k_first :].any(), "keys behind the row's last have a gradient"
+        assert not ds[..., k_stop - k_first :].any(), "keys behind the task's last have a gradient"
         total = total + torch.einsum("qhk,kd->qhd", ds[..., : k_stop - k_first], k[k_first:k_stop, head])
         is_last = ends
         if ends:

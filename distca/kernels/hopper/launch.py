@@ -1,7 +1,7 @@
 """Launches of the Hopper kernel: which kernels run, on which tensor maps, with which numbers.
 
 Everything that a call needs beside its results' addresses is made once and kept, because a launch should cost the
-host little more than the driver does: launches and their tensor maps by shapes and by places in memory.
+host little more than the driver does: launches and their tensor maps by shapes and by addresses.
 """
 
 from __future__ import annotations
@@ -14,54 +14,48 @@ from typing import Any
 
 import torch
 
-from distca.kernels.hopper.buffers import Kept, Tables
+from distca.kernels.hopper.buffers import Tables
 from distca.kernels.hopper.driver import Launch, TensorMap, tensor_map
 from distca.kernels.hopper.tables import BLOCK_ROWS, tokens_per_block
 from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Variant, backward_kernels, forward_kernels, tiles_of
-from distca.kernels.interface import dims_text
+from distca.kernels.interface import BackwardInputs, dims_text
 from distca.validation import UserError
 
 PANEL = 64  # columns that a tensor copy brings at once
 MERGE_BLOCKS = 16  # thread blocks to a multiprocessor
 SHAPES_KEPT, CALLS_KEPT = 16, 512  # calls of each shape
 
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What calls on tensors of the same shapes share, for one set of rows."""
+    """What calls on tensors of the same shapes share, for one prepared set of tasks."""
 
     tables: Tables
     window: int | None
     scale: float  # unless another one is asked for
     new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
-    leaves_queries: bool  # some stand in no row
+    leaves_queries: bool  # some stand in no task
     leaves_keys: bool
     launches: Launches
 
 
 def run_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kind: Kind,
-    num_parts: int,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, kind: Kind, scale: float
 ) -> None:
-    """Fill the rows' places in out and lse; there is room for that many parts of tiles, or no tile has parts."""
+    """Fill out and lse where tasks have queries."""
     tables, launches = kind.tables, kind.launches
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
     k_place, k_stride = k.data_ptr(), k.stride()
-    call = launches.forward(get_ident(), stream, num_parts > 0 and tables.tall is None, q.data_ptr(), k_place,
+    call = launches.forward(get_ident(), stream, tables.num_parts > 0, q.data_ptr(), k_place,
                             v.data_ptr(), q.stride(), k_stride, v.stride())
     if call is None:
-        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, kind, num_parts, scale)
+        run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, kind, scale)
         return
     launch, merge = call
     out_place, lse_place, kv_heads, part_sums, part_references = out.data_ptr(), lse.data_ptr(), launches.kv_heads, 0, 0
     table, counter, tiles_at, segments_at, merges_at = tables.forward_numbers
     if merge is not None:
-        num_rows = num_parts * kv_heads * 2 * BLOCK_ROWS
+        num_rows = tables.num_parts * kv_heads * 2 * BLOCK_ROWS
         workspace = _floats(num_rows * (v.shape[2] + 2), launches.device)
         part_sums = workspace.data_ptr()
         part_references = part_sums + 4 * num_rows * v.shape[2]
@@ -72,23 +66,17 @@ def run_forward(
 
 
 def run_backward(
-    saved: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor, ...],
-    kind: Kind,
-    num_blocks: int,
-    num_parts: int,
-    scale: float,
-    kept: Kept | None,
-    deterministic: bool,
+    saved: BackwardInputs, gradients: tuple[torch.Tensor, ...], kind: Kind, scale: float, deterministic: bool
 ) -> None:
-    """Fill the rows' places in dq, dk, dv from dout, q, k, v, out, lse; dQ is added up in that many blocks.
+    """Fill dq, dk and dv where tasks have queries and keys.
 
-    Where it must be deterministic, or dS is kept, or heads are wide, nothing is added up in memory: dQ comes from a
-    kernel of its own, for which there is room for that many parts of forward's tiles.
+    dQ is added up in memory, block by block. Where it must be deterministic, or dS is kept, or heads are wide, it comes
+    from a kernel of its own instead.
     """
     dout, q, k, v, out, lse = saved
     dq, dk, dv = gradients
     tables, launches, window = kind.tables, kind.launches, kind.window or 0
+    kept, num_parts = tables.kept, tables.num_parts
     deterministic = deterministic or kept is not None or launches.tiles.dq_apart
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
@@ -97,38 +85,37 @@ def run_backward(
         get_ident(), stream, deterministic, deterministic and num_parts > 0 and kept is None, kept is not None,
         dout_place, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.stride(), q.stride(), k.stride(), v.stride())
     if call is None:
-        saved = _contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse
-        run_backward(saved, gradients, kind, num_blocks, num_parts, scale, kept, deterministic)
+        saved = BackwardInputs(_contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse)
+        run_backward(saved, gradients, kind, scale, deterministic)
         return
     before, main, after, merge = call
     kv_heads, num_numbers = launches.kv_heads, launches.num_numbers
-    num_sums = (2 * num_parts if deterministic else num_blocks) * BLOCK_ROWS * kv_heads * launches.q[2]
+    num_sums = (2 * num_parts if deterministic else tables.num_blocks) * BLOCK_ROWS * kv_heads * launches.q[2]
     workspace = _floats(num_sums + 2 * num_numbers, launches.device)
     dq_place, dq_sum = dq.data_ptr(), workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
-    table, counter, items_at, rows_at, blocks_at = tables.backward_numbers
+    table, counter, items_at, tasks_at, blocks_at = tables.backward_numbers
     before(out.data_ptr(), dout_place, lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
            0 if deterministic else num_sums // 4)
     if kept is not None:
         places = torch.empty(kept.num_bytes, dtype=torch.uint8, device=launches.device)
+        kept_table, (_, pairs_at) = kept.table.ints.data_ptr(), kept.table.offsets
         for first in range(0, kv_heads, kept.heads):
             some = first, min(kept.heads, kv_heads - first)
-            main(lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table, counter, items_at, rows_at,
-                 kv_heads, scale, window, kept.table.data_ptr() + 4 * kept.pairs_at, kept.num_places, *some)
-            after(places.data_ptr(), dq_place, kept.table.data_ptr(), counter + 4, kept.pairs_at, kv_heads, scale,
-                  *some)
+            main(lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at,
+                 kv_heads, scale, window, kept_table + 4 * pairs_at, kept.num_places, *some)
+            after(places.data_ptr(), dq_place, kept_table, counter + 4, pairs_at, kv_heads, scale, *some)
         return
-    main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, rows_at, kv_heads, scale,
+    main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at, kv_heads, scale,
          window, 0, 0, 0, kv_heads)
     if not deterministic:
         after(dq_place, dq_sum, table, blocks_at, kv_heads, scale)
         return
-    _, forward_counter, tiles_at, segments_at, merges_at = tables.forward_numbers
-    after(lse_log2, delta, dq_place, tables.dq_table, forward_counter + 8, tiles_at, segments_at, kv_heads, scale,
-          window, dq_sum)
+    table, counter, tiles_at, segments_at, merges_at = tables.dq_numbers
+    after(lse_log2, delta, dq_place, table, counter, tiles_at, segments_at, kv_heads, scale, window, dq_sum)
     if merge is not None:
-        merge(dq_place, dq_sum, tables.dq_table, merges_at, kv_heads, scale)
+        merge(dq_place, dq_sum, table, merges_at, kv_heads, scale)
 
 
 Stride = tuple[int, ...]

@@ -74,15 +74,13 @@ class Split:
         )
 
 
-def num_parts(
-    num_steps: np.ndarray, walked: Steps, kv_heads: int, num_sms: int, most_segments: int | None = None
-) -> np.ndarray:
-    """Of each tile, 1 where its keys are not split."""
+def num_parts(num_steps: np.ndarray, walked: Steps, kv_heads: int, num_sms: int) -> np.ndarray:
+    """The number of parts of each tile, 1 where its keys are not split."""
     whole = np.ones(len(num_steps), dtype=np.int64)
     length = -np.sort(-num_steps)
     even = kv_heads * float(length.sum()) / num_sms
     end = (kv_heads * np.cumsum(length) - length) / num_sms + length  # at the latest, since all before are dealt out
-    most_segments = MOST_PARTS * num_sms // kv_heads if most_segments is None else most_segments
+    most_segments = MOST_PARTS * num_sms // kv_heads
     if end.max(initial=0) <= WORTH * even or most_segments < 2:
         return whole
     long = np.flatnonzero(num_steps * 16 >= even)                # not many; the others fill gaps

@@ -1,23 +1,29 @@
-"""What the Hopper kernel walks: task rows as flat int32 tables that a launch reads and a later step refills.
+"""What the Hopper kernel walks: tasks as flat int32 tables that a launch reads.
 
-Rows differ wildly in length, so a launch is not one thread block per row but one list of work items, long ones first,
-each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its rows.
-Backward, it is a tile of keys that walks the queries of every row that reaches it: a key's gradient is summed in
-registers and written once, however many rows share it, and only the gradients of queries meet in memory.
+Tasks differ wildly in length, so a launch is not one thread block per task but one list of work items, long ones first,
+each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its tasks.
+Backward, it is a tile of keys that walks the queries of every task that reaches it: a key's gradient is summed in
+registers and written once, however many tasks share it, and only the gradients of queries meet in memory.
 
-Rows come as `joined(visible(rows, window), window)`. With shift = k_begin + q_offset - q_begin, the query at buffer
+Tasks come as `joined(visible(tasks, window), window)`. With shift = k_begin + q_offset - q_begin, the query at buffer
 index q sees the key at buffer index k iff
 
     k_begin <= k < k_end   and   k <= q + shift   and, with a window w,   k > q + shift - w.
 
-Where a few tiles of queries would keep a launch waiting, their keys are split (hopper_split.py).
+Where a few tiles of queries would keep a launch waiting, their keys are split (split.py).
 
-Everything here is a handful of numpy calls: no loop over rows, tiles or pairs of them.
+dQ can also be made from gradients of scores (dS) that are kept in memory: five matrix products, and every sum in one
+order. Adding dQ up in memory has no order, and costs the same whatever the number of keys: room for sums, zeros, and a
+last pass over them. Computing dQ by itself costs scores and dP again, unless dS of all pairs of a query and a key is
+kept. That is faster with wide heads, whose tiles have so few keys that adds would take longer than computing scores
+again, where queries see few keys, and where sums need an order.
+
+Everything here is a handful of numpy calls: no loop over tasks, tiles or pairs of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,71 +38,12 @@ BLOCK_ROWS = 64                                                  # (token, head 
 TILE_BLOCKS = 2                                                  # of queries in a tile; three in tall ones
 HEADER_INTS = 16
 LATE = 1.075                                                     # of the even share, for what the cache gains
-LARGEST = 2**30                                                  # a query's index plus its row's shift stays an int32
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How many entries each section has room for; sections start at fixed places, each a multiple of 16 bytes."""
-
-    tiles: int
-    segments: int
-    items: int
-    rows: int
-    blocks: int
-    parts: int = 0                                               # of tiles whose keys are split, in segments
-
-    @classmethod
-    def fitting(cls, forward: ForwardTables, backward: BackwardTables) -> Capacity:
-        """Room for these tables and for a little more: every count rounded up to a power of two."""
-        rooms = {name: 1 << max(0, count - 1).bit_length() for name, count in _counts(forward, backward).items()}
-        return cls(**{**rooms, "parts": rooms["parts"] if forward.num_parts else 0})
-
-    @classmethod
-    def bound(cls, num_q: int, num_k: int, num_rows: int, tokens_per_block: int, tile_keys: int) -> Capacity:
-        """Room for any rows whose queries are disjoint, with at most that many queries, keys and rows; no parts."""
-        most_rows = min(num_rows, num_q)
-        most_regions = min(most_rows, num_k)
-
-        def most_parts(length: int, num_ranges: int, part: int) -> int:
-            return (length + num_ranges * (part - 1)) // part
-
-        return cls(
-            tiles=most_parts(num_q, most_rows, 2 * tokens_per_block),
-            segments=most_rows,
-            items=most_parts(num_k, most_regions, tile_keys),
-            rows=most_rows,
-            blocks=most_parts(num_q, most_rows, tokens_per_block),
-        )
-
-    def or_more(self, other: Capacity) -> Capacity:
-        """Room for what either has room for."""
-        return Capacity(*(max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)))
-
-    def holds(self, forward: ForwardTables, backward: BackwardTables) -> str | None:
-        """None when both tables fit, else what does not and what to do."""
-        for name, count in _counts(forward, backward).items():
-            if count > getattr(self, name):
-                return (f"the rows need {count} {name} but the tables have room for {getattr(self, name)}; "
-                        "prepare with the largest step's rows")
-        return None
-
-    def forward_offsets(self) -> tuple[int, int, int, int]:
-        """Where tiles, segments and merges begin, and how long the whole is, in ints."""
-        segments_at = HEADER_INTS + 4 * (self.tiles + self.parts)
-        merges_at = segments_at + 4 * (self.segments + self.parts)
-        return HEADER_INTS, segments_at, merges_at, merges_at + 4 * (self.parts // 2)
-
-    def backward_offsets(self) -> tuple[int, int, int, int]:
-        """Where items, rows and blocks begin, and how long the whole is, in ints."""
-        rows_at = HEADER_INTS + 4 * self.items
-        blocks_at = rows_at + 8 * self.rows
-        return HEADER_INTS, rows_at, blocks_at, blocks_at + 4 * ceil_div(self.blocks, 2)
+LARGEST = 2**30                                                  # a query's index plus its task's shift stays an int32
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTables:
-    """Tiles of queries and parts of them, long ones first, the rows of keys that they walk, and what is merged.
+    """Tiles of queries and parts of them, long ones first, the tasks' keys that they walk, and what is merged.
 
     A part's q_count has its number, counted from 1, times 256 besides, and its segments are for it alone.
     """
@@ -104,7 +51,6 @@ class ForwardTables:
     tiles: np.ndarray                                            # [tiles, 4] q_first, q_count, num_steps, segment_begin
     segments: np.ndarray                                         # [segments, 4] k_begin, k_end, shift, 0
     merges: np.ndarray                                           # [split tiles, 4] q_first, q_count, first part, parts
-    num_part_segments: int
     heads_outer: bool                                            # all tiles of one KV head before the next head's
 
     def latest_end(self, kv_heads: int, num_sms: int) -> float:
@@ -116,26 +62,55 @@ class ForwardTables:
     def num_parts(self) -> int:
         return int(self.merges[:, 3].sum())
 
-    def pack(self, capacity: Capacity) -> np.ndarray:
-        """One flat int32 array: header, tiles, segments, merges."""
-        header = [len(self.tiles), self.heads_outer, len(self.merges)]
-        return _packed(header, [self.tiles, self.segments, self.merges], list(capacity.forward_offsets()))
+    def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
+        """One flat int32 array, and the offsets of tiles, segments and merges in it."""
+        return _packed((len(self.tiles), self.heads_outer, len(self.merges)), self.tiles, self.segments, self.merges)
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTables:
-    """Tiles of keys, long ones first, the rows whose queries they walk, and all blocks of queries."""
+    """Tiles of keys, long ones first, the tasks whose queries they walk, and all blocks of queries."""
 
-    items: np.ndarray                                            # [items, 4] k_first, k_count, num_blocks, row_begin
-    rows: np.ndarray                                             # [rows, 8] q_begin, q_end, k_begin, k_end, shift,
-                                                                 #           block_base, pair_base, 0
+    items: np.ndarray                                            # [items, 4] k_first, k_count, num_blocks, task_begin
+    tasks: np.ndarray                                            # [tasks, 8] q_begin, q_end, k_begin, k_end, shift,
+                                                                 #            block_base, pair_base, 0
     blocks: np.ndarray                                           # [blocks, 2] q_first, q_count
     heads_outer: bool                                            # all items of one KV head before the next head's
 
-    def pack(self, capacity: Capacity) -> np.ndarray:
-        """One flat int32 array: header, items, rows, blocks."""
-        header = [len(self.items), self.heads_outer, len(self.blocks)]
-        return _packed(header, [self.items, self.rows, self.blocks], list(capacity.backward_offsets()))
+    def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
+        """One flat int32 array, and the offsets of items, tasks and blocks in it."""
+        return _packed((len(self.items), self.heads_outer, len(self.blocks)), self.items, self.tasks, self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTables:
+    """Tiles of queries, long ones first, and what each block of a task sees.
+
+    dS of a block of queries and a tile of keys has a place for each task that has both: the places of a block lie side
+    by side, in the order of keys.
+    """
+
+    tiles: np.ndarray                                            # [tiles, 4] q_first, q_count + 256 * tasks,
+                                                                 #            first pair, pairs to the next task's
+    pairs: np.ndarray                                            # [task, block pairs; 4] first key, tiles of keys,
+                                                                 #                        first place, k_end
+    heads_outer: bool
+
+    @property
+    def num_places(self) -> int:
+        return int(self.pairs[:, 1].sum(dtype=np.int64))
+
+    def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
+        """One flat int32 array, and the offsets of tiles and pairs in it."""
+        return _packed((len(self.tiles), self.heads_outer, self.num_places), self.tiles, self.pairs)
+
+
+def _packed(header: tuple[int, ...], *sections: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The header and sections one after another; every section begins at a multiple of 16 bytes."""
+    ends = HEADER_INTS + np.cumsum([section.size for section in sections])
+    first = np.zeros(HEADER_INTS, dtype=np.int32)
+    first[: len(header)] = header
+    return np.concatenate([first, *(section.ravel() for section in sections)]), (HEADER_INTS, *ends[:-1].tolist())
 
 
 def tokens_per_block(group: int) -> int:
@@ -146,15 +121,15 @@ def tokens_per_block(group: int) -> int:
 
 
 def forward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS,
-    most_parts: int | None = None, blocks: int = TILE_BLOCKS,
+    tasks: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS,
+    blocks: int = TILE_BLOCKS,
 ) -> ForwardTables:
-    """Tiles of some blocks of queries; each walks, row after row, the key tiles that its queries see.
+    """Tiles of some blocks of queries; each walks, task after task, the key tiles that its queries see.
 
-    Keys of long tiles are split into no more than `most_parts` segments in all.
+    Keys of long tiles are split, those of tall ones never.
     """
     tile_len = blocks * tokens_per_block(group)
-    cut = cut_rows(rows)
+    cut = cut_tasks(tasks)
     segment_count = np.bincount(cut.piece, minlength=len(cut.q_begin))
     segment_begin = np.cumsum(segment_count) - segment_count     # [pieces]
     tile_count = ceil_div(cut.q_end - cut.q_begin, tile_len)
@@ -169,7 +144,8 @@ def forward_tables(
     steps = ceil_div(hi - k_begin, tile_keys) - (lo - k_begin) // tile_keys
     num_steps = np.add.reduceat(steps, np.flatnonzero(number == 0))
     walked = Steps(tile, segment, steps, ceil_div(hi - k_begin, tile_keys))
-    parts = num_parts(num_steps, walked, kv_heads, num_sms, most_parts)
+    parts = (num_parts(num_steps, walked, kv_heads, num_sms) if blocks == TILE_BLOCKS else
+             np.ones(len(num_steps), dtype=np.int64))
     split = Split.of(parts, num_steps, segment_begin[piece], walked, cut.k_begin, cut.k_end, tile_keys)
     tile, num_steps = split.tile, split.num_steps                # of parts too
     classes = length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms)
@@ -179,20 +155,19 @@ def forward_tables(
     return ForwardTables(
         table_of((q_first[tile], q_count[tile] + 256 * split.slot, num_steps, split.segment_begin), order),
         table_of((np.append(cut.k_begin, split.k_begin), np.append(cut.k_end, split.k_end),
-                np.append(cut.shift, cut.shift[split.from_segment]), nothing)),
+                  np.append(cut.shift, cut.shift[split.from_segment]), nothing)),
         table_of((q_first[is_split], q_count[is_split], (np.cumsum(parts * is_split) - parts)[is_split],
-                parts[is_split])),
-        len(split.from_segment),
-        _heads_outer(num_steps, num_sms),
+                  parts[is_split])),
+        int(num_steps.sum()) >= 2 * num_sms * int(num_steps.max(initial=0)),  # a head's keys stay in cache, in turn
     )
 
 
 def backward_tables(
-    rows: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS
+    tasks: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS
 ) -> BackwardTables:
-    """Tiles of keys; each walks, row after row of its region, the blocks of queries that see some of its keys."""
+    """Tiles of keys; each walks, task after task of its region, the blocks of queries that see some of its keys."""
     block_len = tokens_per_block(group)
-    cut = cut_rows(rows)
+    cut = cut_tasks(tasks)
     region, region_begin, region_end = regions_of(cut.k_begin, cut.k_end)
     item_region, number = spread(ceil_div(region_end - region_begin, tile_keys))
     k_first = region_begin[item_region] + number * tile_keys     # [items]
@@ -206,62 +181,101 @@ def backward_tables(
     q_count = np.minimum(block_len, cut.q_end[block_piece] - q_first)
 
     pair_count = block_count[cut.piece]
-    row, number = spread(pair_count)                             # [row, block pairs]
-    block = block_base[cut.piece][row] + number
-    lo, hi = cut.seen(row, q_first[block], (q_first + q_count)[block], window)
-    item, k_begin = first_item[region][row], region_begin[region][row]
+    task, number = spread(pair_count)                            # [task, block pairs]
+    block = block_base[cut.piece][task] + number
+    lo, hi = cut.seen(task, q_first[block], (q_first + q_count)[block], window)
+    item, k_begin = first_item[region][task], region_begin[region][task]
     enters = np.bincount(item + (lo - k_begin) // tile_keys, minlength=len(k_first) + 1)
     leaves = np.bincount(item + ceil_div(hi - k_begin, tile_keys), minlength=len(k_first) + 1)
     num_blocks = np.cumsum(enters - leaves)[:-1]                 # the items that visit a block are neighbours
-    assert (num_blocks > 0).all(), "rows with keys that no query sees: pass visible rows"
+    assert (num_blocks > 0).all(), "tasks with keys that no query sees: pass visible tasks"
 
-    pair_base = np.cumsum(pair_count) - pair_count               # [rows] where dS is kept (hopper_kept.py)
-    row_order = np.lexsort((-cut.k_end, region))
-    row_count = np.bincount(region, minlength=len(region_begin))
-    row_begin = np.cumsum(row_count) - row_count                 # [regions]
+    pair_base = np.cumsum(pair_count) - pair_count               # [tasks] in KeptTables.pairs
+    task_order = np.lexsort((-cut.k_end, region))
+    task_count = np.bincount(region, minlength=len(region_begin))
+    task_begin = np.cumsum(task_count) - task_count              # [regions]
     item_order = np.argsort(-length_class(num_blocks, kv_heads * int(num_blocks.sum()), num_sms), kind="stable")
     nothing = np.zeros_like(cut.shift)
     return BackwardTables(
-        table_of((k_first, k_count, num_blocks, row_begin[item_region]), item_order),
+        table_of((k_first, k_count, num_blocks, task_begin[item_region]), item_order),
         table_of((cut.q_begin[cut.piece], cut.q_end[cut.piece], cut.k_begin, cut.k_end, cut.shift,
-                block_base[cut.piece], pair_base, nothing), row_order),
+                  block_base[cut.piece], pair_base, nothing), task_order),
         table_of((q_first, q_count)),
         heads_in_turn(num_blocks[item_order], kv_heads, num_sms),
     )
 
 
+def kept_tables(
+    tasks: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_blocks: int, tile_keys: int,
+    most_places: int,
+) -> KeptTables | None:
+    """Tables for dQ from dS, which backward leaves at the pairs of its tasks; None if dS needs more places."""
+    block_len = tokens_per_block(group)
+    cut = cut_tasks(tasks)
+    region, region_begin, _ = regions_of(cut.k_begin, cut.k_end)
+    block_count = ceil_div(cut.q_end - cut.q_begin, block_len)   # [pieces]
+    task, number = spread(block_count[cut.piece])                # [task, block pairs]
+    q_first = cut.q_begin[cut.piece][task] + number * block_len
+    q_stop = np.minimum(q_first + block_len, cut.q_end[cut.piece][task])
+    lo, hi = cut.seen(task, q_first, q_stop, window)
+    begin = region_begin[region][task]
+    first_key = begin + (lo - begin) // tile_keys * tile_keys
+    count = ceil_div(hi - first_key, tile_keys)
+    if not 0 < int(count.sum()) <= most_places:
+        return None
+
+    num_tasks = np.bincount(cut.piece, minlength=len(block_count))
+    first_pair = np.cumsum(num_tasks * block_count) - num_tasks * block_count  # [pieces]
+    piece, number = spread(ceil_div(block_count, tile_blocks))   # [tiles]
+    pair = first_pair[piece] + number * tile_blocks
+    q_first = cut.q_begin[piece] + number * tile_blocks * block_len
+    q_count = np.minimum(tile_blocks * block_len, cut.q_end[piece] - q_first)
+    last = np.minimum((number + 1) * tile_blocks, block_count[piece]) - 1 - number * tile_blocks  # block of the tile
+    tile, number = spread(num_tasks[piece])                      # [tile, task pairs]
+    low = pair[tile] + number * block_count[piece[tile]]
+    high = low + last[tile]
+    steps = (first_key[high] - first_key[low]) // tile_keys + count[high]
+    length = np.bincount(tile, weights=steps, minlength=len(piece)).astype(np.int64)
+    order = np.lexsort((-q_first, piece, -length_class(length, kv_heads * int(length.sum()), num_sms)))
+    return KeptTables(
+        table_of((q_first, q_count + 256 * num_tasks[piece], pair, block_count[piece]), order),
+        table_of((first_key, count, np.cumsum(count) - count, cut.k_end[task])),
+        heads_in_turn(length[order], kv_heads, num_sms),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Rows cut so that any two have the same queries, a piece, or none in common; in the order of their queries."""
+    """Tasks cut so that any two have the same queries, a piece, or none in common; in the order of their queries."""
 
     q_begin: np.ndarray                                          # [pieces]
     q_end: np.ndarray                                            # [pieces]
-    piece: np.ndarray                                            # [rows] ascending
-    k_begin: np.ndarray                                          # [rows]
-    k_end: np.ndarray                                            # [rows]
-    shift: np.ndarray                                            # [rows]
+    piece: np.ndarray                                            # [tasks] ascending
+    k_begin: np.ndarray                                          # [tasks]
+    k_end: np.ndarray                                            # [tasks]
+    shift: np.ndarray                                            # [tasks]
 
     def seen(
-        self, row: np.ndarray, q_first: np.ndarray, q_stop: np.ndarray, window: int | None
+        self, task: np.ndarray, q_first: np.ndarray, q_stop: np.ndarray, window: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of a row that some of these queries, all of the row, see: [lo, hi), without a hole."""
-        lo, shift = self.k_begin[row], self.shift[row]
-        hi = np.minimum(self.k_end[row], q_stop + shift)
+        """The keys of a task that some of these queries, all of the task, see: [lo, hi), without a hole."""
+        lo, shift = self.k_begin[task], self.shift[task]
+        hi = np.minimum(self.k_end[task], q_stop + shift)
         if window is not None:
             lo = np.maximum(lo, q_first + shift - window + 1)
-        assert (lo < hi).all(), "rows with queries that see no key: pass visible rows"
+        assert (lo < hi).all(), "tasks with queries that see no key: pass visible tasks"
         return lo, hi
 
 
-def cut_rows(rows: TaskRows) -> Cut:
-    cuts = np.unique(np.concatenate([rows.q_begin, rows.q_end]))
-    first = np.searchsorted(cuts, rows.q_begin)
-    row, number = spread(np.searchsorted(cuts, rows.q_end) - first)
-    between = first[row] + number                                # the cut that the piece follows
+def cut_tasks(tasks: TaskRows) -> Cut:
+    cuts = np.unique(np.concatenate([tasks.q_begin, tasks.q_end]))
+    first = np.searchsorted(cuts, tasks.q_begin)
+    task, number = spread(np.searchsorted(cuts, tasks.q_end) - first)
+    between = first[task] + number                               # the cut that the piece follows
     order = np.argsort(between, kind="stable")
-    row, (used, piece) = row[order], np.unique(between[order], return_inverse=True)
-    shift = rows.k_begin + rows.q_offset - rows.q_begin
-    return Cut(cuts[used], cuts[used + 1], piece, rows.k_begin[row], rows.k_end[row], shift[row])
+    task, (used, piece) = task[order], np.unique(between[order], return_inverse=True)
+    shift = tasks.k_begin + tasks.q_offset - tasks.q_begin
+    return Cut(cuts[used], cuts[used + 1], piece, tasks.k_begin[task], tasks.k_end[task], shift[task])
 
 
 def regions_of(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -282,11 +296,6 @@ def length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
     stay in their own order: side by side with those that read the same keys or add to the same queries, in the cache.
     """
     return length * 16 * num_sms // max(1, total)
-
-
-def _heads_outer(length: np.ndarray, num_sms: int) -> bool:
-    """Whether one head's work is long enough to run by itself: its keys stay in cache and its tail is short."""
-    return int(length.sum()) >= 2 * num_sms * int(length.max(initial=0))
 
 
 def heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
@@ -312,23 +321,3 @@ def table_of(columns: tuple[np.ndarray, ...], order: np.ndarray | slice = slice(
     table = table.astype(np.int32)
     table.setflags(write=False)
     return table
-
-
-def _counts(forward: ForwardTables, backward: BackwardTables) -> dict[str, int]:
-    return {
-        "tiles": len(forward.tiles) - forward.num_parts + len(forward.merges),
-        "segments": len(forward.segments) - forward.num_part_segments,
-        "items": len(backward.items),
-        "rows": len(backward.rows),
-        "blocks": len(backward.blocks),
-        "parts": forward.num_part_segments,
-    }
-
-
-def _packed(header: list[int], sections: list[np.ndarray], offsets: list[int]) -> np.ndarray:
-    packed = np.zeros(offsets[-1], dtype=np.int32)
-    packed[: len(header)] = header
-    for section, begin, end in zip(sections, offsets[:-1], offsets[1:], strict=True):
-        assert section.size <= end - begin, "ask Capacity.holds before packing"
-        packed[begin : begin + section.size] = section.ravel()
-    return packed

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from distca.corpus.corpora import FIELDS, SOURCES
+from distca.kernels import KERNELS
 from distca.models import TRAINABLE
 from distca.train.settings.declare import Known, Value, from_text, setting, toml_value, typed
 from distca.validation import MAX_RANKS, UserError, read_toml, short
 from distca.workload.packing import PLACEMENTS
 
-KERNELS = ("auto", "hopper", "fa4", "varlen", "sdpa", "dense")
 MODES = ("disaggregated", "home", "per_document_cp")
 MAX_STEPS = 10**9
 MAX_SEED = 2**53             # what every generator takes
@@ -130,7 +130,8 @@ class Attention:
         "counts with.")
     adapt: bool = setting(False, "Learn from measured seconds how fast each rank's attention is beside the others' and "
         "give a slower one less; for attention.mode disaggregated.")
-    kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.", choices=KERNELS)
+    kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.",
+        choices=("auto", *KERNELS))
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
         choices=("resend", "keep"))
     transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "
