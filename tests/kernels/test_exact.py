@@ -175,7 +175,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
             patch.setattr(packed, "call_forward", staticmethod(calls.forward))
             patch.setattr(packed, "call_backward", staticmethod(calls.backward))
             patch.setattr(packed_flash_module, "COPIED_KEYS_AT_ONCE", 20)
-            patch.setattr(packed_flash_module, "ROWS_AT_ONCE", 3)
+            patch.setattr(packed_flash_module, "TASKS_AT_ONCE", 3)
         with determinism(request.param == "hopper in turns"):    # and then what is empty is nan
             yield kernel_named(request.param.split()[0])
 
