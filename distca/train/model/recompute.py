@@ -3,13 +3,10 @@
 Recomputation keeps a function's inputs, or those and its matrix products. Residual additions stand outside of it: their
 results are the next segment's input, which is kept anyway, so a recomputed feed-forward stops before its last product.
 
-Tiles keep the widest activations from ever existing for all tokens. Outside of attention tokens do not see each other:
-a segment over a row is the same segment over its tiles. Forward keeps the inputs alone; backward computes each tile
-again, differentiates it at once, and adds up the weights' gradients in float32 at least. Under tensor parallelism a
-rank holds its share of x and its heads of all tokens: a tile is then the same part of every share.
-
-The compiler sees a segment's `compute` and nothing around it: FSDP gathers before and shards after, attention exchanges
-by lengths that change with every batch.
+Tiles keep the widest activations from ever existing for all tokens, which outside of attention do not see each other.
+Forward keeps the inputs alone; backward computes each tile again, differentiates it at once, and adds up the weights'
+gradients in float32 at least. Under tensor parallelism a rank holds its share of x and its heads of all tokens: a tile
+is then the same part of every share.
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Result = TypeVar("Result")
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 def again(recompute: str, function: Callable[..., Result], *inputs: Any) -> Result:
@@ -33,21 +30,17 @@ def again(recompute: str, function: Callable[..., Result], *inputs: Any) -> Resu
         recompute = "none"                                       # the compiler does so by itself
     if recompute == "none" or not torch.is_grad_enabled():
         return function(*inputs)
-    kept = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    result: Result = kept(context_fn=_selective) if recompute == "selective" else kept()
+    keep: Any = {"context_fn": partial(create_selective_checkpoint_contexts, _PRODUCTS)}
+    result: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False,
+                                **(keep if recompute == "selective" else {}))
     return result
 
 
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_keeps)
-
-
-def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def compile_any_length(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Compile once for rows of any length: the first dimension of every tensor is marked as one that changes."""
+    """Compile once for rows of any length: the first dimension of every tensor is marked as one that changes.
+
+    A segment's `compute` is compiled and nothing around it: FSDP gathers before, attention exchanges after.
+    """
     compiled = torch.compile(function, backend=backend)
 
     def call(*inputs: Any) -> Any:

@@ -20,11 +20,11 @@ SIZES = {"hidden": "hidden", "layers": "num_layers", "heads": "num_heads", "kv_h
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model type, by what tells it from Llama."""
+    """A model type of transformers, and how it differs from Llama."""
 
     architecture: str        # its class in transformers
     qkv_bias: bool = False
-    qk_norm: bool = False    # every head's query and key is normed before it is rotated
+    qk_norm: bool = False    # queries and keys are normed head by head, before the rotation
 
 
 FAMILIES = {"llama": Family("LlamaForCausalLM"), "mistral": Family("MistralForCausalLM"),
@@ -72,7 +72,7 @@ class DecoderShape:
     norm_eps: float = 1e-5
     tied: bool = False
     rope_scaling: RopeScaling | None = None
-    max_positions: int = 131_072                                 # told to who loads the weights; nothing here is cut
+    max_positions: int = 131_072                                 # written to config.json; nothing here is cut by it
     family: str = "llama"
     init_std: float = 0.02                                       # of weights that are drawn, not loaded
 
@@ -92,7 +92,7 @@ class DecoderShape:
 
 
 _QWEN = {"rope_theta": 1e6, "norm_eps": 1e-6}
-_NAMED: dict[str, dict[str, Any]] = {  # by the beginning of a name, the first that fits; as their config.json say
+_NAMED: dict[str, dict[str, Any]] = {  # by the beginning of a name, the first that fits; as in their config.json
     "tiny": {},
     "llama2": {"rope_theta": 1e4},
     "llama-34b": {"rope_theta": 1e6},
@@ -110,14 +110,14 @@ _NAMED: dict[str, dict[str, Any]] = {  # by the beginning of a name, the first t
 
 
 def named_decoder(name: str) -> DecoderShape:
-    """A decoder of the catalogue."""
+    """Return a decoder of the catalogue."""
     if name not in TRAINABLE:
         raise unknown_name("model.name", name, TRAINABLE)
     return DecoderShape(MODELS[name], **next(facts for begin, facts in _NAMED.items() if name.startswith(begin)))
 
 
 def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
-    """The decoder that settings ask for, for data of `vocab` different tokens."""
+    """Return the decoder that settings ask for, for data of `vocab` different tokens."""
     source = model.load or model.config
     if source:
         from distca.train.model.huggingface import shape_from_hf  # which imports torch
@@ -129,24 +129,10 @@ def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
     if vocab > shape.model.vocab:
         field, value = next((field, value) for field, value in (
             ("model.load", model.load), ("model.config", model.config), ("model.name", model.name)) if value)
-        remedy = ("give that model's own tokenizer as data.tokenizer" if model.load
-                  else f"give that model's own tokenizer as data.tokenizer, or set model.vocab to {vocab}")
         raise UserError(f"{field} is {value!r} with a vocabulary of {shape.model.vocab} but the data has {vocab} "
-                        f"different tokens; {remedy}")
+                        "different tokens; give that model's own tokenizer as data.tokenizer"
+                        + ("" if model.load else f", or set model.vocab to {vocab}"))
     return shape
-
-
-def check_model(model: Model) -> None:
-    """Refuse fields that contradict each other, before any file is looked at."""
-    if model.load and model.config:
-        raise UserError(f"model.load is {model.load!r} and model.config is {model.config!r}; give one of them: a "
-                        "loaded model has a config.json of its own")
-    if model.tied and model.untied:
-        raise UserError("model.tied and model.untied are both true; set one of them")
-    for field in (*SIZES, "tied", "untied") if model.load else ():
-        if getattr(model, field):
-            raise UserError(f"model.{field} is {getattr(model, field)} but model.load is {model.load!r}, whose "
-                            f"weights have a shape of their own; leave model.{field} out")
 
 
 def check_heads(shape: DecoderShape) -> None:
@@ -161,7 +147,7 @@ def check_heads(shape: DecoderShape) -> None:
 
 
 def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
-    """The shape with what single settings change."""
+    """Return the shape with the fields that settings change."""
     sizes = {ours: getattr(model, field) for field, ours in SIZES.items() if getattr(model, field)}
     before = shape.model
     if ("hidden" in sizes or "num_heads" in sizes) and "head_dim" not in sizes and (

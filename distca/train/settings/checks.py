@@ -10,14 +10,21 @@ from collections.abc import Callable, Iterable
 
 from distca.planning.schedule import layers_of_stages
 from distca.planning.windows import windows_by_depth
-from distca.train.model.shape import DecoderShape, check_model, decoder_shape
+from distca.train.model.shape import SIZES, DecoderShape, decoder_shape
 from distca.train.settings import Settings, known_settings
 from distca.train.settings.declare import check_limits
 from distca.validation import UserError
 
 Rule = tuple[Callable[[Settings], object], str]  # whether settings break it, and the refusal, with fields in braces
 
-RANKS: list[Rule] = [
+MODEL_AND_RANKS: list[Rule] = [
+    (lambda s: s.model.load and s.model.config,
+     "model.load is {model.load!r} and model.config is {model.config!r}; give one of them: a loaded model has a "
+     "config.json of its own"),
+    (lambda s: s.model.tied and s.model.untied, "model.tied and model.untied are both true; set one of them"),
+    *((lambda s, name=f"model.{field}": s.model.load and s.value(name),
+       f"model.{field} is {{model.{field}}} but model.load is {{model.load!r}}, whose weights have a shape of their "
+       f"own; leave model.{field} out") for field in (*SIZES, "tied", "untied")),
     (lambda s: s.attention.dedicated and s.attention.dedicated >= s.run.ranks,
      "attention.dedicated is {attention.dedicated} but there are {run.ranks} ranks (run.ranks); leave at least one to "
      "train"),
@@ -95,8 +102,7 @@ def check_settings(settings: Settings) -> None:
     """Raise a one-line UserError where these settings cannot run on any machine."""
     for known in known_settings().values():
         check_limits(known, settings.value(known.name))
-    check_model(settings.model)
-    _check(settings, RANKS)
+    _check(settings, MODEL_AND_RANKS)
     if not settings.model.load and not settings.model.config:
         check_degrees(settings, decoder_shape(settings.model))
     _check(settings, INPUTS_AND_OUTPUTS)
