@@ -19,7 +19,7 @@ from distca.models import model_named
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.workload.documents import Workload, sample_lengths
-from distca.workload.packing import pack, pack_workload
+from distca.workload.packing import pack
 
 POOL_RANKS, POOL_TOKENS, POOL_TOLERANCE = 64, 65_536, 0.05
 PREFIX = 16_384
@@ -94,7 +94,8 @@ def sampled_plan(tokens: int) -> Plan:
 
 
 def workload_plan(workload: Workload) -> Plan:
-    return balance(pack_workload(workload), model_named("llama3-8b"), tolerance=POOL_TOLERANCE)
+    layout = pack(np.concatenate(workload.sequences), ranks=workload.ranks)
+    return balance(layout, model_named("llama3-8b"), tolerance=POOL_TOLERANCE)
 
 
 def servers(plan: Plan) -> Iterator[Batch]:

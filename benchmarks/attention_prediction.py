@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.work import attention_backward_flops, attention_flops
 from distca.models import model_named
 from distca.spec import ModelShape

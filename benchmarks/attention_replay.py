@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.work import causal_pairs
 from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import BackwardInputs

@@ -30,7 +30,7 @@ from distca.spec import ModelShape
 from distca.validation import parse_json, read_text
 from distca.workload.documents import Workload, sample_lengths
 from distca.workload.layout import Layout
-from distca.workload.packing import PLACEMENTS, pack, pack_workload
+from distca.workload.packing import PLACEMENTS, pack
 
 SAMPLED_RANKS = (8, 32, 64, 128, 256, 512)
 SWEPT_RANKS = (1024, 2048, 4096)
@@ -100,9 +100,9 @@ def folder_cases(folder: Path, tolerance: float) -> Iterator[Case]:
         workload = read_source(path)
         if not isinstance(workload, Workload):
             raise ValueError(f"{path}: a list of lengths; give workload files with ranks and sequences")
-        yield Case(
-            workload.name, np.concatenate(workload.sequences), workload.ranks, workload.tokens_per_rank,
-            partial(pack_workload, workload, tolerance=tolerance))
+        lengths = np.concatenate(workload.sequences)
+        yield Case(workload.name, lengths, workload.ranks, workload.tokens_per_rank,
+                   partial(pack, lengths, ranks=workload.ranks, tolerance=tolerance))
 
 
 def measure(case: Case, placement: str, model: ModelShape, tolerance: float, repeats: int,

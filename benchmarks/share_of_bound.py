@@ -26,7 +26,7 @@ from paper.cases import CLUSTER, DATA, KIB, Case, cases
 from rich.console import Console
 from rich.table import Table
 
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import shipped_table
 from distca.cost.work import causal_pairs
 from distca.models import model_named
 from distca.planning.schedule import IDLE, same_phase_ticks

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from distca.api import compare, plan, plan_step
+from distca.cost.attention_time import shipped_table
 from distca.cost.latency_table import LatencyTable, analytic_table
-from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.plan import Plan
 from distca.planning.step import StepPlan

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.cost.attention_time import AttentionTime
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.mixed_pool import Cost, time_of
-from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning import choose
 from distca.planning.balance import balance

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca import profiling
+from distca.cost.attention_time import shipped_names, shipped_table
 from distca.cost.dealing import WorkList
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped_tables import shipped_names, shipped_table
 from distca.kernels import kernel_named
 from distca.kernels.hopper.kernel import HopperKernel
 from distca.kernels.interface import TaskRows

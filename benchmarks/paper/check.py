@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from distca.cost.attention_time import shipped_table
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped_tables import shipped_table
-from distca.cost.work import attention_backward_flops, attention_flops, hidden_shards_bound, pairs_of_shard
+from distca.cost.work import attention_backward_flops, attention_flops, pairs_of_shard
 from distca.models import model_named
 from distca.planning.choose import AUTO, DEFAULT_TOLERANCE
 from distca.planning.step import StepPlan
@@ -27,7 +27,7 @@ from distca.simulate.execute import execute
 from distca.simulate.setting import Setting
 from distca.simulate.strategies import BOUND, STRATEGIES, Choice, GroupChoice, PoolChoice, StepDocuments
 from distca.simulate.sweep import Figures, Outcome, Question, compare
-from distca.spec import cluster_named
+from distca.spec import ClusterShape, ModelShape, cluster_named
 from distca.workload.sequences import Source
 from paper.cases import CLUSTER, REPLICA_RANKS, TP, Case, cases
 
@@ -263,6 +263,22 @@ def _tolerances(case: Case, num_batches: int) -> list[Row]:
                   "bytes_over": float(one[0] / found[0][0]), "seconds_over": float(one[1] / found[0][1])}
                  for tolerance, one in zip(TOLERANCES, found, strict=True)]
     return rows
+
+
+def hidden_shards_bound(model: ModelShape, cluster: ClusterShape, tp: int = 1) -> float:
+    """Return the shards into which a document may be cut while its communication still hides behind linear layers.
+
+    Appendix A of the DistCA paper. Cut into s equal shards that all move, a token costs h_q bytes for its query and
+    (s + 1) / 2 * h_kv for its key and value, as shard i needs i / s of the document's keys. Hidden means that this is
+    at most t * B: what the NIC carries while one layer's linear part computes that token. Hence
+    s <= 2 (t B - h_q) / h_kv - 1; below 1, not even a whole document can move unseen.
+
+    t counts the weights of a layer without grouped-query attention, 4 hidden² + 3 hidden * ffn, at the GPU's peak: the
+    published reading. `linear_flops` at the rate that GEMMs reach gives about a sixth more.
+    """
+    token_flops = 2 * (4 * model.hidden**2 + 3 * model.hidden * model.ffn) / tp
+    hideable_bytes = token_flops / cluster.peak_flops_per_second * cluster.inter_node_bandwidth
+    return 2 * (hideable_bytes - model.q_token_bytes(tp)) / model.kv_token_bytes(tp) - 1
 
 
 def _hidden_shards(case: Case, num_batches: int) -> list[Row]:

@@ -1,22 +1,26 @@
-"""Seconds of attention on one rank: of a shard in a full batch, of whole batches, and the least that any can take.
+"""Seconds of attention on one rank: of a shard in a full batch, of whole batches, and a lower bound.
 
 Plans are searched on `shard` and judged on `servers`; the runtime, the simulator and the planner charge the same. A
-latency table gives the seconds that a shard adds to a batch that fills the device. A whole batch takes a launch and the
-tail of its work list more (work_list.py), where the table's kernel is known to have one. Then a shard of fewer queries
-than the table's shortest takes as much less forward as it has fewer of the kernel's own tiles.
+latency table gives the seconds that a shard adds to a batch that fills the device. If the table's kernel is known to
+draw from a work list, a batch takes a launch and the tail of that list more (dealing.py), and a shard of fewer queries
+than the table's shortest takes time in proportion to its whole tiles.
 
-A table is measured with the heads of one rank. Another head dim is another kernel, so it is refused, but for shipped
-tables: there it is scaled by FLOPs, which `note` says, since nobody measured it. Another number of heads is scaled by
-pairs times heads, which `note` says too: with launch and tail apart that is 1 to 3 % off in the median between an
-H200's tables of 32, 8 and 4 heads, and up to a fifth for the shortest shards. Of a shipped table the one nearest in
-heads is taken.
+A table is measured with the heads of one rank. Another head dim is another kernel: it is refused, except that shipped
+tables are scaled by FLOPs. Another number of heads is scaled by pairs times heads. Between an H200's tables of 32, 8
+and 4 heads that is 1 to 3 % off in the median and up to a fifth for the shortest shards. `note` says what was scaled.
+
+Some tables come with the package, so that a plan in seconds needs no GPU. `tables/h200.json` is `h200`; tables of the
+same GPU and kernel with other heads are in the folder `tables/h200`, and the one nearest in heads is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from importlib.resources import as_file, files
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +28,7 @@ import numpy.typing as npt
 
 from distca.cost.dealing import Tasks, WorkList
 from distca.cost.latency_table import LatencyTable, Surface
-from distca.cost.shipped_tables import nearest_heads
-from distca.spec import ModelShape
+from distca.spec import ModelShape, unknown_name
 from distca.validation import UserError
 from distca.workload.placement import Cuts
 
@@ -33,6 +36,7 @@ FloatArray = npt.NDArray[np.float64]
 Column = npt.NDArray[Any]
 
 _LONGEST_ITEM = 0.5  # of a rank's backward that the longest item of a document may take
+_TABLES = files("distca.cost") / "tables"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,12 +95,10 @@ class AttentionTime:
             return NotImplemented
         mine, theirs = self.table, other.table
         return (self._key() == other._key() and mine.metadata == theirs.metadata
-                and all(np.array_equal(a, b, equal_nan=True) for a, b in (
-                    (mine.q_len, theirs.q_len), (mine.kv_len, theirs.kv_len),
-                    (mine.forward_seconds, theirs.forward_seconds)))
                 and (mine.backward_seconds is None) == (theirs.backward_seconds is None)
-                and (mine.backward_seconds is None or theirs.backward_seconds is None
-                     or np.array_equal(mine.backward_seconds, theirs.backward_seconds, equal_nan=True)))
+                and all(np.array_equal(getattr(mine, name), getattr(theirs, name), equal_nan=True)
+                        for name in ("q_len", "kv_len", "forward_seconds", "backward_seconds")
+                        if getattr(mine, name) is not None))
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -106,10 +108,10 @@ class AttentionTime:
                 self.work_list)
 
     def cuts(self) -> Cuts:
-        """Slices that suit the device, where work is known to come in items.
+        """Return the slices that suit the device, if work is known to come in items.
 
-        A document's first keys are read by all its queries on a server, by one worker: that should not take longer than
-        what all workers do beside it.
+        All queries of a document on a server read its first keys, in one worker: that should not take longer than the
+        work of all other workers meanwhile.
         """
         if self.work_list is None or self._surfaces[1] is None:
             return Cuts()
@@ -118,18 +120,18 @@ class AttentionTime:
                     _LONGEST_ITEM / ((forward + backward) * self.work_list.pairs_at_once))
 
     def speeds(self, num_servers: int) -> FloatArray:
-        """Of each server, over that of the first: `servers` counts seconds times these."""
+        """Return the speed of each server relative to the first; `servers` returns seconds times these."""
         return np.ones(num_servers)
 
     def check_servers(self, num_servers: int) -> None:
-        """Refuse a pool of another size than is known."""
+        """Refuse a pool of another size than the cost names."""
 
     def repeated(self, times: int) -> AttentionTime:
-        """The same where each server stands so many times in a row."""
+        """Return the cost of a pool in which each server is repeated `times` times in a row."""
         return self
 
     def shard(self, q_len: float, kv_len: float, backward: bool = False) -> float:
-        """Seconds that queries at the end of their keys add to a full batch; never falls in either length."""
+        """Return the seconds that queries at the end of their keys add to a full batch; monotonic in both lengths."""
         surface = self._surfaces[backward]
         if surface is None or not 0 <= q_len <= kv_len:
             return self._factor * self.table.seconds(q_len, kv_len, backward=backward)  # says what is wrong
@@ -138,7 +140,7 @@ class AttentionTime:
         return self._factor * surface.at(q_len, kv_len)
 
     def shards(self, q_len: Column, kv_len: Column, backward: bool = False) -> FloatArray:
-        """The same on arrays."""
+        """Return `shard` of arrays."""
         q, kv = np.atleast_1d(np.asarray(q_len, dtype=np.float64)), np.asarray(kv_len, dtype=np.float64)
         seconds = self.table.seconds(q, kv, backward=backward)
         if not backward and self.work_list is not None:
@@ -147,21 +149,13 @@ class AttentionTime:
         return self._factor * seconds
 
     def servers(
-        self,
-        q_len: Column,
-        kv_len: Column,
-        server: Column,
-        num_servers: int,
-        backward: bool = False,
-        *,
-        aligned: Column | None = None,
-        document: Column | None = None,
-        kv_start: Column | None = None,
+        self, q_len: Column, kv_len: Column, server: Column, num_servers: int, backward: bool = False, *,
+        aligned: Column | None = None, document: Column | None = None, kv_start: Column | None = None,
     ) -> FloatArray:
-        """Seconds of every server's attention call; 0 without tasks.
+        """Return the seconds of every server's attention call; 0 without tasks.
 
-        `aligned` is False where all queries see all keys. `document` and `kv_start` say which keys tasks read; without
-        them no two tasks share any, which a kernel with a work list can take a few per cent less or more time for.
+        `aligned` is False where all queries see all keys. `document` and `kv_start` say which keys tasks read. Without
+        them no two tasks share keys, which changes the time of a kernel with a work list by a few per cent.
         """
         q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         kept = np.flatnonzero((q > 0) & (kv > 0))
@@ -181,9 +175,10 @@ class AttentionTime:
         return launch + even + self.work_list.tail(tasks, num_servers, backward)
 
     def tasks(self, q_len: Column, kv_len: Column, aligned: Column, backward: bool = False) -> FloatArray:
-        """What each task adds to a full batch; a rectangle what an aligned shard of as many queries and pairs adds.
+        """Return the seconds that each task adds to a full batch.
 
-        One with fewer keys than half its queries has no such shard, and runs at the rate of a square.
+        A rectangle is charged as an aligned shard of as many queries and pairs. With fewer keys than half its queries
+        there is no such shard, and it runs at the rate of a square.
         """
         q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         as_aligned = np.maximum(np.where(aligned, kv, kv + 0.5 * (q - 1)), q)
@@ -191,9 +186,9 @@ class AttentionTime:
         return np.where(aligned, seconds, seconds * (kv / (as_aligned - 0.5 * (q - 1))))
 
     def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
-        """Seconds below which no batch of so many pairs can come: all of them at the best rate of any shape.
+        """Return a lower bound of the seconds of a batch: all pairs at the best rate of any shape.
 
-        Of pairs in documents of `kv_len` tokens, at the best rate of any shape that has no more keys.
+        For pairs in documents of `kv_len` tokens, that is the best rate of any shape with no more keys.
         """
         surface = self._surfaces[backward]
         if surface is None:
@@ -210,3 +205,52 @@ class AttentionTime:
 def _dims(model: ModelShape) -> str:
     same = model.head_dim == model.value_dim
     return str(model.head_dim) if same else f"{model.head_dim} for keys and {model.value_dim} for values"
+
+
+def shipped_names() -> list[str]:
+    """List the tables in this package."""
+    if not _TABLES.is_dir():
+        return []
+    return sorted(entry.name.removesuffix(".json") for entry in _TABLES.iterdir() if entry.name.endswith(".json"))
+
+
+def find_table(name: str) -> LatencyTable:
+    """Return the table in a file of this name, or else the shipped one."""
+    if not Path(name).exists() and name in shipped_names():
+        return shipped_table(name)
+    return LatencyTable.load(name)
+
+
+def shipped_table(name: str) -> LatencyTable:
+    """Return the measured table of this name, such as `h200`."""
+    if name not in shipped_names():
+        raise unknown_name("latency table", name, shipped_names())
+    with as_file(_TABLES / f"{name}.json") as path:
+        return LatencyTable.load(path)
+
+
+def nearest_heads(table: LatencyTable, heads: int, kv_heads: int, head_dim: int) -> LatencyTable:
+    """Return the table nearest in heads among a shipped one and those measured like it; any other table itself."""
+    about, name = table.metadata, table.metadata.get("shipped")
+    is_exact = (about.get("num_heads"), about.get("num_kv_heads"), about.get("head_dim")) == (heads, kv_heads, head_dim)
+    if is_exact or not isinstance(name, str):
+        return table
+    fitting = [one for one in (table, *other_heads(name)) if one.metadata.get("head_dim") == head_dim]
+    return min(fitting, key=lambda one: _distance(one, heads, kv_heads), default=table)
+
+
+def other_heads(name: str) -> list[LatencyTable]:
+    """Load the shipped tables that were measured like the one of this name, with other heads."""
+    if name not in shipped_names() or not (_TABLES / name).is_dir():  # the metadata of a user's file may say anything
+        return []
+    with as_file(_TABLES / name) as path:
+        return [LatencyTable.load(file) for file in sorted(path.glob("*.json"))]
+
+
+def _distance(table: LatencyTable, heads: int, kv_heads: int) -> Fraction:
+    """Return the ratio of KV heads, which are the items of a work list, times that of query heads per KV head."""
+    about = table.metadata
+    q, kv = about["num_heads"], about["num_kv_heads"]
+    assert isinstance(q, int) and isinstance(kv, int)
+    factors = Fraction(kv, kv_heads), Fraction(q * kv_heads, kv * heads)
+    return max(factors[0], 1 / factors[0]) * max(factors[1], 1 / factors[1])

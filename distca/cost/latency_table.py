@@ -1,16 +1,16 @@
 """Predict an attention kernel's time from measurements, because equal pairs are not equal seconds for short shards.
 
-A table holds times over a grid of (q_len, kv_len), queries aligned with the end of their keys. Between grid points we
-interpolate throughput, bilinearly in the logarithms of the lengths, since throughput is nearly flat where time grows
-quadratically. Planners search on these times, so `seconds` never falls when q_len or kv_len grows: the interpolated
+A table holds times over a grid of (q_len, kv_len), queries aligned with the end of their keys. Between grid points
+throughput is interpolated, bilinearly in the logarithms of the lengths, since throughput is nearly flat where time
+grows quadratically. Planners search on these times, so `seconds` is monotonic in q_len and kv_len: the interpolated
 times are sampled on a grid SUBDIVISIONS times finer, capped by the next measurement, raised to their running maximum
-and joined by straight lines. Measurements that never fall are met exactly, and a saturated kernel to within 0.1 %.
-Every rank makes its own surface and must get the same bits on any CPU. numpy's log and exp do not give them, so all
-here is sums, products, quotients and square roots, which IEEE 754 rounds alike everywhere.
+and joined by straight lines. Monotonic measurements are met exactly, and a saturated kernel to within 0.1 %. Every rank
+makes its own surface and must get the same bits on any CPU. numpy's log and exp differ between CPUs, so only sums,
+products, quotients and square roots are used, whose rounding IEEE 754 defines.
 
-Off the grid: below its smallest lengths a shard costs what the smallest costs, as a partial tile takes a whole tile's
-time; beyond its largest lengths every further pair is charged at the saturated peak. `require` is how a caller asks,
-once, that the table reaches its longest document, so that the second rule is never relied on by accident.
+Below the smallest lengths of the grid a shard costs what the smallest costs, as a partial tile takes a whole tile's
+time. Beyond the largest lengths every further pair is charged at the saturated peak. A caller checks once by `require`
+that the table reaches its longest document, so that the second rule is never used by accident.
 """
 
 import json
@@ -47,27 +47,27 @@ _KEYS = ("name", "q_len", "kv_len", "forward_seconds", "backward_seconds", "peak
 
 
 def _pairs(q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
-    """Pairs of a whole-prefix shard, smooth in fractional lengths."""
+    """Return the pairs of a whole-prefix shard, smooth in fractional lengths."""
     return q_len * (kv_len - (q_len - 1) / 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surface:
-    """Times over (q_len, kv_len) that never fall: straight lines between the points of a fine grid."""
+    """Monotonic times over (q_len, kv_len): straight lines between the points of a fine grid."""
 
     q: FloatArray  # [fine q]
     kv: FloatArray  # [fine kv]
     seconds: FloatArray  # [fine q, fine kv]
     peak: float  # pairs per second charged beyond the grid
-    q_list: list[float]  # the same once more: Python floats are several times faster for one shard at a time
+    q_list: list[float]  # the same as Python floats, which are several times faster for one shard at a time
     kv_list: list[float]
     seconds_lists: list[list[float]]
 
     @classmethod
     def through(cls, q_len: IntArray, kv_len: IntArray, seconds: FloatArray, peak: float) -> "Surface":
         rate = _pairs(q_len[:, None].astype(np.float64), kv_len.astype(np.float64)) / seconds  # [q, kv]
-        for row in range(1, len(q_len)):  # no shard has q_len > kv_len: repeat the rate of the longest that exists
-            rate[row] = np.where(np.isnan(rate[row]), rate[row - 1], rate[row])
+        for at in range(1, len(q_len)):  # no shard has q_len > kv_len: repeat the rate of the longest that exists
+            rate[at] = np.where(np.isnan(rate[at]), rate[at - 1], rate[at])
         q, kv = _refined(q_len), _refined(kv_len)
         shard_q = np.minimum(q[:, None], kv)  # [fine q, fine kv]
         i, u = _bracket(_log(q_len), _log(shard_q))
@@ -94,10 +94,10 @@ class Surface:
         return seconds
 
     def best_rates(self, kv_len: FloatArray | float = inf) -> FloatArray:
-        """Pairs per second that no shard of up to so many keys exceeds.
+        """Return the pairs per second that no shard of at most `kv_len` keys exceeds.
 
-        Between the points of the fine grid seconds are bilinear, while pairs bend upwards by at most step² / 8 of the
-        queries' step; beyond the grid pairs run at the peak.
+        Between the points of the fine grid seconds are bilinear, while pairs exceed bilinear ones by at most step² / 8
+        of the queries' step; beyond the grid pairs run at the peak.
         """
         pairs = _pairs(self.q[:, None], self.kv)  # [fine q, fine kv], less than those of shards where q > kv
         rate = pairs / self.seconds
@@ -124,7 +124,7 @@ class Surface:
 
 
 def _bracket(axis: FloatArray, x: FloatArray) -> tuple[npt.NDArray[np.intp], FloatArray]:
-    """For each x the interval of the axis that holds it, and how far into that interval it lies, from 0 to 1."""
+    """Return the interval of the axis that contains each x, and its position in that interval, from 0 to 1."""
     index = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
     return index, (x - axis[index]) / (axis[index + 1] - axis[index])
 
@@ -138,7 +138,7 @@ def _bilinear(
 
 
 def _ceiling(q_len: IntArray, kv_len: IntArray, seconds: FloatArray, q: FloatArray, kv: FloatArray) -> FloatArray:
-    """The time that no shard (q, kv) may exceed: the running maximum at the nearest grid point no shorter than it."""
+    """Return the cap of each shard (q, kv): the running maximum at the nearest grid point no shorter than it."""
     above_q = np.searchsorted(q_len, q)
     above_kv = np.searchsorted(kv_len, np.maximum(kv, q_len[above_q]))
     known = np.where(np.isnan(seconds), 0.0, seconds)
@@ -146,7 +146,7 @@ def _ceiling(q_len: IntArray, kv_len: IntArray, seconds: FloatArray, q: FloatArr
 
 
 def _refined(grid: IntArray) -> FloatArray:
-    """The grid with SUBDIVISIONS geometric steps in every interval, keeping its own points exactly."""
+    """Refine a grid by SUBDIVISIONS geometric steps in every interval, keeping its own points exactly."""
     fine = grid.astype(np.float64)
     while len(fine) <= (len(grid) - 1) * SUBDIVISIONS:
         fine = np.insert(fine, np.arange(1, len(fine)), np.sqrt(fine[:-1] * fine[1:]))
@@ -154,7 +154,7 @@ def _refined(grid: IntArray) -> FloatArray:
 
 
 def _log(x: AnyArray) -> FloatArray:
-    """Natural logarithms to two ulps, the same bits everywhere.
+    """Return natural logarithms to two ulps, with the same bits everywhere.
 
     x = m 2^e with m within a factor √2 of 1, and log m = 2 atanh s = 2 (s + s³/3 + s⁵/5 + …) with s = (m-1) / (m+1).
     """
@@ -197,17 +197,14 @@ class LatencyTable:
             if name in self.metadata:
                 check_whole(f"metadata.{name}", self.metadata[name], most=MAX_HEADS)
         forward = _checked_seconds("forward_seconds", self.forward_seconds, q_len, kv_len)
-        backward = None
-        backward_surface = None
+        checked = {"q_len": q_len, "kv_len": kv_len, "forward_seconds": forward, "_backward": None,
+                   "_forward": Surface.through(q_len, kv_len, forward, peak)}
         if self.backward_seconds is not None:
             backward = _checked_seconds("backward_seconds", self.backward_seconds, q_len, kv_len)
-            backward_surface = Surface.through(q_len, kv_len, backward, peak_rate(q_len, kv_len, backward))
-        object.__setattr__(self, "q_len", q_len)
-        object.__setattr__(self, "kv_len", kv_len)
-        object.__setattr__(self, "forward_seconds", forward)
-        object.__setattr__(self, "backward_seconds", backward)
-        object.__setattr__(self, "_forward", Surface.through(q_len, kv_len, forward, peak))
-        object.__setattr__(self, "_backward", backward_surface)
+            surface = Surface.through(q_len, kv_len, backward, peak_rate(q_len, kv_len, backward))
+            checked |= {"backward_seconds": backward, "_backward": surface}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @overload
     def seconds(self, q_len: float, kv_len: float, *, backward: bool = False) -> float: ...
@@ -218,7 +215,7 @@ class LatencyTable:
     def seconds(
         self, q_len: AnyArray | float, kv_len: AnyArray | float, *, backward: bool = False
     ) -> float | FloatArray:
-        """Seconds for q_len queries at the end of kv_len keys; never falls in either, and 0 without queries."""
+        """Return the seconds for q_len queries at the end of kv_len keys, monotonic in both; 0 without queries."""
         surface = self._backward if backward else self._forward
         if surface is None:
             raise UserError(f"latency table {self.name!r} has no backward_seconds; profile the backward as well")
@@ -235,7 +232,7 @@ class LatencyTable:
 
     @property
     def surfaces(self) -> tuple[Surface, Surface | None]:
-        """Forward and backward, for callers that ask for one shard at a time."""
+        """Forward and backward surface, for callers that ask for one shard at a time."""
         return self._forward, self._backward
 
     def require(self, max_kv_len: int) -> None:
@@ -246,17 +243,12 @@ class LatencyTable:
                 f"{max_kv_len} tokens; profile with --max-kv-len {max_kv_len} or cut documents with --max-document")
 
     def save(self, path: str | Path) -> None:
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "q_len": self.q_len.tolist(),
-            "kv_len": self.kv_len.tolist(),
-            "forward_seconds": _rows_with_null(self.forward_seconds),
-            "backward_seconds": None if self.backward_seconds is None else _rows_with_null(self.backward_seconds),
-            "peak_pairs_per_second": self.peak_pairs_per_second,
-            "metadata": dict(self.metadata),
-        }
+        forward, backward = (None if grid is None else [[None if np.isnan(one) else one for one in line]
+                                                        for line in grid.tolist()]
+                             for grid in (self.forward_seconds, self.backward_seconds))
+        content = {"format": FORMAT, "version": VERSION, "name": self.name, "q_len": self.q_len.tolist(),
+                   "kv_len": self.kv_len.tolist(), "forward_seconds": forward, "backward_seconds": backward,
+                   "peak_pairs_per_second": self.peak_pairs_per_second, "metadata": dict(self.metadata)}
         Path(path).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
@@ -273,24 +265,20 @@ class LatencyTable:
             if missing:
                 raise UserError(f"latency table without {', '.join(missing)}; profile again")
             return cls(**{key: content[key] for key in _KEYS})
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
 
 def peak_rate(q_len: IntArray, kv_len: IntArray, seconds: FloatArray) -> float:
-    """The largest pairs per second of a measured grid."""
+    """Return the largest pairs per second of a measured grid."""
     return float(np.nanmax(_pairs(q_len[:, None].astype(np.float64), kv_len.astype(np.float64)) / seconds))
 
 
 def analytic_table(
-    model: ModelShape,
-    flops_per_second: float,
-    *,
-    tp: int = 1,
-    max_kv_len: int = 524_288,
+    model: ModelShape, flops_per_second: float, *, tp: int = 1, max_kv_len: int = 524_288,
     backward_flops_per_second: float | None = None,
 ) -> LatencyTable:
-    """A table without measurements: peak throughput for shards of 128 queries or more, a whole tile's time below."""
+    """Make a table without measurements: peak throughput from 128 queries on, a whole tile's time below."""
     if max_kv_len <= SATURATED_Q_LEN:
         raise UserError(f"max_kv_len is {max_kv_len}; give more than the {SATURATED_Q_LEN} tokens of a tile")
     backward_rate = flops_per_second if backward_flops_per_second is None else backward_flops_per_second
@@ -308,15 +296,9 @@ def analytic_table(
         forward_seconds=attention_flops(pairs, model, tp) / flops_per_second,
         backward_seconds=attention_backward_flops(pairs, model, tp) / backward_rate,
         peak_pairs_per_second=flops_per_second / attention_flops(1, model, tp),
-        metadata={
-            "device": "analytic, not measured",
-            "num_heads": model.heads_per_rank(tp),
-            "num_kv_heads": model.kv_heads_per_rank(tp),
-            "head_dim": model.head_dim,
-            "flops_per_second": flops_per_second,
-            "backward_flops_per_second": backward_rate,
-        },
-    )
+        metadata={"device": "analytic, not measured", "num_heads": model.heads_per_rank(tp),
+                  "num_kv_heads": model.kv_heads_per_rank(tp), "head_dim": model.head_dim,
+                  "flops_per_second": flops_per_second, "backward_flops_per_second": backward_rate})
 
 
 def _checked_grid(name: str, values: IntArray) -> IntArray:
@@ -348,7 +330,3 @@ def _checked_seconds(name: str, values: npt.ArrayLike, q_len: IntArray, kv_len: 
     seconds[~exists] = np.nan
     seconds.setflags(write=False)
     return seconds
-
-
-def _rows_with_null(seconds: FloatArray) -> list[list[float | None]]:
-    return [[None if np.isnan(value) else value for value in row] for row in seconds.tolist()]

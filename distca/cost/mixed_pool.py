@@ -1,15 +1,15 @@
-"""Pools of unlike GPUs: every server has seconds of its own, from its own latency table.
+"""Pools of different GPUs: every server has its own latency table.
 
-A file says which servers are which, in the order of the pool's ranks, dedicated servers last:
+A TOML file names the servers in the order of the pool's ranks, dedicated servers last:
 
     servers = [
         {ranks = 8, table = "h200"},                  # a shipped table
         {ranks = 8, table = "h100.json"},             # one that distca profile wrote, beside this file
-        {ranks = 4, table = "h200", speed = 0.78},    # or a part of another's rate, where none was measured
+        {ranks = 4, table = "h200", speed = 0.78},    # or a fraction of another's rate, if none was measured
     ]
 
-Balancing searches with one table, the first, and relative speeds of the others; what a plan takes is counted by each
-server's own. Both meet in the unit of work: seconds times the server's speed, so that work over speed are its seconds.
+Balancing searches with the first table and the relative speeds of the others; the time of a plan is counted by each
+server's own table. The unit of work is seconds times the server's speed: work over speed gives its seconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from distca.columns import added, freeze
-from distca.cost.attention_time import AttentionTime, Column, FloatArray
+from distca.cost.attention_time import AttentionTime, Column, FloatArray, find_table
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped_tables import find_table
 from distca.spec import ModelShape, unknown_name
 from distca.validation import MAX_RANKS, UserError, check_name, check_number, check_whole, read_toml, short
 
@@ -36,7 +35,7 @@ _KEYS = ("ranks", "table", "speed")
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """Consecutive servers that are alike."""
+    """Consecutive servers of the same kind."""
 
     ranks: int
     table: LatencyTable
@@ -45,7 +44,7 @@ class ServerKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixedPool:
-    """Which servers of a pool have which table."""
+    """The kinds of servers of a pool, in order."""
 
     kinds: tuple[ServerKind, ...]
 
@@ -55,7 +54,7 @@ class MixedPool:
 
     @property
     def first(self) -> LatencyTable:
-        """Whose linear layers and network stand for all servers'."""
+        """The table whose linear layers and network count for all servers."""
         return self.kinds[0].table
 
     def require(self, max_kv_len: int) -> None:
@@ -70,7 +69,7 @@ class MixedPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixedTime(AttentionTime):
-    """Seconds of servers that differ; as an AttentionTime by itself it is the first kind's."""
+    """Attention time of servers of several kinds; the fields of AttentionTime are those of the first kind."""
 
     kinds: tuple[AttentionTime, ...] = ()
     kind: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [servers]
@@ -102,7 +101,7 @@ class MixedTime(AttentionTime):
         self, q_len: Column, kv_len: Column, server: Column, num_servers: int, backward: bool = False, *,
         aligned: Column | None = None, document: Column | None = None, kv_start: Column | None = None,
     ) -> FloatArray:
-        """Seconds of every server's own table, times its speed."""
+        """Return the seconds by every server's own table, times its speed."""
         of_task, total = self.kind[np.asarray(server, dtype=np.int64)], np.zeros(num_servers)
         for number, time in enumerate(self.kinds):
             mine = of_task == number
@@ -113,7 +112,7 @@ class MixedTime(AttentionTime):
         return total * self.speeds(num_servers)
 
     def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
-        """Of all servers together, as if each were busy to the end; kinds may suit other lengths best, so of any."""
+        """Return a lower bound for all servers together, each busy to the end at its best rate for any length."""
         rate = added(1.0 / self.kinds[number].least(1.0, backward) for number in self.kind.tolist())
         return len(self.kind) * float(np.sum(pairs)) / rate
 
@@ -129,7 +128,7 @@ Cost = LatencyTable | MixedPool
 
 
 def find_cost(name: str) -> Cost:
-    """A latency table by file or shipped name, or the pool that a TOML file describes."""
+    """Return a latency table by file or shipped name, or the pool that a TOML file describes."""
     return read_pool(name) if Path(name).suffix == ".toml" else find_table(name)
 
 
@@ -140,30 +139,30 @@ def time_of(cost: Cost, model: ModelShape, tp: int = 1, scale: float = 1.0) -> A
 
 
 def read_pool(path: str | Path) -> MixedPool:
-    """The pool in a TOML file; every refusal names the file, the field, its value and the remedy."""
+    """Return the pool in a TOML file."""
     content = read_toml(path)
     try:
         for key in content:
             if key != "servers":
                 raise unknown_name("field", key, ("servers",))
-        rows = content.get("servers")
-        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_KINDS:
-            raise UserError(f"servers is {short(rows)}; give a list of 1 to {MAX_KINDS} kinds, each as "
+        listed = content.get("servers")
+        if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_KINDS:
+            raise UserError(f"servers is {short(listed)}; give a list of 1 to {MAX_KINDS} kinds, each as "
                             '{ranks = 8, table = "h200"}')
-        return MixedPool(tuple(_kind(row, number, Path(path).parent) for number, row in enumerate(rows)))
-    except ValueError as error:
+        return MixedPool(tuple(_kind(entry, number, Path(path).parent) for number, entry in enumerate(listed)))
+    except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _kind(row: Any, number: int, folder: Path) -> ServerKind:
+def _kind(entry: Any, number: int, folder: Path) -> ServerKind:
     where = f"servers[{number}]"
-    if not isinstance(row, dict) or not {"ranks", "table"} <= set(row):
-        raise UserError(f'{where} is {short(row)}; give ranks and table, as in {{ranks = 8, table = "h200"}}')
-    for key in row:
+    if not isinstance(entry, dict) or not {"ranks", "table"} <= set(entry):
+        raise UserError(f'{where} is {short(entry)}; give ranks and table, as in {{ranks = 8, table = "h200"}}')
+    for key in entry:
         if key not in _KEYS:
             raise unknown_name(f"field of {where}", key, _KEYS)
-    table = check_name(f"{where}.table", row["table"])
+    table = check_name(f"{where}.table", entry["table"])
     beside = folder / table
-    return ServerKind(check_whole(f"{where}.ranks", row["ranks"], most=MAX_RANKS),
+    return ServerKind(check_whole(f"{where}.ranks", entry["ranks"], most=MAX_RANKS),
                       find_table(str(beside) if beside.exists() else table),
-                      check_number(f"{where}.speed", row.get("speed", 1.0), least=_LEAST_SPEED, most=_MOST_SPEED))
+                      check_number(f"{where}.speed", entry.get("speed", 1.0), least=_LEAST_SPEED, most=_MOST_SPEED))

@@ -1,12 +1,11 @@
 """Count work, bytes and memory in closed form, so that planning never loops over tokens.
 
-Everything here is for one layer and, where `tp` is given, for one tensor-parallel rank. Python numbers and numpy
-arrays are taken alike; whole numbers stay whole, so counts are exact as long as documents are below 2**31 tokens.
+Counts are for one layer and, where `tp` is given, for one tensor-parallel rank. Python numbers and numpy arrays both
+work; whole numbers stay whole, so counts are exact as long as documents are below 2**31 tokens.
 
-Model FLOPs utilization: what a training step must compute over what its GPUs could in that time.
-
-Counted are the matrix products of the model and the pairs that its attention sees, once forward and twice backward.
-What is computed again (activation checkpointing, scores in attention's backward) is not the model's and is left out.
+The FLOPs of a training step, for model FLOPs utilization, are the matrix products of the model and the pairs that its
+attention sees, once forward and twice backward. Recomputation (of activations, of scores in attention's backward) is
+not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Literal, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from distca.spec import BF16_BYTES, ClusterShape, ModelShape, unknown_name
+from distca.spec import BF16_BYTES, ModelShape, unknown_name
 
 IntArray = npt.NDArray[np.int64]
 Number = TypeVar("Number", int, float, npt.NDArray[np.int64], npt.NDArray[np.float64])
@@ -27,7 +26,7 @@ ServerState = Literal["resend", "keep"]
 
 
 def _triangle(n: IntArray) -> IntArray:
-    """1 + 2 + ... + n, and 0 for n below 0."""
+    """Return 1 + 2 + ... + n, and 0 for n below 0."""
     n = np.maximum(n, 0)
     return n * (n + 1) // 2
 
@@ -43,7 +42,7 @@ def causal_pairs(
 def causal_pairs(
     q_start: IntArray | int, q_stop: IntArray | int, kv_start: IntArray | int = 0, kv_stop: IntArray | int | None = None
 ) -> IntArray | int:
-    """Pairs (query, key) with key <= query, query in [q_start, q_stop) and key in [kv_start, kv_stop).
+    """Count pairs (query, key) with key <= query, query in [q_start, q_stop) and key in [kv_start, kv_stop).
 
     A query sees max(0, query + 1 - kv_start) keys from kv_start on, less max(0, query + 1 - kv_stop) from kv_stop on,
     and each of the two sums to a difference of triangles. `kv_stop=None` means the whole prefix. An empty range,
@@ -60,7 +59,7 @@ def causal_pairs(
 
 
 def pairs_of_shard(q_len: Number, kv_len: Number) -> Number:
-    """Pairs of q_len queries aligned with the end of kv_len keys: a shard with its whole prefix.
+    """Count pairs of q_len queries aligned with the end of kv_len keys: a shard with its whole prefix.
 
     The planner's innermost formula, hence without checks. Fractional lengths are off by less than one pair.
     """
@@ -68,17 +67,17 @@ def pairs_of_shard(q_len: Number, kv_len: Number) -> Number:
 
 
 def attention_flops(pairs: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Forward: a multiply and an add for QK and again for PV, for every pair, head and dimension."""
+    """Count forward FLOPs: a multiply and an add for QK and again for PV, for every pair, head and dimension."""
     return pairs * (2 * model.heads_per_rank(tp) * (model.head_dim + model.value_dim))
 
 
 def attention_backward_flops(pairs: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Backward: five products (QK again, dQ, dK; dV, dP) where forward has two, 2.5 times its FLOPs."""
+    """Count backward FLOPs: five products (QK again, dQ, dK; dV, dP) where forward has two, 2.5 times its FLOPs."""
     return pairs * (2 * model.heads_per_rank(tp) * (3 * model.head_dim + 2 * model.value_dim))
 
 
 def qkv_parameters(model: ModelShape, tp: int = 1) -> int:
-    """Weights of one layer that make queries, keys and values. What latent attention compresses is on every rank."""
+    """Count the weights of one layer's Q, K and V projections. Every rank has those that compress latents."""
     heads, kv_heads = model.heads_per_rank(tp), model.kv_heads_per_rank(tp)
     latent = model.latent
     if latent is None:
@@ -89,7 +88,7 @@ def qkv_parameters(model: ModelShape, tp: int = 1) -> int:
 
 
 def layer_parameters(model: ModelShape, tp: int = 1, *, active: bool = False) -> float:
-    """Weights of one layer, in the mean over all layers; `active` counts of the experts those that a token takes."""
+    """Count the weights of one layer, averaged over all; `active` counts only the experts that a token takes."""
     width = feed_forward_width(model, tp, active=active)
     router = 0.0 if model.experts is None else (
         model.hidden * model.experts.num * (model.num_layers - model.experts.dense_layers) / model.num_layers)
@@ -98,7 +97,7 @@ def layer_parameters(model: ModelShape, tp: int = 1, *, active: bool = False) ->
 
 
 def feed_forward_width(model: ModelShape, tp: int = 1, *, active: bool = True) -> float:
-    """Inner width of a layer's feed-forward on one rank, in the mean over all layers."""
+    """Return the inner width of a feed-forward on one rank, averaged over all layers."""
     plain, experts = -(-model.ffn // tp), model.experts
     if experts is None:
         return plain
@@ -107,26 +106,26 @@ def feed_forward_width(model: ModelShape, tp: int = 1, *, active: bool = True) -
 
 
 def linear_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Forward of one layer's linear part: Q, K, V and output projections and the three products of SwiGLU."""
+    """Count forward FLOPs of one layer's linear part: Q, K, V and output projections, three products of SwiGLU."""
     return tokens * round(2 * layer_parameters(model, tp, active=True))
 
 
 def head_flops(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
-    """Forward of the output head, once per model rather than per layer."""
+    """Count forward FLOPs of the output head, once per model rather than per layer."""
     model.heads_per_rank(tp)
     return tokens * (2 * model.hidden * -(-model.vocab // tp))
 
 
 def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
-    """What one layer keeps for its backward, without recomputation, in bf16.
+    """Count the bytes that one layer keeps for its backward, without recomputation, in bf16.
 
     Counted: the inputs and outputs of both norms (sharded over tp, as sequence parallelism does), Q, K, V and the
     attention output, gate, up and their product in the feed-forward, and the float32 log-sum-exp. Not counted: score
-    matrices (never stored), the logits, and what an attention server holds for others.
+    matrices (never stored), the logits, and what an attention server stores for others.
     """
     norms = 4 * -(-model.hidden // tp) * BF16_BYTES
-    attention = (
-        model.q_token_bytes(tp) + model.kv_token_bytes(tp) + model.out_token_bytes(tp) + model.lse_token_bytes(tp))
+    attention = model.q_token_bytes(tp) + model.kv_token_bytes(tp) + model.out_token_bytes(tp) + (
+        model.lse_token_bytes(tp))
     feed_forward = round(3 * feed_forward_width(model, tp) * BF16_BYTES)
     return tokens * (norms + attention + feed_forward)
 
@@ -134,7 +133,7 @@ def activation_bytes(tokens: Number, model: ModelShape, tp: int = 1) -> Number:
 def backward_bytes(
     q_tokens: Number, kv_tokens: Number, model: ModelShape, tp: int = 1, *, state: ServerState = "resend"
 ) -> Number:
-    """Bytes that cross ranks in backward, for the same moved queries and keys as in forward.
+    """Count the bytes that cross ranks in backward, for the same moved queries and keys as in forward.
 
     `keep`: the server still has Q, K and V; O, dO and the log-sum-exp of all of a query's keys travel in, dQ and dK, dV
     out. `resend`: Q, K and V travel in once more as well.
@@ -149,23 +148,7 @@ def backward_bytes(
     return q_tokens * q_bytes + kv_tokens * kv_bytes
 
 
-def hidden_shards_bound(model: ModelShape, cluster: ClusterShape, tp: int = 1) -> float:
-    """Shards into which a document may be cut while its communication still hides behind linear layers.
-
-    Appendix A of the DistCA paper. Cut into s equal shards that all move, a token costs h_q bytes for its query and
-    (s + 1) / 2 * h_kv for its key and value, as shard i needs i / s of the document's keys. Hidden means that this is
-    at most t * B: what the NIC carries while one layer's linear part computes that token. Hence
-    s <= 2 (t B - h_q) / h_kv - 1; below 1, not even a whole document can move unseen.
-
-    t counts the weights of a layer without grouped-query attention, 4 hidden² + 3 hidden * ffn, at the GPU's peak: the
-    published reading. `linear_flops` at the rate that GEMMs reach gives about a sixth more.
-    """
-    token_flops = 2 * (4 * model.hidden**2 + 3 * model.hidden * model.ffn) / tp
-    hideable_bytes = token_flops / cluster.peak_flops_per_second * cluster.inter_node_bandwidth
-    return 2 * (hideable_bytes - model.q_token_bytes(tp)) / model.kv_token_bytes(tp) - 1
-
-
-# words of a GPU's name -> dense bf16 FLOP/s by its data sheet; of those that fit, the one with most words
+# words of a GPU's name -> dense bf16 FLOP/s by its data sheet; of those that fit, the one with most words counts
 PEAKS = {
     "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12,
     "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "A30": 165e12,
@@ -177,25 +160,20 @@ PEAKS = {
 def training_flops(
     micro_batches: Iterable[np.ndarray], model: ModelShape, windows: Sequence[int | None] = ()
 ) -> float:
-    """Forward and backward of a step whose micro-batches hold documents of these lengths, over all ranks.
+    """Count the FLOPs of a step, forward and backward over all ranks, from the documents of its micro-batches.
 
-    `windows` are the keys that a query of each layer sees, None for all before it; none named: all layers see all.
+    `windows` are the keys that a query of each layer sees, None for all before it; empty if no layer has a window.
     """
     lengths = np.concatenate([np.asarray(one, dtype=np.int64) for one in micro_batches])
     tokens = int(lengths.sum())
-    pairs = sum(_pairs(lengths, window) for window in windows or (None,) * model.num_layers)
+    pairs = sum(int(pairs_of_shard(lengths if window is None else np.minimum(lengths, window), lengths).sum())
+                for window in windows or (None,) * model.num_layers)
     return 3.0 * (model.num_layers * linear_flops(tokens, model) + head_flops(tokens, model)
                   + attention_flops(pairs, model))
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that its driver gives; None where that is not known."""
+    """Return the dense bf16 FLOP/s of a GPU by the name that its driver gives; None if unknown."""
     words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
     fitting = [name for name in PEAKS if set(name.lower().split()) <= words]
     return PEAKS[max(fitting, key=lambda name: len(name.split()))] if fitting else None
-
-
-def _pairs(lengths: np.ndarray, window: int | None) -> int:
-    """Queries with the keys they see, themselves included."""
-    seen = lengths if window is None else np.minimum(lengths, window)
-    return int((lengths * seen - seen * (seen - 1) // 2).sum())

@@ -1,7 +1,7 @@
-"""Get document lengths: sampled, or counted on a corpus that every machine has; and workloads, which fix batches.
+"""Document lengths: checked, sampled, and in workloads, which fix one batch.
 
-Lengths are all that planning needs to know of the data, and a wrong one would only surface as a wrong mask much
-later. So every way in ends in `check_lengths`, and every refusal names the field, its value and the remedy.
+Lengths are all that planning needs to know of the data, and a wrong one would only show as a wrong mask much later. So
+every way in ends in `check_lengths`, and every error names the field, its value and the remedy.
 """
 
 import json
@@ -70,7 +70,7 @@ def check_lengths(
 def sample_lengths(
     name: str, num_tokens: int, *, seed: int, max_document: int | None = None, upsample: bool = True
 ) -> IntArray:
-    """Documents of exactly `num_tokens` tokens in all from sampler `name`; the last one is cut to fit.
+    """Sample documents of exactly `num_tokens` tokens in all; the last one is cut to fit.
 
     With `upsample`, documents over 64K tokens come four times and half of the shorter ones not at all, in shuffled
     order. `max_document` cuts longer documents, after upsampling. The same seed gives the same documents, and asking
@@ -82,24 +82,20 @@ def sample_lengths(
     if max_document is not None:
         max_document = check_whole("max_document", max_document)
     check_whole("seed", seed, least=0)
-    draw: Callable[[np.random.Generator, int], IntArray] = (
-        lognormal_lengths if name == "lognormal" else lambda rng, count: quantile_lengths(rng, count, name))
     rng = np.random.default_rng(int(seed))
     chunks: list[IntArray] = []
     drawn = 0
     while drawn < num_tokens:
-        chunk = draw(rng, _DRAWS_PER_CHUNK)
-        if upsample:
-            chunk = upsampled(rng, chunk)
-        if max_document is not None:
-            chunk = np.minimum(chunk, max_document)
-        chunks.append(chunk)
-        drawn += int(chunk.sum())
+        chunk = (lognormal_lengths(rng, _DRAWS_PER_CHUNK) if name == "lognormal"
+                 else quantile_lengths(rng, _DRAWS_PER_CHUNK, name))
+        chunk = upsampled(rng, chunk) if upsample else chunk
+        chunks.append(chunk if max_document is None else np.minimum(chunk, max_document))
+        drawn += int(chunks[-1].sum())
     return fill(np.concatenate(chunks), num_tokens)
 
 
 def quantile_lengths(rng: np.random.Generator, count: int, name: str) -> IntArray:
-    """`count` draws from a quantile table; between quantiles the logarithm of the length is linear in probability."""
+    """Draw from a quantile table; between quantiles the logarithm of the length is linear in probability."""
     log_length = np.interp(rng.random(count), QUANTILE_LEVELS, np.log(QUANTILES[name]))
     return np.rint(np.exp(log_length)).astype(np.int64)
 
@@ -107,26 +103,26 @@ def quantile_lengths(rng: np.random.Generator, count: int, name: str) -> IntArra
 def lognormal_lengths(
     rng: np.random.Generator, count: int, *, median: float = LOGNORMAL_MEDIAN, sigma: float = LOGNORMAL_SIGMA
 ) -> IntArray:
-    """`count` draws whose logarithm is normal around log(median) with standard deviation sigma."""
+    """Draw lengths whose logarithm is normal around log(median) with standard deviation sigma."""
     lengths = np.rint(rng.lognormal(np.log(median), sigma, count))
     return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
 
 
 def upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
+    """Repeat long documents, thin the others, and shuffle them."""
     is_long = lengths > LONG_DOCUMENT
     repeats = np.where(is_long, LONG_REPEATS, rng.random(lengths.size) < SHORT_KEPT)
     return rng.permutation(np.repeat(lengths, repeats))
 
 
 def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray:
-    """The leading documents that hold exactly `num_tokens` tokens, the last one cut."""
+    """Return the leading documents that hold exactly `num_tokens` tokens, the last one cut."""
     num_tokens = check_whole("num_tokens", num_tokens)
     values = check_lengths(lengths)
     ends = np.cumsum(values)
     if ends[-1] < num_tokens:
-        raise UserError(
-            f"lengths hold {ends[-1]} tokens but {num_tokens} are needed; add documents, or lower ranks or "
-            "tokens_per_rank")
+        raise UserError(f"lengths hold {ends[-1]} tokens but {num_tokens} are needed; add documents, or lower ranks or "
+                        "tokens_per_rank")
     last = int(np.searchsorted(ends, num_tokens))
     filled = values[: last + 1].copy()
     filled[-1] -= ends[last] - num_tokens
@@ -164,17 +160,13 @@ class Workload:
         object.__setattr__(self, "sequences", checked)
 
     def save(self, path: str | Path) -> None:
-        content = {
-            "name": self.name,
-            "ranks": self.ranks,
-            "tokens_per_rank": self.tokens_per_rank,
-            "sequences": [lengths.tolist() for lengths in self.sequences],
-        }
+        content = {"name": self.name, "ranks": self.ranks, "tokens_per_rank": self.tokens_per_rank,
+                   "sequences": [lengths.tolist() for lengths in self.sequences]}
         Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def workload_from_json(content: Mapping[str, Any]) -> Workload:
-    """The workload that a JSON object says."""
+    """Return the workload in a JSON object."""
     missing = [key for key in WORKLOAD_KEYS if key not in content]
     if missing:
         raise UserError(
@@ -184,21 +176,17 @@ def workload_from_json(content: Mapping[str, Any]) -> Workload:
 
 
 def _whole_numbers(values: list[Any], where: Callable[[int], str]) -> IntArray:
-    whole: list[int] = values
     if not all(type(value) is int for value in values):
-        whole = []
         for index, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise bad_length(where(index), value)
-            whole.append(int(value))
     try:
-        return np.array(whole, dtype=np.int64)
+        return np.array(values, dtype=np.int64)
     except OverflowError:
-        index = next(i for i, value in enumerate(whole) if abs(value) > MAX_LENGTH)
-        raise bad_length(where(index), whole[index]) from None
+        index = next(i for i, value in enumerate(values) if abs(int(value)) > MAX_LENGTH)
+        raise bad_length(where(index), int(values[index])) from None
 
 
-def bad_length(field: str, value: object) -> ValueError:
-    """The refusal of a length, wherever it stood."""
-    return UserError(
-        f"{field} is {short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")
+def bad_length(field: str, value: object) -> UserError:
+    """Return the error for a value that is no length."""
+    return UserError(f"{field} is {short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")

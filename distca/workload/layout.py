@@ -1,11 +1,11 @@
-"""Where every token lives.
+"""Layouts: which slice of which document lives on which rank, in order.
 
-Linear layers want equal tokens on every rank; attention wants to know which slice of which document is where. A
-layout answers both, and gives each token its document, its position there (RoPE) and the home of the token after it
-(labels), so a document may be cut anywhere without the model noticing.
+Linear layers want equal tokens on every rank; attention needs the slices. A layout also gives each token its document,
+its position there (RoPE) and the home of the token after it (labels), so a document may be cut anywhere without a
+change to the model.
 
-A layout may also name tokens that are keys here and queries elsewhere: where two nano-batches share a document, the
-second one's queries read the keys of the first. Their keys and values stand behind a rank's own in its key row.
+A layout may name tokens that are keys here and queries elsewhere: if two nano-batches share a document, the queries of
+the second read the keys of the first. Their keys and values stand behind a rank's own in its key row.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from distca.workload.documents import check_lengths
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """One row per token of one rank, in row order."""
+    """Columns of the tokens of one rank, in the order of its row."""
 
     document: np.ndarray    # [tokens]
     position: np.ndarray    # [tokens] position inside the document
     next_rank: np.ndarray   # [tokens] home of the next token of the document, -1 at the document's end
-    next_index: np.ndarray  # [tokens] row index of that token on its home, -1 at the document's end
+    next_index: np.ndarray  # [tokens] offset of that token in its home's row, -1 at the document's end
 
 
 @dataclass(frozen=True, slots=True)
 class KeySlices:
-    """Tokens [start, stop) of a document whose keys lie on `rank`, one row per slice, rank by rank."""
+    """Columns of slices, rank by rank: the keys of tokens [start, stop) of a document lie on `rank`."""
 
     document: np.ndarray  # [slices]
     start: np.ndarray     # [slices]
@@ -48,8 +48,13 @@ class KeySlices:
     def tokens_per_rank(self, num_ranks: int) -> np.ndarray:
         return np.bincount(self.rank, weights=self.stop - self.start, minlength=num_ranks).astype(np.int64)
 
+    def row_offset(self, num_ranks: int) -> np.ndarray:
+        """Return the offset of each slice among those of its rank, in tokens."""
+        length, tokens = self.stop - self.start, self.tokens_per_rank(num_ranks)
+        return np.cumsum(length) - length - (np.cumsum(tokens) - tokens)[self.rank]
+
     def by_document(self) -> np.ndarray:
-        """Slice indices ordered by (document, start)."""
+        """Return slice indices ordered by (document, start)."""
         return np.lexsort((self.start, self.document))
 
 
@@ -58,7 +63,7 @@ NO_KEYS = KeySlices(*(np.empty(0),) * 4)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One row per slice: tokens [start, stop) of a document lie on `rank`, in row order, rank by rank."""
+    """Columns of slices, rank by rank in the order of its row: tokens [start, stop) of a document lie on `rank`."""
 
     lengths: np.ndarray   # [documents] up to the last token that this layout holds
     document: np.ndarray  # [slices]
@@ -85,47 +90,43 @@ class Layout:
         """Tokens that are queries here."""
         return int((self.stop - self.start).sum())
 
+    def own(self) -> KeySlices:
+        """Return the slices without those that are keys only."""
+        return KeySlices(self.document, self.start, self.stop, self.rank)
+
     def tokens_per_rank(self) -> np.ndarray:
-        return np.bincount(self.rank, weights=self.stop - self.start, minlength=self.num_ranks).astype(np.int64)
+        return self.own().tokens_per_rank(self.num_ranks)
 
     def row_offset(self) -> np.ndarray:
-        """Index of each slice's first token in its rank's row."""
-        length = self.stop - self.start
-        before = np.cumsum(length) - length                      # [slices] tokens before, over all ranks
-        row_begin = np.cumsum(self.tokens_per_rank()) - self.tokens_per_rank()
-        return before - row_begin[self.rank]
+        """Return the offset of each slice's first token in its rank's row."""
+        return self.own().row_offset(self.num_ranks)
 
     def keys(self) -> KeySlices:
-        """All slices whose keys this layout's queries may read: its own, and behind them those that are keys only."""
-        own = KeySlices(self.document, self.start, self.stop, self.rank)
+        """Return all slices whose keys this layout's queries may read: its own, then those that are keys only."""
+        own = self.own()
         return own if len(self.key_only) == 0 else KeySlices(*(
             np.concatenate([getattr(own, name), getattr(self.key_only, name)]) for name in own.__slots__))
 
     def key_tokens_per_rank(self) -> np.ndarray:
-        """Tokens of each rank's key row."""
-        if len(self.key_only) == 0:
-            return self.tokens_per_rank()
+        """Return the tokens of each rank's key row."""
         return self.tokens_per_rank() + self.key_only.tokens_per_rank(self.num_ranks)
 
     def key_row_offset(self) -> np.ndarray:
-        """Index of each slice of `keys` in its rank's key row: own tokens first, as in the row, then keys only."""
-        if len(self.key_only) == 0:
-            return self.row_offset()
-        length = self.key_only.stop - self.key_only.start
-        tokens = self.key_only.tokens_per_rank(self.num_ranks)
-        before = np.cumsum(length) - length - (np.cumsum(tokens) - tokens)[self.key_only.rank]
-        return np.concatenate([self.row_offset(), self.tokens_per_rank()[self.key_only.rank] + before])
+        """Return the offset of each slice of `keys` in its rank's key row: own tokens first, then keys only."""
+        behind = self.tokens_per_rank()[self.key_only.rank] + self.key_only.row_offset(self.num_ranks)
+        return np.concatenate([self.row_offset(), behind])
 
     def by_document(self) -> np.ndarray:
-        """Slice indices ordered by (document, start)."""
-        return np.lexsort((self.start, self.document))
+        """Return slice indices ordered by (document, start)."""
+        return self.own().by_document()
 
     def ranks_per_document(self) -> np.ndarray:
-        """Number of distinct ranks that hold a part of each document."""
+        """Return the number of distinct ranks that hold a part of each document."""
         pairs = np.unique(self.document * self.num_ranks + self.rank)
         return np.bincount(pairs // self.num_ranks, minlength=self.num_documents)
 
     def tokens(self, rank: int) -> TokenColumns:
+        """Return the columns of one rank's tokens."""
         order = self.by_document()
         offset = self.row_offset()
         next_rank = np.full(self.num_slices, -1)                 # home of the token right after each slice
@@ -142,12 +143,8 @@ class Layout:
         token_next_index = index + 1
         token_next_rank[last] = next_rank[mine]
         token_next_index[last] = next_index[mine]
-        return TokenColumns(
-            document=np.repeat(self.document[mine], length),
-            position=index - np.repeat(last + 1 - length - self.start[mine], length),
-            next_rank=token_next_rank,
-            next_index=token_next_index,
-        )
+        position = index - np.repeat(last + 1 - length - self.start[mine], length)
+        return TokenColumns(np.repeat(self.document[mine], length), position, token_next_rank, token_next_index)
 
     def validate(self) -> None:
         """Prove that every token of every document has exactly one home, as a query or as a key only."""
@@ -187,7 +184,7 @@ def layout_from_slices(
 
 
 def layout_from_rows(rows: Sequence[Sequence[int]]) -> Layout:
-    """Each rank's own packed documents, as a loader without spanning yields them; ranks may hold unequal tokens."""
+    """Build a layout from each rank's own packed documents; ranks may hold unequal tokens."""
     counts = np.array([len(row) for row in rows], dtype=np.int64)
     if counts.sum() == 0:
         raise UserError(f"rows holds {len(rows)} ranks and no document; give at least one document length")

@@ -1,8 +1,8 @@
 """Pack documents into rows of equal tokens per rank.
 
 `given` keeps documents where a loader would put them: in order, one rank after the other. `balanced` lets placement
-choose. Either way a document that does not fit is cut and knows it: with spanning its parts still attend to each
-other, without spanning the part behind the cut becomes a document of its own, as packed loaders do.
+choose. A document that does not fit is cut. With spanning its parts still attend to each other; without spanning the
+part behind the cut becomes a document of its own, as in packed loaders.
 
 A micro-batch may be two nano-batches, ping and pong, each with half of every rank's tokens. A document that both hold
 is still one: ping has its beginning, and pong's queries read ping's keys, which pong's layout names as keys only.
@@ -18,7 +18,7 @@ import numpy as np
 
 from distca.columns import freeze
 from distca.validation import UserError, short
-from distca.workload.documents import Workload, check_lengths
+from distca.workload.documents import check_lengths
 from distca.workload.layout import KeySlices, Layout
 from distca.workload.placement import Cuts, place, place_by_levels
 from distca.workload.topology import Topology
@@ -42,7 +42,7 @@ DocumentWork = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [start, 
 
 
 def causal_work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Causal pairs of tokens [start, stop) with all before them."""
+    """Return the causal pairs of tokens [start, stop) with all tokens before them."""
     begin, end = start.astype(np.float64), stop.astype(np.float64)
     return 0.5 * (end * (end + 1.0) - begin * (begin + 1.0))
 
@@ -63,8 +63,8 @@ def pack(
     """Lay documents over ranks with equal tokens on each.
 
     The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Balanced
-    placement may be told the pool's `speed` (as in planning), how much work documents are (causal pairs by default),
-    which `cuts` suit a server's device, and the pool's `topology`, which keeps documents inside nodes.
+    placement takes the pool's `speed` (as in planning), the work of documents (causal pairs by default), which `cuts`
+    suit a server's device, and the pool's `topology`, which keeps documents inside nodes.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
@@ -96,7 +96,7 @@ DEFAULT_AIM = Aim()
 
 
 def _laid(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
-    """Parts over ranks, as many tokens on each; documents are numbered as the parts are."""
+    """Lay parts over ranks, with equal tokens on each; documents are numbered as the parts are."""
     check_tolerance(aim.tolerance)
     if placement not in PLACEMENTS:
         raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
@@ -104,7 +104,7 @@ def _laid(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
 
 
 def _balanced(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layout:
-    """Documents where most of their work can stay, and work within the tolerance of each rank's share."""
+    """Place documents so that most queries stay home, with the work of each rank within the tolerance."""
     work = np.asarray(aim.document_work(parts.start, parts.stop), dtype=np.float64)
     capacity = share_of_work(work, ranks, aim.tolerance, aim.speed)
     levels = () if aim.topology is None else aim.topology.first(ranks).levels()
@@ -114,16 +114,10 @@ def _balanced(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layo
     return place(parts.start, parts.stop, work, capacity, tokens_per_rank, aim.cuts)
 
 
-def pack_workload(workload: Workload, *, placement: str = "given", tolerance: float = 0.05) -> Layout:
-    """Lay a workload's sequences over ranks: `given` each over its own, in order; `balanced` all over all."""
-    return pack(np.concatenate(workload.sequences), ranks=workload.ranks, tokens_per_rank=workload.tokens_per_rank,
-                placement=placement, tolerance=tolerance)
-
-
 def pack_whole(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", aim: Aim = DEFAULT_AIM
 ) -> tuple[NanoBatch]:
-    """A micro-batch in one piece."""
+    """Pack a micro-batch in one piece."""
     layout = pack(lengths, ranks=ranks, placement=placement, **aim._asdict())
     return (NanoBatch(layout, np.arange(layout.num_documents)),)
 
@@ -131,10 +125,10 @@ def pack_whole(
 def pack_ping_pong(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", aim: Aim = DEFAULT_AIM
 ) -> tuple[NanoBatch, NanoBatch]:
-    """Two nano-batches with half of every rank's tokens each, in the order in which they run.
+    """Pack two nano-batches with half of every rank's tokens each, in the order in which they run.
 
-    Which half a document is in depends on the documents alone, not on how many ranks share them. At most one lies in
-    both.
+    Which half a document is in depends on the documents alone, not on the number of ranks. At most one document lies
+    in both.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, None)
@@ -142,8 +136,7 @@ def pack_ping_pong(
         raise UserError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
     ping, pong = _halves(lengths)
     first, second = (_laid(half, ranks, placement, aim) for half in (ping, pong))
-    cut = np.flatnonzero(pong.start > 0)
-    for number in cut.tolist():
+    for number in np.flatnonzero(pong.start > 0).tolist():
         shared = first.document == np.flatnonzero(ping.document == pong.document[number])[0]
         second = replace(second, key_only=KeySlices(np.full(int(shared.sum()), number), first.start[shared],
                                                     first.stop[shared], first.rank[shared]))
@@ -151,7 +144,7 @@ def pack_ping_pong(
 
 
 def _halves(lengths: np.ndarray) -> tuple[_Parts, _Parts]:
-    """Documents longest first to the half with the less pairs; at most one is cut, and its beginning is in ping."""
+    """Assign documents, longest first, to the half with fewer pairs; at most one is cut, its beginning in ping."""
     half = int(lengths.sum()) // 2
     parts: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])  # (document, start, stop)
     work, free, early = [0.0, 0.0], [half, half], 0
@@ -186,7 +179,7 @@ def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
 def share_of_work(
     work: np.ndarray, ranks: int, tolerance: float, speed: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
-    """The most work placement gives each rank: its share of the pool and most of the tolerance."""
+    """Return the most work that placement gives each rank: its share of the pool plus most of the tolerance."""
     pool = check_pool(speed, ranks)
     return (1.0 + _AIM * tolerance) * work.sum() * pool[:ranks] / pool.sum()
 
@@ -197,7 +190,7 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def check_pool(speed: Sequence[float] | np.ndarray | None, ranks: int) -> np.ndarray:
-    """One relative speed per server: the ranks that own tokens first, dedicated servers after them."""
+    """Return one relative speed per server: the ranks that own tokens first, dedicated servers after them."""
     if speed is None:
         return np.ones(ranks)
     pool = np.asarray(speed, dtype=np.float64)
@@ -225,17 +218,17 @@ def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) ->
 
 
 def _in_order(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layout:
-    """One stream of documents, cut wherever a rank's row is full."""
+    """Lay documents end to end and cut them wherever a rank's row is full."""
     stops = np.cumsum(parts.stop - parts.start)
     edges = np.unique(np.concatenate([stops, tokens_per_rank * np.arange(1, ranks + 1)]))
     begins = edges - np.diff(edges, prepend=0)
     document = np.searchsorted(stops, begins, side="right")
-    shift = (parts.stop - stops)[document]                       # place in the stream -> position in the document
+    shift = (parts.stop - stops)[document]                       # offset in the stream -> position in the document
     return Layout(parts.stop, document, begins + shift, edges + shift, begins // tokens_per_rank, ranks)
 
 
 class Placement(NamedTuple):
-    """A way to lay parts of documents over ranks, and what it is called in help texts."""
+    """A way to lay parts of documents over ranks, and its help text."""
 
     lay: Callable[[_Parts, int, int, Aim], Layout]  # parts, ranks, tokens per rank, aim
     help: str

@@ -1,14 +1,12 @@
 """Choose which slice of which document lives where, so that queries can be computed at home.
 
-The loader's freedom is the cheapest lever of all. A long document is cut into contiguous slices, each about one
-rank's share of work: early slices long, late ones short, with short documents filling up the tokens. Then every query
-stays home and only keys travel, once per slice. Slices are carved from the document's end, so that the odd remainder
-is its beginning, whose queries need nobody else's keys.
+A long document is cut into contiguous slices, each about one rank's share of work: early slices long, late ones short,
+with short documents filling up the tokens. Then every query stays home and only keys travel, once per slice. Slices
+are carved from the document's end, so that the remainder is its beginning, whose queries need no keys of other ranks.
 
-Place documents level by level: over nodes as if each were one rank, then inside every node over its ranks.
-
-A document that fits a node stays in it, so that none of its keys ever cross; one that does not is cut into as few
-parts as its work demands. Inside a node, parts are placed as documents are: contiguous slices of equal work.
+With several nodes, documents are placed over nodes as if each were one rank, then inside every node over its ranks. A
+document that fits a node stays in it, so that none of its keys cross nodes; a longer one is cut into as few parts as
+its work demands.
 """
 
 from __future__ import annotations
@@ -28,6 +26,10 @@ _GRID = 128  # slices begin on this grid of their document, so that shards of wh
 _DENSITY_STEPS = 6
 _FULL = 1.05                # times its capacity: a rank with more was filled up with what is denser than guessed
 _PARTS_OF_MEAN = (1.0, 0.5, 0.25)
+_SPREAD_TOKENS = 512  # the fewest tokens of a slice that is cut so that its keys leave by several NICs
+_SLACK = 0.4  # part of what a rank may have above its share that nodes leave to the placement inside them
+
+Slice = tuple[int, int, int, int]  # document, start, stop, rank
 
 
 class Cuts(NamedTuple):
@@ -42,15 +44,6 @@ class Cuts(NamedTuple):
         return MAX_LENGTH if tokens >= MAX_LENGTH else max(int(tokens) // _GRID, 1) * _GRID
 
 
-class Slices(NamedTuple):
-    """Columns of a layout under construction, in any order."""
-
-    document: list[int]
-    start: list[int]
-    stop: list[int]
-    rank: list[int]
-
-
 def place(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int,
     cuts: Cuts,
@@ -62,20 +55,19 @@ def place(
     """
     slices = place_slices(first, last, work, capacity, np.full(len(capacity), tokens_per_rank), cuts.wave_tokens,
                           np.full(len(last), cuts.longest(float(work.sum()) / len(capacity))))
-    documents, starts, stops, ranks = (np.array(column, dtype=np.int64) for column in slices)
-    return layout_from_slices(last, documents, starts, stops, ranks, len(capacity))
+    document, start, stop, rank = _columns(slices)
+    return layout_from_slices(last, document, start, stop, rank, len(capacity))
 
 
 def place_slices(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int,
     longest: np.ndarray,
-) -> Slices:
-    """The slices of `place` over units of `tokens` each: ranks, or nodes whose ranks share what they get.
+) -> list[Slice]:
+    """Return the slices of `place` over units of `tokens` each: ranks, or nodes whose ranks share what they get.
 
-    `longest` [documents] is the most tokens of each that a slice has.
-
-    How dense the tokens are that fill units up is guessed: by whole documents first, then, where that overfills some
-    unit because the documents are long, by tokens. The most level guess counts.
+    `longest` [documents] is the most tokens of each that a slice has. The density of the tokens that fill units up is
+    guessed: from whole documents first, then from tokens if that overfills a unit because documents are long. The
+    guess that overfills units least is taken.
     """
     assert int((last - first).sum()) == int(tokens.sum())
     documents = _Documents.of(first, last, work, longest)
@@ -90,6 +82,11 @@ def place_slices(
             break
     assert best is not None
     return best
+
+
+def _columns(slices: list[Slice]) -> np.ndarray:
+    """Return document, start, stop and rank as columns, [4, slices]."""
+    return np.array(slices, dtype=np.int64).reshape(-1, 4).T
 
 
 class _Documents(NamedTuple):
@@ -125,9 +122,9 @@ def squares(position: np.ndarray) -> np.ndarray:
 
 def _placed(
     documents: _Documents, light_density: float, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
-) -> tuple[Slices, list[float]]:
-    """Slices, and the work that each rank could still take, where it is filled up with tokens of that density."""
-    slices = Slices([], [], [], [])
+) -> tuple[list[Slice], list[float]]:
+    """Return slices, and the work that each rank could still take, if light tokens of that density fill ranks up."""
+    slices: list[Slice] = []
     rates, begins, longest = documents.rate.tolist(), documents.first.tolist(), documents.longest.tolist()
     dense, light = _split(documents.last - documents.first, documents.last, documents.work, light_density)
     free: list[int] = tokens.tolist()
@@ -136,7 +133,6 @@ def _placed(
     heapify(budget)
 
     leftover: list[tuple[int, int, int]] = []                    # (-tokens, document, stop) without a home yet
-    add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     while dense:
         _, document, stop = heappop(dense)
         begin, rate = begins[document], rates[document]
@@ -157,10 +153,7 @@ def _placed(
                 heappop(budget)
                 heappush(dense, (-excess, document, stop))
                 continue
-        add_document(document)
-        add_start(start)
-        add_stop(stop)
-        add_rank(rank)
+        slices.append((document, start, stop, rank))
         free[rank] -= stop - start
         used = rate * 0.5 * (stop * stop - start * start)
         spare[rank] -= used
@@ -220,7 +213,7 @@ def _split(
 
 def _fill(
     begins: list[int], rates: list[float], longest: list[int], queue: list[tuple[int, int, int]], free: list[int],
-    spare: list[float], slices: Slices,
+    spare: list[float], slices: list[Slice],
 ) -> None:
     """Fill every rank to its last token: most tokens first, to the rank with the most spare work per token.
 
@@ -231,7 +224,6 @@ def _fill(
     heapify(ranks)
     narrow: list[tuple[int, int]] = []                           # (-free, rank): too narrow for the current document
     aside: list[int] = []                                        # ranks with a slice of the current document
-    add_document, add_start, add_stop, add_rank = (column.append for column in slices)
     for _, document, stop in sorted(queue):
         rate, start = rates[document], begins[document]
         size = stop - start
@@ -244,10 +236,7 @@ def _fill(
             heappush(narrow, (-free[rank], rank))
         if most == size and ranks:                               # nearly all documents are one slice
             rank = ranks[0][1]
-            add_document(document)
-            add_start(start)
-            add_stop(stop)
-            add_rank(rank)
+            slices.append((document, start, stop, rank))
             free[rank] -= size
             spare[rank] -= rate * 0.5 * (stop * stop - start * start)
             if free[rank]:
@@ -264,10 +253,7 @@ def _fill(
                 continue
             rank = heappop(ranks)[1] if ranks else heappop(narrow)[1]
             end = min(start + min(most, free[rank]), stop)
-            add_document(document)
-            add_start(start)
-            add_stop(end)
-            add_rank(rank)
+            slices.append((document, start, end, rank))
             free[rank] -= end - start
             spare[rank] -= rate * 0.5 * (end * end - start * start)
             start = end
@@ -280,10 +266,6 @@ def _back(aside: list[int], ranks: list[tuple[float, int]], spare: list[float], 
     while aside:
         rank = aside.pop()
         heappush(ranks, (-spare[rank] / free[rank], rank))
-
-
-_SPREAD_TOKENS = 512  # the fewest of a slice that is cut for its keys to leave by several NICs
-_SLACK = 0.4  # part of what a rank may have above its share that nodes leave to the placement inside them
 
 
 class _Parts(NamedTuple):
@@ -340,16 +322,12 @@ def _inside(
         longest = np.minimum(np.where(is_part, even, MAX_LENGTH), pool.longest)
     placed = place_slices(parts.start, parts.stop, parts.work, most, count * pool.tokens_per_rank, pool.wave_tokens,
                           longest)
-    part, start, stop, where = (np.array(column, dtype=np.int64) for column in placed)
+    part, start, stop, where = _columns(placed)
     slices = parts.cut(part, start, stop)
     if not levels:
         yield slices, members[where]
         return
-    order, order_of_members = (np.argsort(column, kind="stable") for column in (where, unit))
-    begin, begin_of_members = (np.searchsorted(column, np.arange(len(count) + 1)) for column in (
-        where[order], unit[order_of_members]))
-    slices = _Parts(*(column[order] for column in slices))
-    for number in range(len(count)):
-        here = _Parts(*(column[begin[number]:begin[number + 1]] for column in slices))
-        yield from _inside(here, members[order_of_members[begin_of_members[number]:begin_of_members[number + 1]]],
-                           pool, levels[1:])
+    here = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where, minlength=len(count)))[:-1])
+    inside = np.split(np.argsort(unit, kind="stable"), np.cumsum(count)[:-1])
+    for some, ranks in zip(here, inside, strict=True):
+        yield from _inside(_Parts(*(column[some] for column in slices)), members[ranks], pool, levels[1:])

@@ -1,24 +1,18 @@
-"""Batches for one context length: sequences of exactly that many tokens, filled with documents.
+"""Make batches from a distribution of lengths: sequences of one context length, or batches dealt from a corpus.
 
 Long contexts are trained on long documents. Beyond the samplers' own upsampling, `pretrain` lengths grow with the
 context, times context / 64K, and in `prolong` a long document becomes as long as the context with a chance of 0.3.
-Lengths of one's own are drawn with replacement, so that a small file fills any number of batches.
+Users' lengths are drawn with replacement, so that a small file fills any number of batches. A document exactly as long
+as the context is a sequence by itself; others are packed in order.
 
-A document exactly as long as the context is a sequence by itself. Others are packed in order; one that crosses the end
-of a sequence is cut there and the part behind is a document of its own, as packed loaders do.
-
-A corpus as a distribution of lengths: batches dealt from it, and what all of it looks like.
-
-No training step sees a whole corpus. What balancing saves is decided batch by batch, by the few documents that share
-one, so a file of lengths is shuffled and dealt into batches of the size that a step has. The documents of a batch
-follow each other as in a packed loader: the one that crosses its end is cut there, however long it is, and what is
-behind the cut begins the next batch as a document of its own.
+No training step sees a whole corpus: what balancing saves depends on the few documents that share a batch. So a file
+of lengths is shuffled and dealt into batches of the size that a step has. As in packed loaders, a document that crosses
+the end of a sequence or batch is cut there, and the part behind the cut is a document of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -42,7 +36,7 @@ _DRAWS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Where lengths come from: a sampler by name, or lengths to draw from."""
+    """A distribution of lengths: a sampler by name, or lengths to draw from."""
 
     name: str
     lengths: np.ndarray | None = None  # None: `name` is a sampler
@@ -59,16 +53,15 @@ class Source:
 
 
 def batch_sequences(source: Source, context: int, num_sequences: int, seed: tuple[int, ...]) -> list[np.ndarray]:
-    """`num_sequences` lists of document lengths of `context` tokens each; the same seed gives the same documents."""
+    """Draw `num_sequences` lists of document lengths of `context` tokens each, the same for the same seed."""
     for field, value in (("context", context), ("num_sequences", num_sequences)):
         if value < 1:
             raise UserError(f"{field} is {value}; give a whole number of at least 1")
     rng = np.random.default_rng(seed)
-    draw = partial(_drawn, source, context, rng)
     chunks: list[np.ndarray] = []
     total, wanted = 0, context * num_sequences
     while total < wanted:
-        chunks.append(draw())
+        chunks.append(_drawn(source, context, rng))
         total += int(chunks[-1].sum())
     lengths = np.concatenate(chunks)
     before = np.cumsum(lengths) - lengths                        # [documents] tokens drawn earlier
@@ -100,13 +93,13 @@ def _drawn(source: Source, context: int, rng: np.random.Generator) -> np.ndarray
     return np.where(grows, context, lengths)
 
 
-QUANTILE_LEVELS_SHOWN = (0.5, 0.9, 0.99, 0.999)
+QUANTILES_SHOWN = (0.5, 0.9, 0.99, 0.999)
 LONG_FROM = (8_192, 32_768, 131_072, 524_288, 2_097_152)
 
 
 @dataclass(frozen=True, slots=True)
 class LongDocuments:
-    """Documents of at least so many tokens. Shares are of the corpus."""
+    """Documents of at least `least` tokens, and their shares of the corpus."""
 
     least: int
     documents: int
@@ -116,11 +109,11 @@ class LongDocuments:
 
 @dataclass(frozen=True, slots=True)
 class CorpusFigures:
-    """What the lengths of a corpus look like."""
+    """Statistics of the lengths of a corpus."""
 
     documents: int
     tokens: int
-    quantiles: tuple[tuple[float, int], ...]  # level and length: so many documents are no longer
+    quantiles: tuple[tuple[float, int], ...]  # probability and length: that share of documents is no longer
     longest: int
     long_documents: tuple[LongDocuments, ...]
 
@@ -128,23 +121,16 @@ class CorpusFigures:
     def of(cls, lengths: IntArray) -> CorpusFigures:
         tokens = int(lengths.sum())
         pairs = _pairs(lengths)
-        levels = np.quantile(lengths, QUANTILE_LEVELS_SHOWN, method="inverted_cdf")
-        long_documents = []
-        for least in LONG_FROM:
-            is_long = lengths >= least
-            long_documents.append(LongDocuments(
-                least, int(is_long.sum()), int(lengths[is_long].sum()) / tokens,
-                _pairs(lengths[is_long]) / pairs))
-        return cls(len(lengths), tokens, tuple(zip(QUANTILE_LEVELS_SHOWN, map(int, levels), strict=True)),
-                   int(lengths.max()), tuple(long_documents))
+        quantiles = np.quantile(lengths, QUANTILES_SHOWN, method="inverted_cdf").astype(int).tolist()
+        long_documents = (LongDocuments(least, len(some), int(some.sum()) / tokens, _pairs(some) / pairs)
+                          for least in LONG_FROM for some in [lengths[lengths >= least]])
+        return cls(len(lengths), tokens, tuple(zip(QUANTILES_SHOWN, quantiles, strict=True)), int(lengths.max()),
+                   tuple(long_documents))
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "documents": self.documents, "tokens": self.tokens, "longest": self.longest,
-            "quantiles": {f"{level:g}": length for level, length in self.quantiles},
-            "long_documents": [{"least": one.least, "documents": one.documents, "token_share": one.token_share,
-                                "attention_share": one.attention_share} for one in self.long_documents],
-        }
+        return {"documents": self.documents, "tokens": self.tokens, "longest": self.longest,
+                "quantiles": {f"{share:g}": length for share, length in self.quantiles},
+                "long_documents": [asdict(one) for one in self.long_documents]}
 
 
 def _pairs(lengths: IntArray) -> float:
@@ -152,7 +138,7 @@ def _pairs(lengths: IntArray) -> float:
 
 
 def deal_batches(lengths: IntArray, batch_tokens: int, num_batches: int, seed: int | None) -> list[IntArray]:
-    """As many batches as are asked for and the documents fill, at most; the seed shuffles, None keeps the order."""
+    """Deal `num_batches` batches, or as many as the documents fill; the seed shuffles them, None keeps their order."""
     check_whole("batch_tokens", batch_tokens)
     check_whole("num_batches", num_batches)
     if seed is not None:

@@ -1,8 +1,8 @@
-"""Which servers of a pool share a node, and which nodes a pod.
+"""Topology of a pool: which servers share a node, and which nodes a pod.
 
-Ranks do not all reach each other alike: NVLink inside a node carries ten times what a NIC carries between nodes, and
-between pods there is less again. Placement and balancing therefore work level by level, from the outside in, and what
-crosses nodes is counted once per node. A pool without levels, one node or nodes of one rank, is planned flat.
+NVLink inside a node carries ten times what a NIC carries between nodes, and between pods there is less again.
+Placement and balancing therefore go level by level, from the outside in, and bytes that cross nodes are counted once
+per node. A pool of one node, or of nodes with one rank each, has no levels and is planned flat.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Topology:
 
     @classmethod
     def regular(cls, num_servers: int, ranks_per_node: int, nodes_per_pod: int = 0) -> Topology:
-        """Servers numbered node by node, nodes pod by pod; the last of either may be smaller. 0: one pod."""
+        """Number servers node by node and nodes pod by pod; the last of either may be smaller. 0: one pod."""
         servers = np.arange(check_whole("num_servers", num_servers))
         node = servers // check_whole("ranks_per_node", ranks_per_node)
         if check_whole("nodes_per_pod", nodes_per_pod, least=0) == 0:
@@ -47,12 +47,12 @@ class Topology:
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str], pods: Sequence[str] | None = None) -> Topology:
-        """Servers of the same host share a node."""
+        """Put servers of the same host into one node."""
         return cls(_numbered(hosts), _numbered(pods) if pods is not None else np.zeros(len(hosts)))
 
     @classmethod
     def of_cluster(cls, cluster: ClusterShape, num_servers: int, tp: int = 1) -> Topology:
-        """The pool of one tensor-parallel index: its ranks share a node with the others of their TP group."""
+        """Return the topology of the pool of one tensor-parallel index, whose TP groups lie inside nodes."""
         return cls.regular(num_servers, cluster.ranks_per_node(tp), cluster.nodes_per_pod)
 
     @property
@@ -68,21 +68,18 @@ class Topology:
         return int(self.pod.max()) + 1
 
     def pod_of_node(self) -> np.ndarray:
-        """[nodes]"""
+        """Return the pod of each node, [nodes]."""
         pod = np.zeros(self.num_nodes, dtype=np.int64)
         pod[self.node] = self.pod
         return pod
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the largest node."""
+        """Ranks of the largest node."""
         return int(np.bincount(self.node).max())
 
     def levels(self) -> tuple[np.ndarray, ...]:
-        """The group of every server at each level that tells servers apart and has several to a group, outermost first.
-
-        Empty where every server is a node of its own or all are one: nothing to gain from levels.
-        """
+        """Return the group index per server for each non-trivial level, outermost first."""
         found: list[np.ndarray] = []
         for group in (self.pod, self.node):
             is_new = not found or len(np.unique(found[-1])) < len(np.unique(group))
@@ -91,12 +88,12 @@ class Topology:
         return tuple(found)
 
     def first(self, num_servers: int) -> Topology:
-        """The topology of the first servers alone."""
+        """Return the topology of the first servers alone."""
         return Topology(self.node[:num_servers], self.pod[:num_servers])
 
 
 def check_topology(topology: Topology | None, num_servers: int) -> tuple[np.ndarray, ...]:
-    """The levels of a pool's topology; none where it is unknown."""
+    """Return the levels of a pool's topology; none if it is unknown."""
     if topology is None:
         return ()
     if topology.num_servers != num_servers:

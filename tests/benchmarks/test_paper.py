@@ -6,19 +6,24 @@ import ast
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import check_paper
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from paper import claims
 from paper.cases import FIGURES, Case, cases
-from paper.check import measure
+from paper.check import hidden_shards_bound, measure
 from paper.claims import CLAIMS, PAPER_SPEED, figures_of, verdicts
 
 import distca
 from distca.cli import run
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import shipped_table
+from distca.models import MODELS, model_named
+from distca.spec import cluster_named
 
 PACKAGE = Path(distca.__file__).parent
 KIB = 1024
@@ -195,3 +200,28 @@ def test_every_command_of_the_guide_runs(quick: Quick, monkeypatch: pytest.Monke
         assert stop.value.code == 0
     assert len(given) == 3 and len(list((tmp_path / "paper").iterdir())) == len(FIGURES)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["plots"] == []
+
+
+@given(st.sampled_from(["llama3-8b", "llama-34b"]), st.sampled_from([1, 2, 4, 8]), st.floats(1e14, 1e15))
+def test_the_bound_is_where_communication_stops_hiding(name: str, tp: int, rate: float) -> None:
+    model, cluster = model_named(name), replace(cluster_named("dgx-h200"), peak_flops_per_second=rate)
+    shards = hidden_shards_bound(model, cluster, tp)
+    compute_seconds = 2 * (4 * model.hidden**2 + 3 * model.hidden * model.ffn) / tp / rate
+    token_bytes = model.q_token_bytes(tp) + (shards + 1) / 2 * model.kv_token_bytes(tp)
+    assert token_bytes / 50e9 == pytest.approx(compute_seconds)
+
+
+def test_about_31_shards_hide_for_llama_34b_at_50_gigabytes_a_second() -> None:
+    # 4 * 8192**2 + 3 * 8192 * 22016 = 809.5 M weights, 1.619 GFLOP a token, 1.637 us at 989 TFLOP/s: the NIC carries
+    # 81,849 bytes meanwhile. With h_q = 16,384 and h_kv = 4,096 bytes: 2 * (81,849 - 16,384) / 4,096 - 1 = 30.97.
+    model, cluster = model_named("llama-34b"), cluster_named("dgx-h200")
+    assert hidden_shards_bound(model, cluster) == pytest.approx(30.97, abs=0.01)
+    assert hidden_shards_bound(model, cluster, tp=8) == pytest.approx(hidden_shards_bound(model, cluster))
+
+
+def test_the_bound_falls_with_faster_compute_and_rises_with_bandwidth() -> None:
+    cluster = cluster_named("dgx-h200")
+    for model in MODELS.values():
+        bound = hidden_shards_bound(model, cluster)
+        assert hidden_shards_bound(model, replace(cluster, inter_node_bandwidth=100e9)) > bound
+        assert hidden_shards_bound(model, replace(cluster, peak_flops_per_second=2e15)) < bound

@@ -8,7 +8,7 @@ import pytest
 import share_of_bound as benchmark
 from paper.cases import Case
 
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import shipped_table
 from distca.models import model_named
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting

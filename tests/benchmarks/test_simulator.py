@@ -19,9 +19,8 @@ from host_costs import Machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.cost.attention_time import AttentionTime
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.latency_table import LatencyTable
-from distca.cost.shipped_tables import shipped_table
 from distca.cost.work import causal_pairs
 from distca.models import MODELS, model_named
 from distca.planning.step import StepPlan

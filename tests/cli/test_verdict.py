@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import shipped_table
 from distca.models import model_named
 from distca.report.figures import Spread, StrategyFigures, ours_and_best_baseline, verdict
 from distca.simulate.setting import settings

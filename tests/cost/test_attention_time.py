@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost import shipped_tables
-from distca.cost.attention_time import AttentionTime
+from distca.cost import attention_time
+from distca.cost.attention_time import AttentionTime, shipped_names, shipped_table
 from distca.cost.dealing import WorkList
 from distca.cost.latency_table import LatencyTable, analytic_table
-from distca.cost.shipped_tables import shipped_names, shipped_table
 from distca.models import model_named
 from distca.spec import ModelShape
 
@@ -318,11 +317,11 @@ def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch: pytest.Monk
         return flat_table(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, shipped="x")
 
     others = [table(8, 2), table(4, 1), table(8, 1), table(32, 8, 64)]
-    monkeypatch.setattr(shipped_tables, "other_heads", lambda name: others)
+    monkeypatch.setattr(attention_time, "other_heads", lambda name: others)
     main = table(32, 8)
 
     def found(*wanted: int) -> tuple[object, object, object]:
-        about = shipped_tables.nearest_heads(main, *wanted).metadata
+        about = attention_time.nearest_heads(main, *wanted).metadata
         return about["num_heads"], about["num_kv_heads"], about["head_dim"]
 
     assert found(32, 8, 128) == (32, 8, 128) and found(4, 1, 128) == (4, 1, 128) and found(8, 2, 128) == (8, 2, 128)
@@ -330,4 +329,4 @@ def test_the_nearest_of_a_shipped_tables_heads_is_taken(monkeypatch: pytest.Monk
     assert found(32, 8, 64) == (32, 8, 64) == found(4, 1, 64)
     assert found(8, 2, 32) == (32, 8, 128)                       # which is then scaled
     own = flat_table(num_heads=32, num_kv_heads=8, head_dim=128)
-    assert shipped_tables.nearest_heads(own, 4, 1, 128) is own
+    assert attention_time.nearest_heads(own, 4, 1, 128) is own

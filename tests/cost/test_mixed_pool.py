@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 import distca
 from distca.cli import main
-from distca.cost.attention_time import AttentionTime
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.latency_table import analytic_table
 from distca.cost.mixed_pool import MixedPool, ServerKind, find_cost, read_pool, time_of
-from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.choose import plan_step

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.cost.attention_time import shipped_table
 from distca.cost.network import Network, read_cluster
-from distca.cost.shipped_tables import shipped_table
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import Plan

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distca.cost.attention_time import AttentionTime
+from distca.cost.attention_time import AttentionTime, find_table, shipped_names
 from distca.cost.latency_table import analytic_table
 from distca.cost.mixed_pool import MixedPool, ServerKind
 from distca.cost.network import find_cluster
-from distca.cost.shipped_tables import find_table, shipped_names
 from distca.models import MODELS
 from distca.planning.balance import balance, learnt_speeds, rounded_speeds
 from distca.planning.choose import plan_step, work_of_documents

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.models import MODELS
 from distca.planning.balance import LEAST, MOST, balance, learnt_speeds, rounded_speeds
 from distca.planning.choose import plan_step

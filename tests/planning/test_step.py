@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distca.baselines import at_home_step, per_document_cp_step
-from distca.cost.attention_time import AttentionTime
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.cost.latency_table import analytic_table
-from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.planning.choose import plan_step
 from distca.planning.plan import max_over_mean

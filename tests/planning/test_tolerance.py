@@ -11,7 +11,7 @@ import pytest
 
 import distca
 from distca.cli import main
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import shipped_table
 from distca.models import MODELS
 from distca.planning.choose import AUTO, TOLERANCES, asked_tolerance, plan_step
 from distca.planning.step import StepPlan

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.baselines import at_home_step
-from distca.cost.attention_time import AttentionTime
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import AttentionTime, shipped_table
 from distca.models import model_named
 from distca.planning.balance import balance
 from distca.planning.choose import plan_step

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from distca.cost.attention_time import shipped_table
 from distca.cost.latency_table import LatencyTable, analytic_table
-from distca.cost.shipped_tables import shipped_table
 from distca.models import model_named
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting

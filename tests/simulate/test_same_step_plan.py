@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from distca.cost.shipped_tables import shipped_table
+from distca.cost.attention_time import shipped_table
 from distca.models import MODELS
 from distca.simulate.costs import Costs
 from distca.simulate.setting import setting

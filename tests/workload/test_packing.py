@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.workload.documents import Workload
-from distca.workload.packing import pack, pack_ping_pong, pack_workload
+from distca.workload.packing import pack, pack_ping_pong
 from tests.support.plans import random_lengths
 
 seeds = st.integers(0, 2**32)
@@ -52,18 +51,6 @@ def test_without_spanning_no_document_leaves_its_rank(seed: int, ranks: int, tok
     stops = set(np.cumsum(lengths).tolist())
     rows = set(range(tokens_per_rank, layout.num_tokens + 1, tokens_per_rank))
     assert set(np.cumsum(layout.lengths).tolist()) == stops | rows  # cut at row ends and nowhere else
-
-
-def test_a_workload_keeps_sequences_on_their_own_ranks() -> None:
-    workload = Workload("two", 5, 100, tuple(np.array(row) for row in ([150, 50], [10, 90], [200])))
-    layout = pack_workload(workload)
-    layout.validate()
-    assert layout.tokens_per_rank().tolist() == [100] * 5
-    ranks = {document: set(layout.rank[layout.document == document].tolist()) for document in range(5)}
-    assert ranks == {0: {0, 1}, 1: {1}, 2: {2}, 3: {2}, 4: {3, 4}}
-    balanced = pack_workload(workload, placement="balanced")
-    balanced.validate()
-    assert balanced.tokens_per_rank().tolist() == [100] * 5
 
 
 @settings(max_examples=80, deadline=None)
