@@ -90,20 +90,20 @@ class Layout:
         """Tokens that are queries here."""
         return int((self.stop - self.start).sum())
 
-    def own(self) -> KeySlices:
+    def _own(self) -> KeySlices:
         """Return the slices without those that are keys only."""
         return KeySlices(self.document, self.start, self.stop, self.rank)
 
     def tokens_per_rank(self) -> np.ndarray:
-        return self.own().tokens_per_rank(self.num_ranks)
+        return self._own().tokens_per_rank(self.num_ranks)
 
     def row_offset(self) -> np.ndarray:
         """Return the offset of each slice's first token in its rank's row."""
-        return self.own().row_offset(self.num_ranks)
+        return self._own().row_offset(self.num_ranks)
 
     def keys(self) -> KeySlices:
         """Return all slices whose keys this layout's queries may read: its own, then those that are keys only."""
-        own = self.own()
+        own = self._own()
         return own if len(self.key_only) == 0 else KeySlices(*(
             np.concatenate([getattr(own, name), getattr(self.key_only, name)]) for name in own.__slots__))
 
@@ -118,7 +118,7 @@ class Layout:
 
     def by_document(self) -> np.ndarray:
         """Return slice indices ordered by (document, start)."""
-        return self.own().by_document()
+        return self._own().by_document()
 
     def ranks_per_document(self) -> np.ndarray:
         """Return the number of distinct ranks that hold a part of each document."""
