@@ -19,14 +19,14 @@ def hidden_of(
 
     `attend` takes q, k, v, and `window` where the layer has one.
     """
-    first = int(next(iter(decoder.segments.named_children()))[0])
-    windows = decoder.shape.model.layer_windows[first:first + len(decoder.segments) - 1]
+    (number, first), *rest = decoder.segments.named_children()
+    windows = decoder.shape.model.layer_windows[int(number):]
     rotary = decoder.rotary(positions)
-    state = decoder.segments[0](tokens, rotary)
-    for number, (segment, window) in enumerate(zip(list(decoder.segments)[1:], windows, strict=True), start=2):
+    state = first(tokens, rotary)
+    for (_, segment), window in zip(rest, windows, strict=False):
         x, q, k, v = state
         out = attend(q, k, v) if window is None else attend(q, k, v, window=window)
-        state = segment(x, out) if number == len(decoder.segments) else segment(x, out, rotary)
+        state = segment(x, out) if segment is rest[-1][1] else segment(x, out, rotary)
     return state
 
 

@@ -8,7 +8,7 @@ keeps its name in the whole decoder, so that a checkpoint knows nothing of stage
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,18 +24,6 @@ from distca.train.model.huggingface import load_hf
 from distca.train.model.parallel import parallelize
 from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
-
-
-class Segments(nn.ModuleList):
-    """Segments of a stage, in order, under their numbers in the whole decoder."""
-
-    def __init__(self, segments: Iterable[nn.Module], first: int) -> None:
-        super().__init__()
-        for number, segment in enumerate(segments, start=first):
-            self.add_module(str(number), segment)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        return list(self)[index]
 
 
 def stage_of(decoder: Decoder, stage: int, layers: Sequence[int]) -> Decoder:
@@ -54,7 +42,9 @@ def stage_of(decoder: Decoder, stage: int, layers: Sequence[int]) -> Decoder:
     if stage < len(layers) - 1:
         segments[-1] = Segment(post=segments[-1].post)
     part = Decoder(decoder.shape, device="meta")                 # without memory: its own parts are not used
-    part.segments = Segments(segments, first=begin)
+    part.segments = nn.ModuleList()                              # to iterate over: numbers are those of the whole
+    for number, segment in enumerate(segments, start=begin):
+        part.segments.add_module(str(number), segment)
     part.head = decoder.head if end == decoder.shape.model.num_layers else None
     return part
 

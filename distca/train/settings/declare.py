@@ -39,10 +39,6 @@ class Known:
     words: tuple[str, ...]  # texts that a number may be instead
 
     @property
-    def wanted(self) -> str:
-        return " or ".join((_TYPE_WORDS[self.type], *self.words))
-
-    @property
     def meaning(self) -> str:
         return self.help + (f" One of: {', '.join(self.choices)}." if self.choices else "")
 
@@ -71,7 +67,8 @@ def typed(known: Known, value: object, where: str = "") -> Value:
     if known.when_true and isinstance(value, bool):
         return known.when_true if value else ""
     if not isinstance(value, known.type) or (isinstance(value, bool) and known.type is not bool):
-        raise UserError(f"{where}{known.name} is {short(value)}; give {known.wanted}")
+        wanted = " or ".join((_TYPE_WORDS[known.type], *known.words))
+        raise UserError(f"{where}{known.name} is {short(value)}; give {wanted}")
     return value
 
 
