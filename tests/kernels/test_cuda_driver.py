@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.kernels.hopper import driver as cuda_driver
-from distca.kernels.hopper.driver import Function, Launch, Module, TensorMap, compile_cubin, nvrtc, tensor_map
+from distca.kernels.hopper.driver import Function, Launch, TensorMap, compile_cubin, load_functions, nvrtc, tensor_map
 
 Pointer = Any  # what POINTER(...) makes has no name that annotations could use
 LAUNCH = CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(c_void_p), c_void_p)
@@ -81,10 +81,9 @@ def test_a_launch_hands_over_what_it_is_called_with(i: int, j: int, pointer: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=run))
         patch.setattr(cuda_driver, "_bind_context", lambda: None)
-        function = Function("k", 200_000, 168, 0, c_void_p(2**47 + 8))
-        types = [c_int32, c_void_p, c_float, TensorMap, c_int64]  # padded twice
-        launch = Launch(function, 132, 384, 2**47, types, [filled_map(byte)])
-        other = Launch(function, 1, 64, 3, types, [filled_map(7)])
+        function = Function("k", "iPfTq", 384, 200_000, c_void_p(2**47 + 8))  # padded twice
+        launch = function.launch(132, 2**47, filled_map(byte))
+        other = function.launch(1, 3, filled_map(7))
         launch(1, 2, 3.0, 5)
         other(6, 7, 8.0, 9)
         seen.clear()
@@ -97,13 +96,13 @@ def test_a_launch_hands_over_what_it_is_called_with(i: int, j: int, pointer: int
 def test_numbers_that_do_not_fit_are_refused(driver: SimpleNamespace, values: tuple[float, ...]) -> None:
     driver.cuLaunchKernelEx = LAUNCH(lambda *_: 0)
     with pytest.raises(struct.error):
-        Launch(Function("k", 0, 0, 0, c_void_p(1)), 1, 32, 0, [c_int32, c_uint32])(*values)
+        Launch(Function("k", "iI", 32, 0, c_void_p(1)), 1, 0)(*values)
 
 
 def test_a_failing_call_is_named_with_the_drivers_words(driver: SimpleNamespace) -> None:
     driver.cuLaunchKernelEx = LAUNCH(lambda *_: 701)
     with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx of k with grid 3 and block 64 .*made up.*701"):
-        Launch(Function("k", 0, 0, 0, c_void_p(1)), 3, 64, 0, [])()
+        Launch(Function("k", "", 64, 0, c_void_p(1)), 3, 0)()
 
 
 def test_tensor_map_describes_swizzled_bf16_and_is_kept(driver: SimpleNamespace) -> None:
@@ -135,9 +134,8 @@ def test_a_refused_tensor_map_says_its_shape(driver: SimpleNamespace) -> None:
         tensor_map(256, (64, 3), (128,), (64, 8))
 
 
-def test_functions_carry_their_attributes_and_shared_memory(driver: SimpleNamespace) -> None:
+def test_functions_get_their_shared_memory(driver: SimpleNamespace) -> None:
     image, granted = [], []
-    attributes = {4: 168, 3: 16}  # registers and local bytes, as cuda.h numbers them
 
     @CFUNCTYPE(c_int, POINTER(c_void_p), c_void_p)
     def load(out: Pointer, data: int) -> int:
@@ -155,21 +153,15 @@ def test_functions_carry_their_attributes_and_shared_memory(driver: SimpleNamesp
         granted.append((handle, attribute, value))
         return 0 if value <= 232_448 else 1
 
-    @CFUNCTYPE(c_int, POINTER(c_int), c_int, c_void_p)
-    def get_attribute(out: Pointer, attribute: int, handle: int) -> int:
-        out[0] = attributes[attribute]
-        return 0
-
     driver.cuModuleLoadData, driver.cuModuleGetFunction = load, get_function
-    driver.cuFuncSetAttribute, driver.cuFuncGetAttribute = set_attribute, get_attribute
-    module = Module(b"\x7fELF\x00\x01")
-    forward = module.function("forward", 230_000)
-    assert image == [b"\x7fELF\x00\x01"] and granted == [(12, 8, 230_000)]
-    assert (forward.handle.value, forward.registers, forward.local_bytes) == (12, 168, 16)
+    driver.cuFuncSetAttribute, cubin = set_attribute, b"\x7fELF\x00\x01"
+    [forward] = load_functions(cubin, {"forward": ("Pi", 128, 230_000)})
+    assert image == [cubin] and granted == [(12, 8, 230_000)]
+    assert (forward.name, forward.types, forward.num_threads, forward.handle.value) == ("forward", "Pi", 128, 12)
     with pytest.raises(RuntimeError, match="cuModuleGetFunction of backward failed: made up"):
-        module.function("backward", 0)
+        load_functions(cubin, {"backward": ("", 128, 0)})
     with pytest.raises(RuntimeError, match="300000 bytes of dynamic shared memory"):
-        module.function("forward", 300_000)
+        load_functions(cubin, {"forward": ("", 128, 300_000)})
 
 
 @pytest.mark.parametrize("has_context", [False, True])
@@ -385,16 +377,14 @@ def test_what_the_compiler_says_reaches_the_user(compiler: ctypes.CDLL) -> None:
 def test_a_box_is_copied_from_two_threads(compiler: ctypes.CDLL) -> None:
     """Out of bounds the box holds zeros; a launch from a thread that torch has never used works alike."""
     rows, shared_bytes = 16, 16 * 128 + 8
-    function = Module(compile_cubin(COPY, "copy.cu", {"ROWS": rows})).function("copy", shared_bytes)
-    assert function.registers > 0 and function.local_bytes == 0
+    [function] = load_functions(compile_cubin(COPY, "copy.cu", {"ROWS": rows}), {"copy": ("TPii", 128, shared_bytes)})
     table = torch.randn(40, 128, dtype=torch.bfloat16, device="cuda")
-    types = [TensorMap, c_void_p, c_int32, c_int32]
     stream = torch.cuda.current_stream().cuda_stream
     outs = [torch.empty(rows, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     described = tensor_map(table.data_ptr(), (128, 40), (256,), (64, rows))
 
     def launch(i: int) -> None:
-        Launch(function, 1, 128, stream, types, [described])(outs[i].data_ptr(), 64, (0, 32)[i])
+        function.launch(1, stream, described)(outs[i].data_ptr(), 64, (0, 32)[i])
 
     launch(0)
     thread = threading.Thread(target=launch, args=(1,))

@@ -129,15 +129,10 @@ def test_scales_that_are_not_positive_are_refused(launched: list[bool], scale: f
         HOPPER.backward(BackwardInputs(dout, q, k, v, out, lse), prepared, scale)
 
 
-class Cubin:
-    """Takes the place of a module on the device: it has the functions that its text sections name."""
-
-    def __init__(self, cubin: bytes) -> None:
-        self.cubin = cubin
-
-    def function(self, name: str, shared_bytes: int) -> str:
-        assert f".text.{name}\0".encode() in self.cubin
-        return name
+def named_in(cubin: bytes, signatures: dict[str, tuple[str, int, int]]) -> list[SimpleNamespace]:
+    """Takes the place of loading a module: it has the functions that its text sections name."""
+    assert all(f".text.{name}\0".encode() in cubin for name in signatures)
+    return [SimpleNamespace(name=name) for name in signatures]
 
 
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
@@ -150,9 +145,8 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
     except RuntimeError as error:
         pytest.skip(f"needs NVRTC: {error}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hopper_variants, "Module", Cubin)
+    monkeypatch.setattr(hopper_variants, "load_functions", named_in)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     device, shape = torch.device("cuda", 0), (head_dim, group)
     keeps = TILES[head_dim].kept_blocks > 0
     heights = (False, True) if TILES[head_dim].tall_blocks > TILE_BLOCKS else (False,)
@@ -160,14 +154,14 @@ def test_sources_compile_without_serialised_products(head_dim: int, group: int, 
         for windowed, split in itertools.product((False, True), (False, True)):
             for is_tall in heights:
                 forward: Any = hopper_variants.forward_kernels.__wrapped__(device, *shape, windowed, split, is_tall)
-                assert [x.function for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
+                assert [x.name for x in forward] == ["attention_forward", "attention_merge"][:1 + split]
             for deterministic in (False, True):
                 backward: Any = hopper_variants.backward_kernels.__wrapped__(
                     device, *shape, windowed, deterministic, split and deterministic, False)
                 last = ["attention_dq", "attention_merge_dq"][:1 + split] if deterministic else ["attention_write_dq"]
-                assert [x.function for x in backward] == ["attention_delta", "attention_backward", *last]
+                assert [x.name for x in backward] == ["attention_delta", "attention_backward", *last]
             if keeps:
                 backward = hopper_variants.backward_kernels.__wrapped__(device, *shape, windowed, True, False, True)
-                assert [x.function for x in backward][1:] == ["attention_backward", "attention_kept_dq"]
+                assert [x.name for x in backward][1:] == ["attention_backward", "attention_kept_dq"]
     assert len(list(tmp_path.rglob("*.cubin"))) == 8 + 4 * len(heights) + 4 * keeps
     assert not re.search(r"C751[0-5]|serialized", caplog.text)

@@ -31,7 +31,7 @@ TENSOR_MAP_ALIGNMENT = 64
 TENSOR_MAPS_KEPT = 256
 
 # Values of enums in cuda.h.
-_LOCAL_SIZE_BYTES, _NUM_REGS, _MAX_DYNAMIC_SHARED_SIZE_BYTES = 3, 4, 8
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _BFLOAT16, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _OUT_OF_BOUNDS_ZEROS = 9, 0, 3, 3, 0
 
 _logger = logging.getLogger("distca")
@@ -252,43 +252,42 @@ class _LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel of the context it was loaded in."""
+    """A kernel of a module that is loaded on torch's current device."""
 
     name: str
-    shared_bytes: int  # dynamic, of each block
-    registers: int  # of each thread
-    local_bytes: int  # of each thread; more than none means registers spill
+    types: str  # its parameters in order: struct's codes i, q, f and P, and T for a tensor map
+    num_threads: int  # of a block
+    shared_bytes: int  # dynamic, of a block
     handle: c_void_p
+
+    def launch(self, grid: int, stream: int, *maps: TensorMap) -> Launch:
+        return Launch(self, grid, stream, maps)
 
 
 class Launch:
     """Launches of one kernel on one stream with the same tensor maps, of which everything but the numbers is in place.
 
-    `types` are the kernel's parameters in order: ctypes numbers, c_void_p or TensorMap. It belongs to the thread that
-    made it, because autograd's backward launches from another thread and a launch lets other threads run while the
-    driver still reads.
+    A launch belongs to the thread that made it, because autograd's backward launches from another thread and a launch
+    lets other threads run while the driver still reads.
     """
 
     __slots__ = ("_config", "_maps", "_name", "_pack", "_run")
 
-    def __init__(
-        self, function: Function, grid: int, block: int, stream: int, types: Sequence[type],
-        maps: Sequence[TensorMap] = (),
-    ) -> None:
+    def __init__(self, function: Function, grid: int, stream: int, maps: Sequence[TensorMap] = ()) -> None:
         _bind_context()
-        layout, offsets = _layout(tuple(types))
+        layout, offsets = _layout(function.types)
         storage = ctypes.create_string_buffer(max(1, layout.size))
         begin, addresses = ctypes.addressof(storage), iter([one.address for one in maps])
-        pointers = (c_void_p * len(types))(
+        pointers = (c_void_p * len(offsets))(
             *(next(addresses) if offset is None else begin + offset for offset in offsets))
         assert next(addresses, None) is None, f"{function.name} takes fewer tensor maps than {len(maps)}"
         self._maps, self._name = tuple(maps), function.name
-        self._config = _LaunchConfig(grid, 1, 1, block, 1, 1, function.shared_bytes, stream)
+        self._config = _LaunchConfig(grid, 1, 1, function.num_threads, 1, 1, function.shared_bytes, stream)
         self._pack = functools.partial(layout.pack_into, storage, 0)
         self._run = functools.partial(_driver().cuLaunchKernelEx, byref(self._config), function.handle, pointers, None)
 
     def __call__(self, *numbers: int | float) -> None:
-        """Queue it; addresses are plain integers. The driver copies the numbers before this returns.
+        """Queue the launch; addresses are plain integers. The driver copies the numbers before this returns.
 
         A struct.error if they do not fit.
         """
@@ -300,34 +299,24 @@ class Launch:
 
 
 @functools.cache
-def _layout(types: tuple[type, ...]) -> tuple[struct.Struct, list[int | None]]:
-    """How a kernel's numbers are packed, and where each parameter lies there; None for a tensor map."""
+def _layout(types: str) -> tuple[struct.Struct, list[int | None]]:
+    """How a kernel's numbers are packed, and the offset of each parameter there; None for a tensor map."""
     codes, offsets = "", list[int | None]()
-    for kind in types:
-        code = "" if kind is TensorMap else vars(kind)["_type_"]
-        offsets.append(struct.calcsize(f"{codes}0{code}") if code else None)  # "0q" aligns
-        codes += code
+    for code in types:
+        offsets.append(None if code == "T" else struct.calcsize(f"{codes}0{code}"))  # "0q" aligns
+        codes += "" if code == "T" else code
     return struct.Struct(codes), offsets
 
 
-class Module:
-    """A cubin loaded on torch's current device, until the process ends."""
-
-    def __init__(self, cubin: bytes) -> None:
-        _bind_context()
-        self._handle = c_void_p()
-        _check(_driver().cuModuleLoadData(byref(self._handle), c_char_p(cubin)), "cuModuleLoadData")
-
-    def function(self, name: str, shared_bytes: int) -> Function:
-        """The kernel declared `extern "C"` under this name, with so much dynamic shared memory for a block."""
-        driver, handle = _driver(), c_void_p()
-        _check(driver.cuModuleGetFunction(byref(handle), self._handle, name.encode()), f"cuModuleGetFunction of {name}")
+def load_functions(cubin: bytes, signatures: Mapping[str, tuple[str, int, int]]) -> list[Function]:
+    """Kernels declared `extern "C"`, by name: their types, threads and shared bytes; loaded until the process ends."""
+    _bind_context()
+    driver, module, functions = _driver(), c_void_p(), []
+    _check(driver.cuModuleLoadData(byref(module), c_char_p(cubin)), "cuModuleLoadData")
+    for name, (types, num_threads, shared_bytes) in signatures.items():
+        handle = c_void_p()
+        _check(driver.cuModuleGetFunction(byref(handle), module, name.encode()), f"cuModuleGetFunction of {name}")
         code = driver.cuFuncSetAttribute(handle, c_int(_MAX_DYNAMIC_SHARED_SIZE_BYTES), c_int(shared_bytes))
         _check(code, f"cuFuncSetAttribute of {name} to {shared_bytes} bytes of dynamic shared memory")
-
-        def attribute(number: int) -> int:
-            value = c_int()
-            _check(driver.cuFuncGetAttribute(byref(value), c_int(number), handle), f"cuFuncGetAttribute of {name}")
-            return value.value
-
-        return Function(name, shared_bytes, attribute(_NUM_REGS), attribute(_LOCAL_SIZE_BYTES), handle)
+        functions.append(Function(name, types, num_threads, shared_bytes, handle))
+    return functions

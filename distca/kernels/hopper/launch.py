@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from distca.kernels.hopper.buffers import Tables
-from distca.kernels.hopper.driver import Launch, TensorMap, tensor_map
+from distca.kernels.hopper.buffers import Tables, multiprocessors
+from distca.kernels.hopper.driver import Function, Launch, TensorMap, tensor_map
 from distca.kernels.hopper.tables import BLOCK_ROWS, tokens_per_block
-from distca.kernels.hopper.variants import DIMS_TEXT, TILES, Variant, backward_kernels, forward_kernels, tiles_of
+from distca.kernels.hopper.variants import DIMS_TEXT, TILES, backward_kernels, forward_kernels, tiles_of
 from distca.kernels.interface import BackwardInputs, dims_text
 from distca.validation import UserError
 
@@ -182,11 +182,11 @@ class Launches:
             _query_map(q, self.q, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
             _key_map(k, self.k, k_stride, tiles.dq_keys), maps[5], _key_map(v, self.v, v_stride, tiles.dq_keys),
             maps[7])
-        ends = 8 * main.num_sms
+        ends = 8 * multiprocessors(self.device)
         return (before.launch(ends, stream), main.launch(self.num_sms, stream, *maps),
                 after.launch(self.num_sms if deterministic else ends, stream, *alone), self._merge(merge, stream))
 
-    def _merge(self, kernels: Sequence[Variant], stream: int) -> Launch | None:
+    def _merge(self, kernels: Sequence[Function], stream: int) -> Launch | None:
         return kernels[0].launch(MERGE_BLOCKS * self.num_sms, stream) if kernels else None
 
     def _check_dims(self) -> None:

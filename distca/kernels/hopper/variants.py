@@ -1,21 +1,19 @@
-"""Tiles of the Hopper kernel: what a head dim leaves of registers and shared memory decides how much one step takes.
+"""Variants of the Hopper kernel: the tiles of each head dim, and the kernels that are compiled for them when asked for.
 
-Values have the head dim of keys, except beside 192, the shape of multi-head latent attention, where they have 128.
-
-Compiled variants of the Hopper kernel: for a head dim, a group size and a kind of rows, compiled when asked for.
+What a head dim leaves of registers and shared memory decides how much one step takes. Values have the head dim of keys,
+except beside 192, the shape of multi-head latent attention, where they have 128.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from distca.kernels.hopper.driver import Function, Launch, Module, TensorMap, compile_cubin
+from distca.kernels.hopper.driver import Function, compile_cubin, load_functions
 from distca.kernels.hopper.tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS
 
 TALL_GAIN = 1.1  # of tall tiles' speed over others', with as many steps; 1.12 and 1.19 were measured
@@ -62,92 +60,65 @@ def tiles_of(head_dim: int) -> Tiles:
 
 
 SOURCES = Path(__file__).parent / "cuda"
-WARPGROUP, THREADS = 128, 384
+WARPGROUP = 128  # threads
 SHARED_BYTES = 227 * 1024
 INSTRUCTIONS = "instructions.cuh"  # ahead of all other sources
-MERGE, MERGE_THREADS = "merge.cu", 128
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One kernel of a compiled source, and how it is launched."""
-
-    function: Function
-    types: Sequence[type]
-    num_threads: int
-    num_sms: int
-
-    def launch(self, grid: int, stream: int, *maps: TensorMap) -> Launch:
-        return Launch(self.function, grid, self.num_threads, stream, self.types, maps)
+MERGE = "merge.cu"
+Signatures = dict[str, tuple[str, int, int]]  # of a source's kernels by name: types, threads, shared bytes
 
 
 def _loaded(
-    device: torch.device,
-    sources: Sequence[str],
-    defines: dict[str, int],
-    kernels: dict[str, tuple[list[type], int, int]],
-) -> list[Variant]:
+    device: torch.device, sources: Sequence[str], defines: dict[str, int], signatures: Signatures
+) -> list[Function]:
     text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in (INSTRUCTIONS, *sources))
-    index = torch.cuda.current_device() if device.index is None else device.index
-    num_sms = torch.cuda.get_device_properties(index).multi_processor_count
-    with torch.cuda.device(index):
-        module = Module(compile_cubin(text, f"distca/kernels/hopper/cuda/{sources[-1]}", defines))
-        return [
-            Variant(module.function(name, shared), types, num_threads, num_sms)
-            for name, (types, shared, num_threads) in kernels.items()
-        ]
+    with torch.cuda.device(torch.cuda.current_device() if device.index is None else device.index):
+        cubin = compile_cubin(text, f"distca/kernels/hopper/cuda/{sources[-1]}", {**defines, "ROWS": BLOCK_ROWS})
+        return load_functions(cubin, signatures)
 
 
 @functools.cache
 def forward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, split: bool, is_tall: bool
-) -> list[Variant]:
+) -> list[Function]:
     """The main kernel and, where keys of tiles are split, the one that merges their parts."""
-    keys: list[type] = [c_void_p, c_int64, c_int64]  # where they lie; wide heads do not ask
-    types: list[type] = [TensorMap] * 4 + [c_void_p] * 4 + [c_int32] * 3 + [c_float, c_int32, *keys] + [c_void_p] * 2
     tiles = tiles_of(head_dim)
     blocks = tiles.tall_blocks if is_tall else TILE_BLOCKS
-    defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "ROWS": BLOCK_ROWS,
-               "BLOCKS": blocks, "WINDOWED": windowed}
-    kernels: dict[str, tuple[list[type], int, int]] = {
-        "attention_forward": (types, SHARED_BYTES, WARPGROUP * (blocks + 1))}
+    defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "BLOCKS": blocks,
+               "WINDOWED": windowed}
+    signatures = {"attention_forward": ("TTTT" "PPPP" "iiifi" "Pqq" "PP", WARPGROUP * (blocks + 1), SHARED_BYTES)}
     if not split:
-        return _loaded(device, tiles.forward, defines, kernels)
-    kernels["attention_merge"] = ([c_void_p] * 5 + [c_int32] * 2, 0, MERGE_THREADS)
-    return _loaded(device, (*tiles.forward, MERGE), {**defines, "SPLIT": 1}, kernels)
+        return _loaded(device, tiles.forward, defines, signatures)
+    signatures["attention_merge"] = ("PPPPP" "ii", WARPGROUP, 0)
+    return _loaded(device, (*tiles.forward, MERGE), {**defines, "SPLIT": 1}, signatures)
 
 
 @functools.cache
 def backward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool, kept: bool
-) -> list[Variant]:
+) -> list[Function]:
     """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
 
     Where dS is kept, that is another one; otherwise, where keys of tiles are split, the one that merges parts follows.
     """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}
-    rows = {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks,
-            "WITH_DQ": not deterministic, "DS_OUT": kept}
-    main: list[type] = [TensorMap] * 8 + [c_void_p] * 7 + [c_int32] * 3 + [c_float, c_int32, c_void_p, *[c_int32] * 3]
-    kernels: dict[str, tuple[list[type], int, int]] = {
-        "attention_delta": ([c_void_p] * 5 + [c_int64, c_void_p, c_int64], 0, 256),
-        "attention_backward": (main, SHARED_BYTES, WARPGROUP * (tiles.backward_blocks + 1)),
-        "attention_write_dq": ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, 256),
-    }
-    before, backward, write_dq = _loaded(device, tiles.backward, {**defines, **rows}, kernels)
+    blocks = {"KEYS": tiles.backward_keys, "BLOCKS": tiles.backward_blocks, "WITH_DQ": not deterministic,
+              "DS_OUT": kept}
+    before, main, write_dq = _loaded(device, tiles.backward, defines | blocks, {
+        "attention_delta": ("PPPPP" "qPq", 256, 0),
+        "attention_backward": ("TTTTTTTT" "PPPPPPP" "iiifi" "Piii", WARPGROUP * (tiles.backward_blocks + 1),
+                               SHARED_BYTES),
+        "attention_write_dq": ("PPP" "iif", 256, 0),
+    })
     if not deterministic:
-        return [before, backward, write_dq]
-    alone: dict[str, tuple[list[type], int, int]]
+        return [before, main, write_dq]
     if kept:
-        few: list[type] = [TensorMap] * 2 + [c_void_p] * 4 + [c_int32] * 2 + [c_float, c_int32, c_int32]
-        alone = {"attention_kept_dq": (few, SHARED_BYTES, WARPGROUP * (tiles.kept_blocks + 1))}
-        defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
-        return [before, backward, *_loaded(device, tiles.kept_dq, defines, alone)]
-    types: list[type] = [TensorMap] * 6 + [c_void_p] * 5 + [c_int32] * 3 + [c_float, c_int32, c_void_p]
-    alone = {"attention_dq": (types, SHARED_BYTES, THREADS)}
-    defines |= {"ROWS": BLOCK_ROWS, "KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
+        defines |= {"KEYS": tiles.backward_keys, "BLOCKS": tiles.kept_blocks}
+        return [before, main, *_loaded(device, tiles.kept_dq, defines, {
+            "attention_kept_dq": ("TT" "PPPP" "iifii", WARPGROUP * (tiles.kept_blocks + 1), SHARED_BYTES)})]
+    defines |= {"KEYS": tiles.dq_keys, "TABLE_KEYS": tiles.forward_keys}
+    signatures = {"attention_dq": ("TTTTTT" "PPPPP" "iiifi" "P", 3 * WARPGROUP, SHARED_BYTES)}
     if not split:
-        return [before, backward, *_loaded(device, tiles.backward_dq, defines, alone)]
-    alone["attention_merge_dq"] = ([c_void_p] * 3 + [c_int32] * 2 + [c_float], 0, MERGE_THREADS)
-    return [before, backward, *_loaded(device, (*tiles.backward_dq, MERGE), {**defines, "SPLIT": 1}, alone)]
+        return [before, main, *_loaded(device, tiles.backward_dq, defines, signatures)]
+    signatures["attention_merge_dq"] = ("PPP" "iif", WARPGROUP, 0)
+    return [before, main, *_loaded(device, (*tiles.backward_dq, MERGE), {**defines, "SPLIT": 1}, signatures)]
