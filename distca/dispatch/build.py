@@ -23,40 +23,42 @@ def build(plan: Plan, rank: int) -> RankTables:
     """The tables of one rank; ranks from layout.num_ranks on are dedicated servers with an empty row."""
     if not 0 <= rank < plan.num_servers:
         raise UserError(f"rank is {rank} but the plan has {plan.num_servers} servers; use 0 to {plan.num_servers - 1}")
-    layout = plan.layout
-    tasks = touching(plan, np.arange(plan.num_servers) == rank)
-    owns = rank < layout.num_ranks
-    row_tokens = int(layout.tokens_per_rank()[rank]) if owns else 0
-    key_row_tokens = int(layout.key_tokens_per_rank()[rank]) if owns else 0
-    rows = Places.in_rows(layout)
-    queries, keys = query_ranges(layout, tasks), key_ranges(layout, tasks)
-    query_side, query_start = side_of(layout, queries, rows(queries.document, queries.start), rank, row_tokens)
-    key_side, key_start = side_of(layout, keys, rows(keys.document, keys.start), rank, key_row_tokens)
+    layout, tasks = plan.layout, touching(plan, np.arange(plan.num_servers) == rank)
+    row_tokens, in_rows = tokens_of_rows(layout, rank), Offsets.in_rows(layout)
+    (queries, query_offset), (keys, key_offset) = (
+        side_of(layout, ranges, in_rows(ranges.document, ranges.start), rank, tokens)
+        for ranges, tokens in zip((query_ranges(layout, tasks), key_ranges(layout, tasks)), row_tokens, strict=True))
+    return RankTables(rank, plan.num_servers, *row_tokens, queries, keys,
+                      *task_columns(tasks, rank, query_offset, key_offset))
+
+
+def tokens_of_rows(layout: Layout, rank: int) -> tuple[int, int]:
+    """Tokens of a rank's row and of its key row; dedicated servers have none."""
+    if rank >= layout.num_ranks:
+        return 0, 0
+    return int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank])
+
+
+def task_columns(tasks: TaskTable, rank: int, query_offset: Offsets, key_offset: Offsets) -> tuple[np.ndarray, ...]:
+    """q_begin, q_end, k_begin, k_end and q_offset of the tasks that a rank serves, in its buffers."""
     mine = tasks.take((tasks.server == rank) & (tasks.kv_stop > tasks.kv_start))
-    return RankTables(rank, plan.num_servers, row_tokens, key_row_tokens, query_side, key_side,
-                      *task_columns(mine, query_start, key_start))
-
-
-def task_columns(mine: TaskTable, query_start: Places, key_start: Places) -> tuple[np.ndarray, ...]:
-    """q_begin, q_end, k_begin, k_end and q_offset of a server's tasks in its buffers."""
-    q_begin = query_start(mine.document, mine.q_start)
-    k_begin = key_start(mine.document, mine.kv_start)
+    q_begin, k_begin = query_offset(mine.document, mine.q_start), key_offset(mine.document, mine.kv_start)
     return q_begin, q_begin + mine.q_len, k_begin, k_begin + mine.kv_len, mine.q_start - mine.kv_start
 
 
-def travels(plan: Plan, place: np.ndarray | None = None) -> bool:
+def travels(plan: Plan, group: np.ndarray | None = None) -> bool:
     """Whether any rank may send anything, without counting what: the same on every rank.
 
-    Queries travel where a server is not their home, keys where a document lies on several ranks. `place` [servers],
-    their nodes for example, asks the same of these.
+    Queries travel where a server is not their home, keys where a document lies on several ranks. `group` [servers],
+    their nodes for example, asks whether anything travels between groups.
     """
-    where = np.arange(plan.num_servers) if place is None else place
-    if bool((where[plan.tasks.server] != where[plan.tasks.home]).any()):
+    group = np.arange(plan.num_servers) if group is None else group
+    if bool((group[plan.tasks.server] != group[plan.tasks.home]).any()):
         return True
     slices = plan.layout.keys()
     first = np.empty(plan.layout.num_documents, dtype=np.int64)
-    first[slices.document] = where[slices.rank]                  # one of the places that hold each document
-    return bool((first[slices.document] != where[slices.rank]).any())
+    first[slices.document] = group[slices.rank]                  # one of the groups that hold each document
+    return bool((first[slices.document] != group[slices.rank]).any())
 
 
 def touching(plan: Plan, is_here: np.ndarray) -> TaskTable:
@@ -68,30 +70,30 @@ def touching(plan: Plan, is_here: np.ndarray) -> TaskTable:
     return plan.tasks.take(touched[plan.tasks.document])
 
 
-class Places(NamedTuple):
-    """Where positions of documents stand in rows or in a buffer, each of whose intervals begins somewhere in it."""
+class Offsets(NamedTuple):
+    """Offsets of documents' positions in rows or in a buffer, where intervals of documents are contiguous."""
 
     intervals: Positions
-    offset: np.ndarray  # [intervals] place of an interval, less its start
+    shift: np.ndarray  # [intervals] offset of an interval, less its start
 
     @classmethod
-    def of(cls, layout: Layout, document: np.ndarray, start: np.ndarray, place: np.ndarray) -> Places:
-        return cls(Positions.of(document, start, layout.lengths), place - start)
+    def of(cls, layout: Layout, document: np.ndarray, start: np.ndarray, offset: np.ndarray) -> Offsets:
+        return cls(Positions.of(document, start, layout.lengths), offset - start)
 
     @classmethod
-    def in_rows(cls, layout: Layout) -> Places:
-        """In their home's row; own tokens have the same place in row and key row."""
+    def in_rows(cls, layout: Layout) -> Offsets:
+        """In their home's row; own tokens have the same offset in row and key row."""
         slices = layout.keys()
         return cls.of(layout, slices.document, slices.start, layout.key_row_offset())
 
     def __call__(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        return self.offset[self.intervals.holding(document, position)] + position
+        return self.shift[self.intervals.holding(document, position)] + position
 
 
-def side_of(
-    layout: Layout, ranges: TokenRanges, row: np.ndarray, rank: int, row_tokens: int
-) -> tuple[Side, Places]:
-    """A rank's part of the ranges, whose first tokens stand at `row` [ranges] in their home's row."""
+def side_of(layout: Layout, ranges: TokenRanges, row: np.ndarray, rank: int, row_tokens: int) -> tuple[Side, Offsets]:
+    """A rank's part of the ranges, whose first tokens stand at `row` [ranges] in their home's row; and the offsets of
+    positions in the server's buffer.
+    """
     length = ranges.stop - ranges.start
 
     away = np.flatnonzero((ranges.home == rank) & (ranges.server != rank))
@@ -111,7 +113,7 @@ def side_of(
     receive = Runs(ranges.home[held[far]], buffer[far], length[held[far]])
     local = _joined(row[held[near]], buffer[near], length[held[near]])
     side = Side(send, receive, local, int(length[held].sum()), _parts(send, local, row_tokens))
-    return side, Places.of(layout, ranges.document[held], ranges.start[held], buffer)
+    return side, Offsets.of(layout, ranges.document[held], ranges.start[held], buffer)
 
 
 def _joined(row: np.ndarray, buffer: np.ndarray, length: np.ndarray) -> LocalRuns:

@@ -1,15 +1,17 @@
 """One rank's part of a plan, as index tables.
 
 A rank is a home and a server at once. As a home it owns a row of tokens and knows which runs of it go to whom. As a
-server it holds a buffer of queries and a buffer of keys, knows which runs of them come from whom, and which task rows
-to compute in them. Every key of a document stands once in the server's buffer, however many tasks read it.
+server it holds a buffer of queries and a buffer of keys, knows which runs of them come from whom, and which tasks to
+compute in them. Every key of a document stands once in the server's buffer, however many tasks read it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from distca.columns import freeze
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Runs:
     length: np.ndarray  # [runs]
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        freeze(self, self.__slots__)
 
     def tokens_per_peer(self, num_ranks: int) -> np.ndarray:
         return np.bincount(self.peer, weights=self.length, minlength=num_ranks).astype(np.int64)
@@ -40,7 +42,7 @@ class LocalRuns:
     length: np.ndarray  # [runs]
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        freeze(self, self.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,12 @@ class Side:
     leaves_some: bool = field(init=False)  # tokens of the row that no server uses, such as keys outside all windows
 
     def __post_init__(self) -> None:
+        freeze(self, ("parts",))
         local = self.local.length
         object.__setattr__(self, "is_row", (
             len(self.receive.peer) == 0 and len(local) <= 1 and self.buffer_tokens == len(self.parts)
             and int(local.sum()) == self.buffer_tokens))
-        object.__setattr__(self, "leaves_some", bool((np.asarray(self.parts) == 0).any()))
-        _freeze(self)
+        object.__setattr__(self, "leaves_some", bool((self.parts == 0).any()))
 
     @property
     def is_untouched(self) -> bool:
@@ -86,13 +88,4 @@ class RankTables:
     q_offset: np.ndarray  # [tasks] position of the first query minus position of the first key
 
     def __post_init__(self) -> None:
-        _freeze(self)
-
-
-def _freeze(table: object) -> None:
-    for one in fields(table):  # type: ignore[arg-type]
-        value = getattr(table, one.name)
-        if isinstance(value, np.ndarray):
-            column = np.ascontiguousarray(value, dtype=np.int64)
-            column.setflags(write=False)
-            object.__setattr__(table, one.name, column)
+        freeze(self, ("q_begin", "q_end", "k_begin", "k_end", "q_offset"))
