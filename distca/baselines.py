@@ -1,50 +1,10 @@
-"""What others do, as ordinary plans, so that every comparison runs on the same runtime and is counted the same way.
+"""What others do, as ordinary step plans, so that comparisons run on the same runtime and are counted the same way.
 
-Attention at home: every query is computed on the rank that owns it, as training without a plan does.
-
-Equal tokens are unequal work, and this plan shows how unequal. Where the layout lets documents span ranks, the keys
-of a slice's prefix still travel to it; a layout without spanning moves nothing.
-
-Replicas of context-parallel groups: what the baselines have in common.
-
-A micro-batch is first rows, one to a replica, and then each row is cut over the cp ranks of its group, which gather
-each other's keys. Data ranks g * cp to (g + 1) * cp - 1 are group g. Stages run 1F1B.
-
-Fixed packing: rows of equal tokens in the loader's order, attention where its queries live.
-
-Over a context-parallel group the packed row is cut into 2 * cp chunks without regard to documents, chunk i and
-chunk 2 * cp - 1 - i on rank i: equal tokens on every rank, balanced work if the row were one document, and cheap
-in shards, as a short document stays in one piece. The work of the groups is what their documents make it.
-
-Per-document context parallelism: every document over all ranks of its group, in head and tail pairs.
-
-A causal document's early queries are cheap and its late ones dear. Cut into 2 * cp chunks, with chunk i and chunk
-2 * cp - 1 - i on rank i, every rank gets equal tokens and nearly equal work, and pays by gathering the keys of every
-document, however short.
-
-Lengths need not divide. A document gives each rank of its group len // cp tokens and the remaining len % cp tokens to
-as many ranks in turn, the next document continuing where it stopped, so the rows of a group differ by at most one
-token, and not at all where the group's tokens divide by cp. Within a rank a chunk pair differs by at most one token.
-A document shorter than 2 * cp tokens has fewer chunks, and one shorter than cp tokens leaves ranks out.
-
-Only the keys that a rank's queries see travel: the tail on the first rank sees the whole document, the middle chunks
-see half of it. An all-gather would bring every key everywhere; `plan.summary().bytes_all_gather` counts that.
-
-Variable-length chunks: documents dealt over replicas and micro-batches so that work is equal, tokens are not.
-
-The work of a document is quadratic in its length plus linear: its attention and its linear layers. Chunks with long
-documents get fewer tokens, chunks without get more, as many as memory allows. A document is never cut, so a chunk's
-work is at least that of its longest document, and the tokens of the others grow until they fill the memory. Inside a
-chunk's group every document is cut over all ranks.
-
-Documents go heaviest first to the chunk with the least work that has the tokens to spare; then single documents move
-off the heaviest chunk, or change places with a lighter one elsewhere, for as long as that lowers the heaviest.
-
-WLB-LLM without deferred execution: its rows, and for each group whichever of two shardings attends sooner.
-
-Per-document sharding balances the work of a group but cuts short documents into slivers, which kernels run slowly.
-Per-sequence sharding keeps them whole but leaves ranks with unequal work. The choice is made anew for each group and
-micro-batch, by the seconds that attention is known to take. Rows are fixed, or dealt by work with variable lengths.
+A baseline computes attention where its queries live, and its stages run 1F1B. A micro-batch is rows of whole documents,
+one row to a replica: of equal tokens in the loader's order (`fixed_rows`) or of equal work (`variable_rows`). A replica
+is a group of cp data ranks, group g being ranks g * cp to (g + 1) * cp - 1, over which its row is cut and which gather
+each other's keys: by sequence, by document, or by whichever attends sooner (`adaptive_layout`). The last is WLB-LLM
+without deferred execution.
 """
 
 from __future__ import annotations
@@ -65,7 +25,10 @@ from distca.workload.packing import NanoBatch, pack, pack_whole
 
 
 def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTime | None = None) -> Plan:
-    """The plan that moves no query, however unequal the work; its tolerance is 0 and its `limit` says why."""
+    """The plan that moves no query, however unequal the work; its tolerance is 0 and its `limit` says why.
+
+    Where documents span ranks, the keys of a slice's prefix still travel to it.
+    """
     plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
     level = max_over_mean(plan.work(), plan.speed) <= 1.0
     return plan if level else replace(plan, limit="attention stays where its queries live")
@@ -102,7 +65,11 @@ def step_of_groups(
 
 
 def per_sequence_layout(layout: Layout, cp: int) -> Layout:
-    """Every row of `layout` as head and tail chunks over cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
+    """Cut every row into 2 * cp chunks without regard to documents, chunk i and chunk 2 * cp - 1 - i on rank i.
+
+    Every rank gets equal tokens, and balanced work if the row were one document. Few shards are short, as short
+    documents mostly stay in one piece.
+    """
     check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     row_tokens = layout.tokens_per_rank()
     chunk = np.arange(2 * cp + 1)
@@ -122,26 +89,24 @@ def per_sequence_layout(layout: Layout, cp: int) -> Layout:
                               layout.num_ranks * cp)
 
 
-def per_document_cp(
-    layout: Layout, model: ModelShape, *, cp: int, tp: int = 1, cost: AttentionTime | None = None
-) -> Plan:
-    """Spread each rank of `layout` over a group of cp ranks: rank g becomes ranks g * cp to (g + 1) * cp - 1."""
-    plan = at_home(head_tail_layout(layout, cp), model, tp=tp, cost=cost)
-    return plan if plan.limit is None else replace(plan, limit="head and tail chunks are dealt by tokens, not by work")
-
-
 def per_document_cp_step(
     micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
     cp: int | None = None,
 ) -> StepPlan:
-    """A step whose documents are cut over groups of cp data ranks, or over all of a stage; stages run 1F1B."""
+    """A step whose documents are cut over groups of cp data ranks, by default over all of a stage."""
     cp = num_data if cp is None else cp
     return step_of_groups(fixed_rows(micro_batches, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
                           tp=tp)
 
 
 def head_tail_layout(layout: Layout, cp: int) -> Layout:
-    """Every slice cut into head and tail chunks over its group's ranks; a row keeps the order of the slices."""
+    """Cut every document into 2 * cp chunks, chunk i and chunk 2 * cp - 1 - i on rank i of its group.
+
+    Early queries of a causal document are cheap and late ones expensive, so every rank gets nearly equal work. It pays
+    by gathering the keys of every document that its queries see. Lengths need not divide: a document's remaining
+    len % cp tokens go to as many ranks in turn, the next document continuing where it stopped, so that the rows of a
+    group differ by at most one token. A document shorter than 2 * cp tokens has fewer chunks.
+    """
     check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     tokens = _tokens_of_ranks(layout, cp)                        # [slices, cp]
     head = (tokens + 1) // 2
@@ -168,7 +133,7 @@ def _tokens_of_ranks(layout: Layout, cp: int) -> np.ndarray:
 
 
 _ROUNDS = 200
-_LEVEL = 1e-3  # a heaviest chunk so little above the mean is left alone
+_LEVEL = 1e-3  # a heaviest chunk this little above the mean is left alone
 
 
 def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list[Layout]:
@@ -183,7 +148,12 @@ def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list
 
 
 def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, max_tokens: int) -> np.ndarray | None:
-    """The chunk of every document, or None where documents do not fit `num_chunks` chunks of `max_tokens` tokens."""
+    """The chunk of every document so that chunks have equal work and unequal tokens, or None where they do not fit.
+
+    Documents go heaviest first to the chunk with the least work that has the tokens to spare. Then single documents
+    move off the heaviest chunk, or are swapped for a lighter one elsewhere, as long as that lowers the heaviest. A
+    document is never cut, so a chunk's work is at least that of its longest document.
+    """
     if num_chunks < 1 or max_tokens < 1:
         raise UserError(f"num_chunks is {num_chunks} and max_tokens {max_tokens}; give at least 1 of each")
     if len(work) != len(lengths):
@@ -237,7 +207,10 @@ def _shift(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.nd
 
 
 def adaptive_layout(layout: Layout, cp: int, *, cost: AttentionTime) -> Layout:
-    """Every row over cp ranks, cut by document or by sequence, whichever group of tasks ends sooner."""
+    """Cut every row by document or by sequence, whichever its group of ranks attends sooner by the seconds of `cost`.
+
+    Cuts by document balance a group's work but turn short documents into slivers, which kernels run slowly.
+    """
     cut = [cutter(layout, cp) for cutter in (head_tail_layout, per_sequence_layout)]
     by_document, by_sequence = (_longest(one, cp, cost) for one in cut)
     better = by_document <= by_sequence                          # [groups]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.baselines import at_home, head_tail_layout, per_document_cp
+from distca.baselines import at_home, head_tail_layout
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import max_over_mean
@@ -38,7 +38,7 @@ def test_at_home_says_why_it_is_not_level() -> None:
 
 @given(st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=8), min_size=1, max_size=3), st.integers(1, 9))
 def test_rows_of_a_group_differ_by_at_most_one_token(rows: list[list[int]], cp: int) -> None:
-    plan = per_document_cp(layout_from_rows(rows), MODEL, cp=cp)
+    plan = at_home(head_tail_layout(layout_from_rows(rows), cp), MODEL)
     plan.validate()
     tokens = plan.layout.tokens_per_rank().reshape(len(rows), cp)
     assert (tokens.max(axis=1) - tokens.min(axis=1) <= 1).all()
@@ -78,7 +78,7 @@ def test_one_token_documents_go_round_the_group() -> None:
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_work_is_level_and_keys_are_gathered(cp: int) -> None:
     lengths = [4096 * cp, 2048, 513, 77]
-    plan = per_document_cp(layout_from_rows([lengths]), MODEL, cp=cp)
+    plan = at_home(head_tail_layout(layout_from_rows([lengths]), cp), MODEL)
     assert max_over_mean(plan.work(), plan.speed) < 1.01
     queries, keys = tokens_moved(plan.layout, plan.tasks, cp)
     assert queries.sum() == 0
@@ -91,16 +91,16 @@ def test_work_is_level_and_keys_are_gathered(cp: int) -> None:
 
 def test_short_documents_cost_it_bytes_that_a_plan_does_not_need() -> None:
     lengths = [256] * 64
-    spread = per_document_cp(layout_from_rows([lengths]), MODEL, cp=8).summary()
+    spread = at_home(head_tail_layout(layout_from_rows([lengths]), 8), MODEL).summary()
     planned = balance(pack(lengths, ranks=8), MODEL).summary()
     assert spread.bytes_total > 0 and planned.bytes_total == 0
 
 
 def test_groups_stay_apart_unless_a_document_spans_them() -> None:
-    apart = per_document_cp(layout_from_rows([[300, 20], [320]]), MODEL, cp=2)
+    apart = at_home(head_tail_layout(layout_from_rows([[300, 20], [320]]), 2), MODEL)
     _, keys = tokens_moved(apart.layout, apart.tasks, 4)
     assert keys[:2, 2:].sum() == 0 and keys[2:, :2].sum() == 0 and keys.sum() > 0
-    spanning = per_document_cp(pack([500, 140], ranks=2), MODEL, cp=2)
+    spanning = at_home(head_tail_layout(pack([500, 140], ranks=2), 2), MODEL)
     spanning.validate()
     _, keys = tokens_moved(spanning.layout, spanning.tasks, 4)
     assert keys[:2, 2:].sum() > 0
@@ -108,10 +108,10 @@ def test_groups_stay_apart_unless_a_document_spans_them() -> None:
 
 def test_cp_of_one_is_attention_at_home() -> None:
     layout = pack([100, 60, 40], ranks=2)
-    assert per_document_cp(layout, MODEL, cp=1).layout.stop.tolist() == layout.stop.tolist()
+    assert at_home(head_tail_layout(layout, 1), MODEL).layout.stop.tolist() == layout.stop.tolist()
 
 
 @pytest.mark.parametrize("cp", [0, -2, 1.5, True, None])
 def test_a_wrong_group_size_is_named(cp: Any) -> None:
     with pytest.raises(ValueError, match=f"cp is {cp!r}; give"):
-        per_document_cp(layout_from_rows([[10]]), MODEL, cp=cp)
+        at_home(head_tail_layout(layout_from_rows([[10]]), cp), MODEL)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.baselines import at_home, per_document_cp
+from distca.baselines import at_home, head_tail_layout
 from distca.dispatch.build import build
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
@@ -101,7 +101,7 @@ def test_every_task_on_a_wrong_server(pool: tuple[int, Layout, int], shift: int,
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=2), st.integers(1, 4))
 def test_baselines(rows: list[list[int]], cp: int) -> None:
     layout = layout_from_rows(rows)
-    check(per_document_cp(layout, MODEL, cp=cp))
+    check(at_home(head_tail_layout(layout, cp), MODEL))
     check(at_home(layout, MODEL), kernel="sdpa")
 
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from distca.baselines import at_home, per_document_cp
+from distca.baselines import at_home, head_tail_layout
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime.attention import CoreAttention
@@ -75,7 +75,7 @@ def all_plans(ranks: int) -> list[Plan]:
     layouts = [pack(LENGTHS, ranks=ranks), pack(LENGTHS, ranks=ranks, placement="balanced")]
     planned = [balance(layout, MODEL, tolerance=0.02) for layout in layouts]
     assert all(plan.summary().bytes_total > 0 for plan in planned)
-    baselines = [per_document_cp(layout_from_rows([LENGTHS]), MODEL, cp=ranks), at_home(layouts[0], MODEL),
+    baselines = [at_home(head_tail_layout(layout_from_rows([LENGTHS]), ranks), MODEL), at_home(layouts[0], MODEL),
                  at_home(layout_from_rows([[30]] * ranks), MODEL)]
     wrong = [misplaced_plan(layouts[0], ranks, MODEL), scattered_plan(1, layouts[1], ranks, MODEL),
              scattered_plan(2, layout_from_rows([[20, 1]] + [[]] * (ranks - 1)), ranks, MODEL)]
