@@ -74,7 +74,7 @@ def test_the_metadata_is_complete_and_its_links_lead_somewhere_from_anywhere(bui
     assert text.startswith("# distca") and len(text) > 2000
     targets = re.findall(r"\]\(([^)\s]+)", text)
     assert targets and all(target.startswith("https://") for target in targets)
-    assert "![" not in text and "docs/guide/train.md" in text       # the words of a link stay
+    assert "![" not in text and "All measurements include" in text  # the words of a link stay
     assert set(about.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
 
 
@@ -120,12 +120,12 @@ def test_a_shell_completes_commands(installed: Path) -> None:
 
 
 def test_the_readme_installs_by_lines_that_work_today() -> None:
-    """From a checkout or a wheel; the line that activates the environment is there, so that bare `distca` is found."""
+    """From a checkout; the environment is activated first, so that bare `distca` is found."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = "".join(re.findall(r"^```sh\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)).splitlines()
     commands = [line.partition("#")[0].strip() for line in lines]
-    assert {"pip install .", "pip install '.[train]'", "pip install dist/*.whl"} <= set(commands)
-    assert "source .venv/bin/activate" in commands
+    assert {"pip install .", "pip install '.[train]'"} <= set(commands)
+    assert "source .venv/bin/activate" in readme
     assert ".venv/bin/distca" not in readme
     for extra in re.findall(r"\.\[([\w,-]+)\]", readme):
         assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"])

@@ -29,7 +29,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
-import distca
 from distca.train.display import title
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
@@ -313,7 +312,13 @@ def _rank(settings: Settings, main: Main, env: RankEnv, reporter: Connection) ->
             end_rank(str(error), 2 if isinstance(error, UserError) else 1)
         end_rank(f"distca: rank {env.rank} failed:\n{traceback.format_exc()[-MAX_REPORT:]}".rstrip())
     reporter.close()
-    distca.end_process(code)
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    from distca.runtime.liveness import end_process
+
+    end_process(code)
 
 
 def _is_lost(error: Exception) -> bool:
@@ -338,7 +343,7 @@ def end_rank(text: str, code: int = 1) -> NoReturn:
         _Report.launcher.send(Failure(time.time(), this_rank().rank, code, text))
     else:
         print(text, file=sys.stderr, flush=True)
-    distca.end_process(code)
+    _end_process(code)
 
 
 def _end_with_launcher() -> None:
