@@ -170,50 +170,6 @@ def wait_without_listening(settings: Settings) -> int:
     return 0
 
 
-def train_with_a_slow_rank(settings: Settings) -> int:
-    """The last server says that its attention took twice what its work would; others that it took just that."""
-    from distca.train import agreement as adapt
-    from distca.train import trainer
-
-    class Watched(adapt.ServerSpeeds):
-        def learn(self, work: Any, own_seconds: float) -> None:
-            seen.append(work.tolist())
-            super().learn(work, float(work[self.rank]) * (2 if self.rank == len(work) - 1 else 1))
-
-    seen: list[list[float]] = []
-    vars(trainer)["ServerSpeeds"] = Watched
-    code = trainer.run(settings)
-    _say(settings, work=seen)
-    return code
-
-
-def train_with_another_table(settings: Settings) -> int:
-    """Rank 1 plans by the table beside the one that the settings name."""
-    import logging
-
-    from distca.train import agreement, trainer
-
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    def adopted(content: bytes, own: Any) -> Any:
-        step = read(content, own)
-        places.append([one.placement for one in (own, step)])
-        return step
-
-    warnings: list[str] = []
-    places: list[list[str | None]] = []
-    read = vars(agreement)["step_from_bytes"]
-    vars(agreement)["step_from_bytes"] = adopted
-    logging.getLogger("distca").addHandler(Told(logging.WARNING))
-    if launch.this_rank().rank == 1:
-        settings = settings.with_values({"attention.cost": settings.attention.cost.replace("own", "other")})
-    code = trainer.run(settings)
-    _say(settings, warnings=warnings, adopted=len(places))
-    return code
-
-
 def live_memory(settings: Settings) -> int:
     """Live bytes of the heap and Python's blocks after 50 steps, all but 20, and all; those 20 keep their batches."""
     import torch

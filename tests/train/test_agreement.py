@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distca.cli.report import read_log
 from distca.cost.attention_time import AttentionTime
 from distca.cost.latency_table import LatencyTable, analytic_table
 from distca.models import MODELS
@@ -19,13 +20,15 @@ from distca.planning.plan_bytes import STEP_MAGIC, step_from_bytes, step_to_byte
 from distca.planning.step import StepPlan
 from distca.planning.windows import with_windows
 from distca.runtime.transport.c10d import C10dTransport
-from distca.train.agreement import Agreement, StepDigests
-from distca.train.launch import launch
+from distca.train import agreement, trainer
+from distca.train.agreement import Agreement, ServerSpeeds, StepDigests
+from distca.train.display import plain_line, server_speeds
+from distca.train.run_log import StepRecord, as_json, figures
 from distca.train.settings import Settings
-from distca.train.trainer import run
+from distca.train.settings.checks import check_settings
 from distca.workload.topology import Topology
-from tests.support import rank_mains as mains
 from tests.support.processes import run_processes, values
+from tests.support.training import logged, small_run, train, train_each
 
 TINY = MODELS["tiny"]
 LENGTHS = [np.array([1500, 300, 200, 48]), np.array([900, 900, 248])]
@@ -113,23 +116,113 @@ def test_bytes_that_are_no_such_step_are_refused() -> None:
             step_from_bytes(bad, own)
 
 
+def train_with_other_tables(transport: C10dTransport, runs: tuple[Settings, Settings]) -> tuple[list[str], int]:
+    """Train twice; in the first run rank 1 plans by the table beside the one that the settings name.
+
+    Returns the warnings, and how often this rank took another plan than its own.
+    """
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distca").addHandler(handler)
+    adopted: list[StepPlan] = []
+    read = vars(agreement)["step_from_bytes"]
+
+    def adopt(content: bytes, own: StepPlan) -> StepPlan:
+        adopted.append(own)
+        return read(content, own)
+
+    vars(agreement)["step_from_bytes"] = adopt
+    tampered, plain = runs
+    if transport.rank == 1:
+        tampered = tampered.with_values({"attention.cost": tampered.attention.cost.replace("own", "other")})
+    train_each(transport, (tampered, plain))
+    return warnings, len(adopted)
+
+
 @pytest.mark.multiprocess
 def test_a_run_with_a_tampered_table_trains_as_one_without(tmp_path: Path) -> None:
     for name, skew in (("own", 0.0), ("other", 9.0)):
         table(skew).save(tmp_path / f"{name}.json")
-    losses = []
-    for name, main in (("tampered", mains.train_with_another_table), ("alike", run)):
-        chosen = Settings().with_values({
-            "model.name": "tiny", "run.steps": 2, "run.ranks": 2, "run.dtype": "float64", "run.threads": 1,
-            "run.device": "cpu", "run.timeout_seconds": 120, "batch.tokens_per_rank": 1024, "data.max_document": 1500,
-            "eval.fraction": 0.3, "eval.every": 2, "eval.batches": 1, "attention.tolerance": 0.02,
-            "attention.cost": str(tmp_path / "own.json"), "log.folder": str(tmp_path / name)})
-        assert launch(chosen, main) == 0
-        steps = [json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
-        losses.append([*(step["loss"] for step in steps), steps[-1]["eval_loss"]])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-    first, second = (json.loads((tmp_path / "tampered" / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["adopted"] == 0 and second["adopted"] > 0 and second["warnings"] == []
-    assert [warning.split(";")[0] for warning in first["warnings"]] == [
+    (first, none), (second, adopted) = train(*(small_run(
+        tmp_path / name, 2, tokens=2048, run__steps=2, data__max_document=1500, eval__fraction=0.3, eval__every=2,
+        eval__batches=1, attention__tolerance=0.02, attention__cost=str(tmp_path / "own.json"))
+        for name in ("tampered", "alike")), body=train_with_other_tables)
+    for name in ("loss", "eval_loss"):
+        one, other = (logged(tmp_path / run, name) for run in ("tampered", "alike"))
+        assert one[-1] == pytest.approx(other[-1], rel=1e-9) and one[-1] is not None
+    assert none == 0 and adopted > 0 and second == []
+    assert [warning.split(";")[0] for warning in first] == [
         "ranks [1] made another plan than rank 0, and all follow rank 0's"]
-    assert "other.json" in first["warnings"][0] and "own.json" in first["warnings"][0]
+    assert "other.json" in first[0] and "own.json" in first[0]
+
+
+# ---- attention.adapt: every rank learns the same speeds, a slower one gets less, and the loss stays what it was
+
+RECORD = StepRecord(step=3, loss=2.5, lr=1e-3, grad_norm=1.0, tokens=100, seconds=1.0, tokens_per_second=100.0,
+                    work_before=2.0, work_after=1.0, bytes_per_layer=10.0, exposed_seconds=0.0, host_seconds=0.0,
+                    memory_bytes=10, plan_seconds=0.0, attention_seconds_max=0.5, server_speed=(1.0, 0.52))
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"attention.mode": "home"}, "attention.adapt is true but attention.mode is 'home', .*; use 'disaggregated'"),
+    ({"attention.dedicated": 1}, "attention.adapt is true but attention.dedicated is 1, .*; set attention.adapt to f"),
+])
+def test_what_cannot_adapt_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_settings(Settings().with_values({"attention.adapt": True, **values}))
+
+
+def test_the_log_the_display_and_the_page_show_each_servers_speed(tmp_path: Path) -> None:
+    assert as_json(RECORD)["server_speed"] == [1.0, 0.52]
+    assert figures(RECORD)["server_speed/1"] == 0.52
+    assert "speeds 0.52–1.00" in plain_line(RECORD, 10) and "rank 1 of the pool" in server_speeds((1.0, 0.52))
+    log = tmp_path / "steps.jsonl"
+    log.write_text("".join(json.dumps({**as_json(RECORD), "step": step}) + "\n" for step in (1, 2)))
+    run = read_log(log).run
+    assert run is not None
+    curves = dict(run.series)
+    assert curves["speed of server 1, × the median"].tolist() == [0.52, 0.52]
+    assert curves["attention of the slowest rank, seconds"].tolist() == [0.5, 0.5]
+    log.write_text(json.dumps({**as_json(RECORD), "server_speed": ["fast", None]}) + "\n")
+    with pytest.raises(ValueError, match=r"steps.jsonl: server_speed is 'fast'"):
+        read_log(log)
+
+
+def train_with_a_slow_rank(transport: C10dTransport, runs: tuple[Settings, Settings]) -> list[list[float]]:
+    """Train twice; in the first run the last server reports twice the seconds that its work would take.
+
+    Returns the work of every server, step by step.
+    """
+    class Watched(ServerSpeeds):
+        def learn(self, work: np.ndarray, own_seconds: float) -> None:
+            seen.append(work.tolist())
+            super().learn(work, float(work[self.rank]) * (2 if self.rank == len(work) - 1 else 1))
+
+    seen: list[list[float]] = []
+    vars(trainer)["ServerSpeeds"] = Watched
+    train_each(transport, runs)
+    return seen
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("grid", [
+    {"run__ranks": 2},
+    pytest.param({"run__ranks": 4, "parallel__tensor": 2}, marks=pytest.mark.slow),
+    pytest.param({"run__ranks": 4, "parallel__pipeline": 2, "batch__micro_batches": 2}, marks=pytest.mark.slow),
+])
+def test_a_slow_rank_gets_less_and_the_loss_does_not_notice(grid: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks whose plans differ would fail."""
+    ranks = grid["run__ranks"]
+    runs = (small_run(tmp_path / name, ranks, tokens=2048, run__steps=8, **values, **grid) for name, values in (
+        ("adapt", {"attention__adapt": True}), ("home", {"attention__mode": "home"})))
+    seen = train(*runs, body=train_with_a_slow_rank)
+    assert logged(tmp_path / "adapt", "loss") == pytest.approx(logged(tmp_path / "home", "loss"), rel=1e-9)
+    speed = logged(tmp_path / "adapt", "server_speed")[-1]
+    assert speed[:-1] == pytest.approx([1.0] * (len(speed) - 1), abs=1e-3)
+    assert speed[-1] == pytest.approx(0.5, abs=0.5 * 0.7**8 + 1e-3)
+    assert all(work == seen[0] for work in seen)                 # the same plans everywhere
+    share = np.array(seen[0])                                    # [steps, servers]
+    share = share[:, -1] / share[:, :-1].mean(axis=1)
+    assert (share[:2] > 0.9).all()                               # planned before the first step was measured
+    assert (share[-3:] < 0.65).all()                             # 0.5 and what 700-token documents leave uneven

@@ -241,3 +241,37 @@ def test_sizes_are_readable(number: float, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3599.6, "1:00:00"), (7322, "2:02:02")])
 def test_times_are_readable(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_held_out_loss_is_shown_logged_and_kept(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scalars = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None: ...
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            if name == "eval_loss":
+                scalars.append((value, step))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    output = io.StringIO()
+    console = Console(file=output, width=100, force_terminal=terminal, color_system=None, highlight=False)
+    settings = Settings().with_values({"log.folder": str(tmp_path), "run.steps": 3, "log.every": 10,
+                                       "log.tensorboard": True})
+    observer = Observer(settings, 0, 2, console)
+    for record in (RECORD, replace(RECORD, step=2, eval_loss=4.25), replace(RECORD, step=3)):
+        observer.step(record)
+    summary = observer.close()
+    assert summary is not None and summary.eval_loss == 4.25
+    said = output.getvalue()
+    assert ("4.2500 at step 2" if terminal else "step 2/3  loss 5.5000  held out 4.2500  lr") in said
+    assert "held out        4.2500 at the last evaluation" in said
+    assert "step 1/3" not in said                                # evaluations are always told, steps by log.every
+    logged = [json.loads(line).get("eval_loss") for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert logged == [None, 4.25, None] and scalars == [(4.25, 2)]
+    assert json.loads((tmp_path / "summary.json").read_text())["eval_loss"] == 4.25

@@ -18,11 +18,9 @@ from distca.train.model.build import build_optimizer, learning_rate
 from distca.train.model.decoder import Decoder
 from distca.train.model.shape import decoder_shape
 from distca.train.settings import Settings
-from distca.train.settings.checks import check_settings
-from distca.train.trainer import Trainer
 from tests.support.batches import batches_of
 from tests.support.decoders import hidden_of
-from tests.support.processes import run_processes
+from tests.support.training import logged, train
 
 VOCAB = 300
 PIECE = 64           # tokens of a piece, and of a micro-batch over all data ranks
@@ -89,28 +87,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
     return losses, held
 
 
-def train_each(transport: Any, runs: list[Settings]) -> None:
-    """On one of the ranks: the runs one after the other."""
-    torch.set_num_threads(1)
-    for settings in runs:
-        Trainer(settings, torch.device("cpu")).train()
-
-
-def logged(settings: Settings) -> tuple[list[float], list[float | None]]:
-    records = [json.loads(line) for line in Path(settings.log.folder, "steps.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    return [record["loss"] for record in records], [record.get("eval_loss") for record in records]
-
-
-def train(ranks: int, runs: list[Settings]) -> None:
-    for settings in runs:
-        check_settings(settings)
-    outcomes = run_processes(ranks, train_each, runs, timeout_seconds=120, deadline_seconds=280)
-    assert [outcome.error for outcome in outcomes] == [None] * ranks
+def curves(settings: Settings) -> tuple[list[float], list[float | None]]:
+    assert logged(settings.log.folder, "step") == list(range(1, STEPS + 1))
+    return logged(settings.log.folder, "loss"), logged(settings.log.folder, "eval_loss")
 
 
 def check_against(plain: tuple[list[float], list[float]], settings: Settings) -> None:
-    for found, expected in zip(logged(settings), plain, strict=True):
+    for found, expected in zip(curves(settings), plain, strict=True):
         assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -122,11 +105,11 @@ def test_the_plain_loop_learns_and_the_held_out_loss_is_another(plain: tuple[lis
 @pytest.mark.multiprocess
 def test_one_rank_gives_the_losses_of_the_plain_loop(plain: tuple[list[float], list[float]], tmp_path: Path) -> None:
     runs = [some_settings(tmp_path, mode, attention__mode=mode) for mode in ("disaggregated", "home")]
-    train(1, runs)
+    train(*runs)
     for settings in runs:
         check_against(plain, settings)
     summary = json.loads((tmp_path / "home" / "summary.json").read_text())
-    assert summary["eval_loss"] == logged(runs[1])[1][-1]
+    assert summary["eval_loss"] == curves(runs[1])[1][-1]
 
 
 @pytest.mark.multiprocess
@@ -138,12 +121,12 @@ def test_data_ranks_give_them_too_and_evaluating_changes_no_bit(
     saving = {"checkpoint__folder": str(tmp_path / "saved")}
     cut = some_settings(tmp_path, "resumed", 2, run__steps=2, **saving)
     resumed = some_settings(tmp_path, "resumed", 2, **saving)
-    train(2, [looking, blind, sometimes, cut, resumed])
+    train(looking, blind, sometimes, cut, resumed)
     check_against(plain, looking)
     # bit for bit: evaluating adds operations between steps, and those of a step and their shapes stay the same
-    assert logged(blind) == (logged(looking)[0], [None] * STEPS)
-    assert logged(sometimes) == (logged(looking)[0], [None, *logged(looking)[1][1:]])  # step 2, and the last
-    assert logged(resumed) == logged(looking)
+    assert curves(blind) == (curves(looking)[0], [None] * STEPS)
+    assert curves(sometimes) == (curves(looking)[0], [None, *curves(looking)[1][1:]])  # step 2, and the last
+    assert curves(resumed) == curves(looking)
 
 
 @pytest.mark.slow
@@ -153,10 +136,10 @@ def test_stages_and_tensor_ranks_give_them_too(plain: tuple[list[float], list[fl
             some_settings(tmp_path, "blind", 2, parallel__pipeline=2, eval__every=0),
             some_settings(tmp_path, "in turns", 2, parallel__pipeline=2, attention__mode="home"),
             some_settings(tmp_path, "tensor", 2, parallel__tensor=2)]
-    train(2, runs)
+    train(*runs)
     for settings in (runs[0], runs[2], runs[3]):
         check_against(plain, settings)
-    assert logged(runs[1])[0] == logged(runs[0])[0]
+    assert curves(runs[1])[0] == curves(runs[0])[0]
 
 
 @pytest.mark.slow
@@ -174,9 +157,9 @@ def test_four_ranks_give_them_too(
 ) -> None:
     looking = some_settings(tmp_path, "looking", 4, **values)
     blind = some_settings(tmp_path, "blind", 4, **values, eval__every=0)
-    train(4, [looking, blind])
+    train(looking, blind)
     check_against(plain, looking)
-    assert logged(blind)[0] == logged(looking)[0]
+    assert curves(blind)[0] == curves(looking)[0]
 
 
 # ---- the split

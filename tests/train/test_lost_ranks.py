@@ -156,7 +156,8 @@ def test_at_random_moments(tmp_path: Path, device: str) -> None:
               f"{seconds[len(seconds) // 2]:.1f} s in the median, {seconds[-1]:.1f} s at most")
 
 
-@pytest.mark.parametrize(("victim", "asked"), [(0, False), (1, True)], ids=["stopped", "asked_to_stop_meanwhile"])
+@pytest.mark.parametrize(("victim", "asked"), [
+    pytest.param(0, False, id="stopped", marks=pytest.mark.slow), pytest.param(1, True, id="asked_to_stop_meanwhile")])
 def test_a_stopped_local_rank_ends_the_run_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], victim: int, asked: bool,
 ) -> None:

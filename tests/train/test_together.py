@@ -1,11 +1,12 @@
 """What runs alone must run together: families, windows, held-out loss, recomputation, tiles, dedicated ranks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.training import logged, small_run, train
 
 pytestmark = pytest.mark.multiprocess
 STEPS, TOKENS = 4, 2048                                          # of a step, in two micro-batches
@@ -18,38 +19,29 @@ ALTERNATING = {**MIXED, "layer_types": ["sliding_attention", "full_attention"] *
 QWEN3 = {**SMALL, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
 
-def figures(config: dict[str, object], folder: Path, ranks: int, *more: str) -> list[float]:
+def figures(config: dict[str, object], folder: Path, ranks: int, **values: Any) -> list[float]:
     """Loss, and held-out loss, of every step of a run in float64."""
-    options = dict(zip(more[::2], more[1::2], strict=True))
-    taken = int(options.get("--parallel.tensor", 1)) * int(options.get("--parallel.pipeline", 1))
-    data = (ranks - int(options.get("--attention.dedicated", 0))) // taken
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "distca", "train", "--model.config", str(folder), "--run.ranks", str(ranks),
-         "--run.steps", str(STEPS), "--run.dtype", "float64", "--run.threads", "1", "--run.timeout_seconds", "120",
-         "--data.max_document", "900", "--batch.micro_batches", "2", "--eval.every", "2", "--eval.fraction", "0.1",
-         "--eval.batches", "2", "--batch.tokens_per_rank", str(TOKENS // 2 // data), "--log.folder",
-         str(folder / "log"), *more], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(line) for line in (folder / "log/steps.jsonl").read_text().splitlines()]
-    assert [("eval_loss" in step) for step in steps] == [number % 2 == 0 for number in range(1, STEPS + 1)]
-    return [step[name] for step in steps for name in ("loss", "eval_loss") if name in step]
+    train(small_run(folder / "log", ranks, TOKENS // 2, **{
+        "model__config": str(folder), "run__steps": STEPS, "data__max_document": 900, "batch__micro_batches": 2,
+        "eval__every": 2, "eval__fraction": 0.1, "eval__batches": 2, **values}))
+    losses, held = logged(folder / "log", "loss"), logged(folder / "log", "eval_loss")
+    assert [(loss is not None) for loss in held] == [number % 2 == 0 for number in range(1, STEPS + 1)]
+    return [loss for pair in zip(losses, held, strict=True) for loss in pair if loss is not None]
 
 
-@pytest.mark.parametrize(("config", "ranks", "more"), [
-    (MIXED, 3, ("--attention.dedicated", "1", "--model.recompute", "full", "--model.tile_tokens", "100")),
-    pytest.param(QWEN3, 3, ("--parallel.pipeline", "2", "--attention.dedicated", "1", "--model.recompute", "selective"),
+@pytest.mark.parametrize(("config", "ranks", "values"), [
+    (MIXED, 3, {"attention__dedicated": 1, "model__recompute": "full", "model__tile_tokens": 100}),
+    pytest.param(QWEN3, 3, {"parallel__pipeline": 2, "attention__dedicated": 1, "model__recompute": "selective"},
                  marks=pytest.mark.slow),
-    pytest.param(QWEN3, 4, ("--parallel.tensor", "2", "--model.recompute", "full", "--model.tile_tokens", "64"),
+    pytest.param(QWEN3, 4, {"parallel__tensor": 2, "model__recompute": "full", "model__tile_tokens": 64},
                  marks=pytest.mark.slow),
-    pytest.param(ALTERNATING, 4, ("--parallel.pipeline", "2", "--model.recompute", "full", "--model.tile_tokens",
-                                  "100"), marks=pytest.mark.slow),
+    pytest.param(ALTERNATING, 4, {"parallel__pipeline": 2, "model__recompute": "full", "model__tile_tokens": 100},
+                 marks=pytest.mark.slow),
 ])
 def test_everything_at_once_is_one_process(
-    config: dict[str, object], ranks: int, more: tuple[str, ...], tmp_path: Path
+    config: dict[str, object], ranks: int, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    together, alone = tmp_path / "together", tmp_path / "alone"
-    together.mkdir()
-    alone.mkdir()
-    expected = figures(config, alone, 1, "--attention.mode", "home")
-    assert figures(config, together, ranks, *more) == pytest.approx(expected, abs=1e-10)
+    expected = figures(config, tmp_path / "alone", 1, attention__mode="home")
+    assert figures(config, tmp_path / "together", ranks, **values) == pytest.approx(expected, abs=1e-10)

@@ -3,12 +3,12 @@
 Every test run has them beside the rest in test_together.py.
 """
 
-import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,44 +17,25 @@ from distca.models import model_named
 from distca.train.batches import step_plan
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
+from tests.support.training import command_of, logged, small_run, train
 
 STEPS = 6
 TOKENS = 2048  # of a step, in two micro-batches
 
 
-def command(folder: Path, ranks: int, dedicated: int, *more: str, tensor: int = 1, pipeline: int = 1,
-            steps: int = STEPS) -> list[str]:
-    data = (ranks - dedicated) // tensor // pipeline
-    return [sys.executable, "-m", "distca", "train", "--run.ranks", str(ranks), "--attention.dedicated", str(dedicated),
-            "--run.steps", str(steps), "--run.dtype", "float64", "--run.threads", "1", "--run.timeout_seconds", "120",
-            "--optimizer.warmup_steps", "2", "--optimizer.min_lr_ratio", "1", "--data.max_document", "900",
-            "--parallel.tensor", str(tensor), "--parallel.pipeline", str(pipeline), "--batch.micro_batches", "2",
-            "--batch.tokens_per_rank", str(TOKENS // 2 // data), "--log.folder", str(folder), *more]
+def dedicated_run(folder: Path, ranks: int, dedicated: int, **values: Any) -> Settings:
+    return small_run(folder, ranks, TOKENS // 2, **{
+        "attention__dedicated": dedicated, "run__steps": STEPS, "optimizer__warmup_steps": 2,
+        "optimizer__min_lr_ratio": 1.0, "data__max_document": 900, "batch__micro_batches": 2, **values})
 
 
-def run(*arguments: object, **sizes: int) -> None:
-    folder, ranks, dedicated, *more = arguments
-    assert isinstance(folder, Path) and isinstance(ranks, int) and isinstance(dedicated, int)
-    done = subprocess.run(command(folder, ranks, dedicated, *map(str, more), **sizes), capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def steps(folder: Path) -> list[dict[str, float]]:
-    path = folder / "steps.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def losses(folder: Path) -> list[float]:
-    return [step["loss"] for step in steps(folder)]
-
-
-def started(folder: Path, *arguments: str, steps_first: int) -> subprocess.Popen[str]:
-    """A run of two ranks that train and one that serves, once it has taken some steps."""
-    process = subprocess.Popen(command(folder, 3, 1, *arguments, steps=500), stdout=subprocess.PIPE,
+def started(settings: Settings, folder: Path, steps_first: int) -> subprocess.Popen[str]:
+    """A run of the command, once it has taken some steps."""
+    process = subprocess.Popen([sys.executable, "-m", "distca", *command_of(settings, folder)], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while len(steps(folder)) < steps_first and time.monotonic() < deadline and process.poll() is None:
+    log, deadline = Path(settings.log.folder), time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and (
+            not (log / "steps.jsonl").exists() or len(logged(log, "step")) < steps_first):
         time.sleep(0.05)
     return process
 
@@ -69,49 +50,49 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """One process that computes everything itself."""
     folder = tmp_path_factory.mktemp("alone")
-    run(folder, 1, 0, "--attention.mode", "home")
-    return losses(folder)
+    train(dedicated_run(folder, 1, 0, attention__mode="home"))
+    return logged(folder, "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("ranks", "dedicated", "tensor", "pipeline", "more"), [
-    pytest.param(3, 1, 1, 2, ("--model.recompute", "full", "--attention.transport", "auto"), marks=pytest.mark.slow),
-    pytest.param(3, 1, 1, 1, (), marks=pytest.mark.slow),
-    pytest.param(4, 2, 1, 1, ("--parallel.fsdp", "false"), marks=pytest.mark.slow),
-    pytest.param(4, 2, 2, 1, ("--batch.ping_pong", "false"), marks=pytest.mark.slow),
-    pytest.param(6, 2, 1, 2, ("--attention.placement", "given"), marks=pytest.mark.slow),
+@pytest.mark.parametrize(("ranks", "dedicated", "values"), [
+    (3, 1, {"parallel__pipeline": 2, "model__recompute": "full", "attention__transport": "auto"}),
+    (3, 1, {}),
+    (4, 2, {"parallel__fsdp": False}),
+    (4, 2, {"parallel__tensor": 2, "batch__ping_pong": False}),
+    (6, 2, {"parallel__pipeline": 2, "attention__placement": "given"}),
 ])
 def test_the_loss_does_not_depend_on_who_serves(
-    ranks: int, dedicated: int, tensor: int, pipeline: int, more: tuple[str, ...], alone: list[float], tmp_path: Path
+    ranks: int, dedicated: int, values: dict[str, Any], alone: list[float], tmp_path: Path
 ) -> None:
-    run(tmp_path, ranks, dedicated, *more, tensor=tensor, pipeline=pipeline)
-    assert losses(tmp_path) == pytest.approx(alone, abs=1e-10)
-    assert sum(step["bytes_per_layer"] for step in steps(tmp_path)) > 0
-    for step in steps(tmp_path):                                 # at most all of it on one of the pool
-        assert all(1.0 <= step[name] <= ranks // tensor + 1e-9 for name in ("work_before", "work_after"))
+    train(dedicated_run(tmp_path, ranks, dedicated, **values))
+    assert logged(tmp_path, "loss") == pytest.approx(alone, abs=1e-10)
+    assert sum(logged(tmp_path, "bytes_per_layer")) > 0
+    for name in ("work_before", "work_after"):                   # at most all of it on one of the pool
+        assert all(1.0 <= work <= ranks // values.get("parallel__tensor", 1) + 1e-9 for work in logged(tmp_path, name))
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_other_servers(alone: list[float], tmp_path: Path) -> None:
     """Two train and one serves, then one trains and one serves: the curve is that of one process."""
-    saved = ("--checkpoint.folder", str(tmp_path / "saved"))
-    log = tmp_path / "log"
-    process = started(log, *saved, steps_first=2)
+    log, saved = tmp_path / "log", str(tmp_path / "saved")
+    process = started(dedicated_run(log, 3, 1, run__steps=500, checkpoint__folder=saved), tmp_path, steps_first=2)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert "Traceback" not in err and "Stopped after step" in out
-    taken = len(steps(log))
-    run(log, 2, 1, *saved, steps=taken + 2)
-    assert losses(log)[:STEPS] == pytest.approx(alone[:taken + 2], abs=1e-10)
-    assert len(losses(log)) == taken + 2
+    taken = len(logged(log, "loss"))
+    train(dedicated_run(log, 2, 1, run__steps=taken + 2, checkpoint__folder=saved))
+    assert logged(log, "loss")[:STEPS] == pytest.approx(alone[:taken + 2], abs=1e-10)
+    assert len(logged(log, "loss")) == taken + 2
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_server_that_dies_ends_the_run_by_its_name(tmp_path: Path) -> None:
-    process = started(tmp_path, steps_first=1)
+    process = started(dedicated_run(tmp_path / "log", 3, 1, run__steps=500), tmp_path, steps_first=1)
     ranks = children(process)
     assert len(ranks) == 3
     subprocess.run(["kill", "-9", str(ranks[-1])], check=True)
@@ -124,9 +105,10 @@ def test_a_server_that_dies_ends_the_run_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_trainers_that_fail_end_their_servers(tmp_path: Path) -> None:
     (tmp_path / "words.jsonl").write_text('{"other": "a"}\n')
-    done = subprocess.run(command(tmp_path / "log", 3, 1, "--data.source", "jsonl", "--data.path",
-                                  str(tmp_path / "words.jsonl")), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2 and "words.jsonl" in done.stderr and "Traceback" not in done.stderr
+    settings = dedicated_run(tmp_path / "log", 3, 1, data__source="jsonl", data__path=str(tmp_path / "words.jsonl"))
+    process = started(settings, tmp_path, steps_first=1)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 2 and "words.jsonl" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "dedicated", "servers"), [

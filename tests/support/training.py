@@ -1,0 +1,62 @@
+"""Whole runs of the trainer on processes that are forked, which start in no time; the launcher has tests of its own."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.train.groups import num_training, serve
+from distca.train.settings import Settings
+from distca.train.settings.checks import check_settings
+from distca.train.trainer import Trainer
+from tests.support.processes import ProcessOutcome, run_processes
+
+SMALL: dict[str, Any] = {"model.name": "tiny", "run.dtype": "float64", "run.device": "cpu", "run.threads": 1,
+         "run.timeout_seconds": 120, "optimizer.warmup_steps": 3, "data.max_document": 700}
+
+
+def small_run(folder: Path, ranks: int, tokens: int = 1024, **values: Any) -> Settings:
+    """Settings of a run with `tokens` tokens in a micro-batch over all data ranks; values are `section__field`."""
+    chosen = Settings().with_values({**SMALL, "run.ranks": ranks, "log.folder": str(folder), **{
+        name.replace("__", "."): value for name, value in values.items()}})
+    groups = (ranks - chosen.attention.dedicated) // (chosen.parallel.tensor * chosen.parallel.pipeline)
+    return chosen.with_values({"batch.tokens_per_rank": tokens // groups})
+
+
+def train_each(transport: Any, runs: tuple[Settings, ...]) -> None:
+    """On one of the ranks: the runs one after the other."""
+    for settings in runs:
+        if dist.get_rank() < num_training(settings, dist.get_world_size()):
+            Trainer(settings, torch.device("cpu")).train()
+        else:
+            serve(settings, torch.device("cpu"))
+
+
+def outcomes_of(*runs: Settings, body: Callable[..., Any] = train_each) -> list[ProcessOutcome]:
+    """How the ranks ended that trained these runs, all on as many ranks, one after the other."""
+    for settings in runs:
+        check_settings(settings)
+    return run_processes(runs[0].run.ranks, body, runs, timeout_seconds=120, deadline_seconds=280)
+
+
+def train(*runs: Settings, body: Callable[..., Any] = train_each) -> list[Any]:
+    """Train the runs, all on as many ranks; what `body` returned on each rank."""
+    outcomes = outcomes_of(*runs, body=body)
+    assert [outcome.error for outcome in outcomes] == [None] * runs[0].run.ranks
+    return [outcome.value for outcome in outcomes]
+
+
+def command_of(settings: Settings, folder: Path) -> list[str]:
+    """The same run by the command; its settings are left in a folder."""
+    path = folder / f"run-{os.urandom(4).hex()}.toml"
+    path.write_text(settings.to_toml())
+    return ["train", str(path)]
+
+
+def logged(folder: Path | str, name: str) -> list[Any]:
+    """A figure of every step, None where a step has none."""
+    return [json.loads(line).get(name) for line in Path(folder, "steps.jsonl").read_text().splitlines()]
