@@ -14,18 +14,19 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from distca.corpus.chat import encoded_chats, load_chat_template, messages_of
-from distca.corpus.files import chunks, standard_library_files
-from distca.corpus.tables import Record, input_files, json_records, table_records
+from distca.corpus.files import standard_library_files, text_files, whole_file
+from distca.corpus.tables import Record, json_records, table_records
 from distca.corpus.tokenizers import END_OF_DOCUMENT, Text, Tokens, encoded, open_tokenizer
 from distca.spec import unknown_name
-from distca.validation import UserError, plain, short
+from distca.validation import UserError, short
 from distca.workload.documents import IGNORED
 
 SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
@@ -34,7 +35,6 @@ MASK_FIELDS = ("loss_mask", "labels")  # beside the tokens, the first that a rec
 MAX_TOKEN = 2**31 - 1
 LOG = logging.getLogger("distca")
 
-_NAMES_SHOWN = 3
 _FIRST_REPORT_SECONDS = 1.0   # of reading; then at every doubling
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -116,36 +116,29 @@ class PartOfCorpus:
         return self.whole.in_loss(int(self.documents[document]))
 
 
-class MegatronIndex(NamedTuple):
-    """The content of an .idx file."""
-
-    dtype: np.dtype
-    lengths: np.ndarray    # [sequences] tokens
-    begins: np.ndarray     # [sequences] offset of each in the .bin file, in bytes
-    documents: np.ndarray  # [documents + 1] first sequence of each document, then the number of sequences
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronCorpus:
     """A memory-mapped .bin/.idx dataset; a document is the tokens of one or several sequences in order."""
 
-    index: MegatronIndex
-    data: np.ndarray           # [bytes] of the .bin file
-    vocab: int | None = None
+    data: np.ndarray       # [bytes] of the .bin file
+    vocab: int | None
+    dtype: np.dtype
+    sequence_len: np.ndarray  # [sequences] tokens
+    begins: np.ndarray     # [sequences] offset of each in `data`
+    documents: np.ndarray  # [documents + 1] first sequence of each document, then the number of sequences
 
     @property
     def num_documents(self) -> int:
-        return len(self.index.documents) - 1
+        return len(self.documents) - 1
 
     def lengths(self) -> np.ndarray:
-        before = np.concatenate([[0], np.cumsum(self.index.lengths, dtype=np.int64)])
-        return np.diff(before[self.index.documents])
+        before = np.concatenate([[0], np.cumsum(self.sequence_len, dtype=np.int64)])
+        return np.diff(before[self.documents])
 
     def tokens(self, document: int) -> np.ndarray:
-        dtype, lengths, begins, documents = self.index
-        parts = [self.data[begins[one]:begins[one] + int(lengths[one]) * dtype.itemsize].view(dtype)
-                 for one in range(documents[document], documents[document + 1])]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+        parts = [self.data[self.begins[one]:][:int(self.sequence_len[one]) * self.dtype.itemsize].view(self.dtype)
+                 for one in range(self.documents[document], self.documents[document + 1])]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def in_loss(self, document: int) -> np.ndarray | None:
         return None
@@ -159,7 +152,7 @@ def open_corpus(
     if source not in SOURCES:
         raise unknown_name("data.source", source, SOURCES)
     if source == "stdlib":
-        texts = map(_whole_text, standard_library_files())
+        texts = starmap(Text, map(whole_file, standard_library_files()))
         return in_memory(encoded(texts, None), _vocab(vocab, END_OF_DOCUMENT + 1, "bytes"), "the standard library")
     if not path:
         raise UserError(f"data.path is empty but data.source is {source!r}; name the file or folder to read")
@@ -177,7 +170,7 @@ def open_corpus(
     elif opened is not None and is_chat:
         documents = encoded_chats(messages_of(records, field), load_chat_template(tokenizer), opened)
     else:
-        documents = encoded(_text_files(path) if source == "text" else _texts_of(records, field), opened)
+        documents = encoded(starmap(Text, text_files(path)) if source == "text" else _texts_of(records, field), opened)
     return in_memory(documents, checked_vocab, path)
 
 
@@ -258,39 +251,6 @@ def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
             due = 2 * seconds
 
 
-def _whole_text(file: Path) -> Text:
-    return Text(str(file), b"".join(chunks(file)))
-
-
-def _text_files(path: str) -> Iterator[Text]:
-    """Yield a file as it is, or the files of a folder that are UTF-8 text without a zero byte, whatever their names.
-
-    A line at the end names the files left out.
-    """
-    found, left_out = input_files(path), []
-    for text in map(_whole_text, found):
-        if Path(path).is_dir() and not _is_text(text.content):
-            left_out.append(Path(text.where).relative_to(path).as_posix())
-        else:
-            yield text
-    names = ", ".join(map(plain, left_out[:_NAMES_SHOWN]))
-    names += f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
-    if len(left_out) == len(found):
-        raise UserError(f"data.path is {path!r}, a folder without a UTF-8 text in it, but with {names}; name another, "
-                        "or set data.source to what these are")
-    if left_out:
-        LOG.info("data.path %r: %d of %d files are not UTF-8 text and left out: %s", path, len(left_out), len(found),
-                 names)
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in content
-
-
 def _texts_of(records: Iterable[Record], field: str) -> Iterator[Text]:
     for record in records:
         try:
@@ -344,19 +304,20 @@ def open_megatron(path: str, vocab: int | None = None) -> MegatronCorpus:
     for file in (index_path, data_path):
         if not file.is_file():
             raise UserError(f"data.path is {path!r} but {file} is no file; a Megatron dataset needs .idx and .bin")
-    index, data = _read_index(index_path), _mapped(data_path)
-    ends = index.begins + index.lengths.astype(np.int64) * index.dtype.itemsize
-    if (index.begins < 0).any() or (index.lengths < 0).any():
+    corpus = MegatronCorpus(_mapped(data_path), vocab, *_read_index(index_path))
+    data, lengths, begins = corpus.data, corpus.sequence_len, corpus.begins
+    if (begins < 0).any() or (lengths < 0).any():
         raise _torn(index_path, "holds a negative length or pointer")
-    if len(ends) and ends.max() > len(data):
-        raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {ends.max()}")
-    if not index.lengths.any():
+    end = int((begins + lengths.astype(np.int64) * corpus.dtype.itemsize).max(initial=0))
+    if end > len(data):
+        raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {end}")
+    if not lengths.any():
         raise UserError(f"{prefix} holds no document with a token in it; give at least one")
-    return MegatronCorpus(index, data, vocab)
+    return corpus
 
 
-def _read_index(path: Path) -> MegatronIndex:
-    """Read magic, version, type, number of sequences and of bounds; then lengths, pointers and document bounds."""
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Read the type of tokens, the lengths and offsets of sequences, and the bounds of documents."""
     content = _mapped(path)
     if content[:len(_MAGIC)].tobytes() != _MAGIC:
         raise UserError(f"{path} does not begin with {_MAGIC[:7].decode()}, as every index does that Megatron has "
@@ -375,13 +336,11 @@ def _read_index(path: Path) -> MegatronIndex:
         raise UserError(f"{path} is multimodal: it has a mode for each sequence; give a dataset of text alone")
     if len(content) != size:
         raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
-    lengths, begins, documents = np.split(content[header.size:], np.cumsum([4 * sequences, 8 * sequences]))
-    index = MegatronIndex(np.dtype(_TOKEN_TYPES[code]).newbyteorder("<"), lengths.view("<i4"), begins.view("<i8"),
-                          documents.view("<i8"))
-    ends = index.documents[[0, -1]].tolist() if bounds else []
-    if ends != [0, sequences] or (np.diff(index.documents) < 0).any():
+    lengths, begins, rest = np.split(content[header.size:], np.cumsum([4 * sequences, 8 * sequences]))
+    documents = rest.view("<i8")
+    if not bounds or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         raise _torn(path, f"does not divide its {sequences} sequences into documents")
-    return index
+    return np.dtype(_TOKEN_TYPES[code]).newbyteorder("<"), lengths.view("<i4"), begins.view("<i8"), documents
 
 
 def _mapped(path: Path) -> np.ndarray:

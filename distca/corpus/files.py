@@ -8,16 +8,15 @@ that begins with the file's name. Before Python 3.14, reading .zst needs the pac
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import io
 import json
+import logging
 import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -32,9 +31,11 @@ MAX_LINE_BYTES = 2**28
 FREE_BYTES = 2**26
 MAX_RATIO = 200
 CHUNK_BYTES = 2**23
+LOG = logging.getLogger("distca")
 
 _GZIP, _ZSTD, _BYTE_ORDER_MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xef\xbb\xbf"
-_ZSTD_BYTES = 2**12  # compressed bytes read at a time, which may unpack to 32,768 times as many
+_PIECE_BYTES = 2**12  # compressed bytes read at a time: those of zstd may unpack to 32,768 times as many
+_NAMES_SHOWN = 3
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
@@ -79,20 +80,23 @@ def standard_library_files() -> list[Path]:
 
 
 def chunks(path: str | Path, max_bytes: int | None = None) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, CHUNK_BYTES at a time."""
-    name, total = label(path), 0
-    with named_errors(name), _raw(path) as raw:
-        stream = _decompressed(raw, name)
+    """Yield the decompressed bytes of a file, CHUNK_BYTES or more at a time."""
+    name, total, size, parts = label(path), 0, 0, []
+    with named_errors(name), _opened(path) as file:
         if max_bytes is not None and os.path.isfile(path) and os.path.getsize(path) > max_bytes:
             raise _too_long(name, max_bytes)
-        while chunk := stream.read(CHUNK_BYTES):
-            total += len(chunk)
+        for num_read, part in _decompressed(file, name):
+            total, size = total + len(part), size + len(part)
             if max_bytes is not None and total > max_bytes:
                 raise _too_long(name, max_bytes)
-            if max_bytes is not None and total > max(FREE_BYTES, MAX_RATIO * raw.num_bytes):
+            if max_bytes is not None and total > max(FREE_BYTES, MAX_RATIO * num_read):
                 raise UserError(f"{name}: unpacks to more than {MAX_RATIO} times its size; unpack it yourself if that "
                                 "is what it should be, and give the plain file")
-            yield chunk
+            parts.append(part)
+            if size >= CHUNK_BYTES:
+                yield b"".join(parts)
+                size, parts = 0, []
+    yield b"".join(parts)
 
 
 def line_blocks(
@@ -130,6 +134,46 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
                 raise UserError(f"{label(path)}: line {number} is not UTF-8 text; convert or drop it") from None
 
 
+def input_files(path: str, format_: str = "") -> list[Path]:
+    """List the file at data.path itself, or the files of a folder, of one format if one is given."""
+    root = Path(path)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"data.path is {path!r}, which is no file or folder; check the path")
+    found = [file for file in files_below(root) if not format_ or format_of(file.name) == format_]
+    if not found:
+        kind = f".{format_} file" if format_ else "file"
+        raise UserError(f"data.path is {path!r}, a folder without a {kind} in it; name another")
+    return found
+
+
+def whole_file(file: Path) -> tuple[str, bytes]:
+    """Return the name and the decompressed bytes of a file."""
+    return str(file), b"".join(chunks(file))
+
+
+def text_files(path: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the file at data.path whatever it holds, or the files of a folder that are UTF-8 text without a zero byte.
+
+    A log line at the end names the files of a folder that were left out.
+    """
+    found, left_out = input_files(path), []
+    for name, content in map(whole_file, found):
+        if Path(path).is_dir() and not _is_text(content):
+            left_out.append(plain(Path(name).relative_to(path).as_posix()))
+        else:
+            yield name, content
+    more = f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
+    names = ", ".join(left_out[:_NAMES_SHOWN]) + more
+    if len(left_out) == len(found):
+        raise UserError(f"data.path is {path!r}, a folder without a UTF-8 text in it, but with {names}; name another, "
+                        "or set data.source to what these are")
+    if left_out:
+        LOG.info("data.path %r: %d of %d files are not UTF-8 text and left out: %s", path, len(left_out), len(found),
+                 names)
+
+
 def parse_json_line(line: str, where: str) -> Any:
     """Return the value of one line of JSON lines."""
     try:
@@ -156,82 +200,60 @@ def named_errors(name: str) -> Iterator[None]:
         raise UserError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None
 
 
-class _CountedStream(io.RawIOBase):
-    """A stream that counts the bytes read from a file."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.num_bytes = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._file.read(len(buffer)) or b""
-        self.num_bytes += len(content)
-        buffer[:len(content)] = content
-        return len(content)
-
-
 @contextmanager
-def _raw(path: str | Path) -> Iterator[_CountedStream]:
+def _opened(path: str | Path) -> Iterator[BinaryIO]:
     if path == STDIN and sys.stdin is None:
         raise UserError("stdin: is closed; give a file")
-    with nullcontext(sys.stdin.buffer) if path == STDIN else open(path, "rb", buffering=0) as file:
-        yield _CountedStream(cast(BinaryIO, file))
+    with nullcontext(sys.stdin.buffer) if path == STDIN else open(path, "rb") as file:
+        yield file
 
 
-def _decompressed(raw: _CountedStream, name: str) -> BinaryIO:
-    file = io.BufferedReader(raw)
-    head = file.peek(4)
+def _decompressed(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the bytes read so far and what the last of them unpack to; gzip members and zstd frames may be several."""
+    content = file.read(_PIECE_BYTES)
+    num_read, new_frame = len(content), _frames(content, name)
+    frame = None
+    while content:
+        if new_frame is None:
+            yield num_read, content
+            content = b""
+        else:
+            content = content.lstrip(b"\0") if frame is not None and frame.eof else content  # padding behind a member
+            if content:
+                frame = new_frame() if frame is None or frame.eof else frame
+                yield num_read, frame.decompress(content)
+                content = frame.unused_data if frame.eof else b""
+        if not content:
+            content = file.read(CHUNK_BYTES if new_frame is None else _PIECE_BYTES)
+            num_read += len(content)
+    if frame is not None and not frame.eof:
+        raise EOFError("it ends within a frame")
+
+
+def _frames(head: bytes, name: str) -> Callable[[], Any] | None:
+    """Return what makes a decompressor of one gzip member or zstd frame; None if a file begins as neither."""
     if name.endswith(".gz") and head[:2] != _GZIP:
         raise UserError(f"{name} does not begin as gzip does; compress it again, or drop .gz from its name")
     if name.endswith((".zst", ".zstd")) and head[:4] != _ZSTD:
         raise UserError(f"{name} does not begin as Zstandard does; compress it again, or drop the end of its name")
     if head[:2] == _GZIP:
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
-    return _zstd(file, name) if head[:4] == _ZSTD else file
+        return lambda: zlib.decompressobj(wbits=31)
+    if head[:4] != _ZSTD:
+        return None
+    with suppress(ImportError):
+        return cast(Callable[[], Any], importlib.import_module("compression.zstd").ZstdDecompressor)
+    with suppress(ImportError):
+        return cast(Callable[[], Any], importlib.import_module("zstandard").ZstdDecompressor().decompressobj)
+    raise UserError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; run: pip install "
+                    "zstandard")
 
 
-def _zstd(file: BinaryIO, name: str) -> BinaryIO:
+def _is_text(content: bytes) -> bool:
     try:
-        return cast(BinaryIO, importlib.import_module("compression.zstd").ZstdFile(file))
-    except ImportError:
-        pass
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError:
-        raise UserError(f"{name} is Zstandard, which needs Python 3.14 or the package zstandard; run: pip install "
-                        "zstandard") from None
-    return cast(BinaryIO, io.BufferedReader(_ZstdStream(file, zstandard.ZstdDecompressor())))
-
-
-class _ZstdStream(io.RawIOBase):
-    """A stream of the frames of a file. The reader of the package zstandard accepts files that were cut short."""
-
-    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
-        self._file, self._decompressor = file, decompressor
-        self._frame, self._ready = decompressor.decompressobj(), memoryview(b"")  # a view: its rest is no copy
-        self._frame_bytes = 0  # compressed bytes of this frame
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            rest = b""
-            if self._frame.eof:
-                rest = self._frame.unused_data
-                self._frame, self._frame_bytes = self._decompressor.decompressobj(), 0
-            chunk = rest or self._file.read(_ZSTD_BYTES)
-            if not chunk:
-                if self._frame_bytes:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._frame_bytes += len(chunk)
-            self._ready = memoryview(self._frame.decompress(chunk))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
 
 
 def _too_long(name: str, max_bytes: int) -> UserError:

@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.format import open_memmap, read_array
 
-from distca.corpus.files import STDIN, chunks, files_below, format_of, named_errors, numbered_lines, parse_json_line
+from distca.corpus.files import (
+    STDIN,
+    chunks,
+    files_below,
+    input_files,
+    named_errors,
+    numbered_lines,
+    parse_json_line,
+)
 from distca.validation import UserError, is_count, plain, read_json, short
 
 RECORDS_PER_BATCH = 1_024
@@ -143,20 +151,6 @@ def read_columns(
                 batch.validate(full=True)  # pyarrow would follow offsets that point outside
                 yield Records(file, first, tuple(batch.column(name) for name in names))
                 first += batch.num_rows
-
-
-def input_files(path: str, format_: str = "") -> list[Path]:
-    """List the file at data.path itself, or the files of a folder, of one format if one is given."""
-    root = Path(path)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise UserError(f"data.path is {path!r}, which is no file or folder; check the path")
-    found = [file for file in files_below(root) if not format_ or format_of(file.name) == format_]
-    if not found:
-        kind = f".{format_} file" if format_ else "file"
-        raise UserError(f"data.path is {path!r}, a folder without a {kind} in it; name another")
-    return found
 
 
 def json_records(path: str) -> Iterator[Record]:

@@ -50,6 +50,12 @@ def test_files_of_several_parts_are_read_to_the_end(tmp_path: Path, pack: Callab
     assert lines_of(path) == ["one", "two", "three", "four"]
 
 
+def test_gzip_members_may_be_padded_with_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "lines.gz"
+    path.write_bytes(gzip.compress(b"one\n") + b"\0" * 10_000 + gzip.compress(b"two\n") + b"\0" * 512)
+    assert lines_of(path) == ["one", "two"]
+
+
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, suffix: str) -> None:
     packed = PACKED[suffix](np.random.default_rng(0).bytes(20_000).hex().encode())

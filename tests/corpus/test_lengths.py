@@ -286,7 +286,8 @@ def test_documents_and_lines_and_folders_are_counted(tmp_path: Path, monkeypatch
 
 
 def test_progress_counts_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 64)
+    for name in ("CHUNK_BYTES", "_PIECE_BYTES"):
+        monkeypatch.setattr(files, name, 64)
     WRITERS["a.txt"](tmp_path / "a.txt", list(range(1, 101)))
     seen: list[int] = []
     found = read_source(tmp_path / "a.txt", progress=seen.append)
@@ -295,7 +296,8 @@ def test_progress_counts_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_line_numbers_hold_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 64)
+    for name in ("CHUNK_BYTES", "_PIECE_BYTES"):
+        monkeypatch.setattr(files, name, 64)
     for name, line in (("a.txt", "{}"), ("a.jsonl", '{{"length": {}}}'), ("a.csv", "{}")):
         (tmp_path / name).write_text("\n".join(line.format(7 if at != 77 else 0) for at in range(1, 101)))
         with pytest.raises(ValueError, match="line 77 is 0"):
