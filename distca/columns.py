@@ -1,7 +1,4 @@
-"""Columns of whole numbers: records that nobody can write to, counts spread over rows, positions found in documents.
-
-Text too, where ranks exchange nothing but numbers.
-"""
+"""Columns of numbers: read-only records, expanded counts, positions looked up in documents, text as numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ IntArray = npt.NDArray[np.int64]
 def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64, *, rows: bool = False) -> None:
     """Make the named fields of a frozen record read-only columns; call it from __post_init__.
 
-    Refused are values that the dtype would change, and with `rows` columns that have not one entry each per row.
+    Values that the dtype would change are refused, and with `rows` columns of different lengths.
     """
     for name in names:
         column = _exact(f"{name} of {type(record).__name__}", getattr(record, name), np.dtype(dtype))
@@ -48,33 +45,33 @@ def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:
-    """For owners with that many parts each: every part's owner, and its number within the owner."""
+    """Return the owner of every part, and its index within the owner, given the number of parts per owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def added(values: Iterable[float]) -> float:
-    """Their sum, rounded after every addition: Python's `sum` does so up to 3.11 alone, and plans compare bits."""
+    """Return the sum, rounded after every addition: plans must have the same bits, and `sum` differs since 3.12."""
     return reduce(add, values, 0)
 
 
 def from_text(text: str, most: int) -> IntArray:
-    """Text as numbers, of which there are at most so many, for ranks that exchange nothing else."""
+    """Encode text as at most `most` numbers, for ranks that exchange nothing else."""
     raw = text.encode()[:8 * most]
     return np.frombuffer(raw + bytes(-len(raw) % 8), dtype=np.int64)
 
 
 def to_text(column: Sequence[int] | np.ndarray) -> str:
-    """The text of numbers that `from_text` made; what was cut off in the middle of a letter is gone."""
+    """Decode the text that `from_text` encoded, without a last character that was cut."""
     return np.asarray(column, dtype=np.int64).tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
 class Positions(NamedTuple):
-    """Intervals of documents in the order of (document, start), to look positions up in."""
+    """Intervals of documents, sorted by (document, start), in which positions are looked up."""
 
     span: int         # more than any position
     key: np.ndarray   # [intervals] document and start as one number, ascending
-    order: np.ndarray  # [intervals] as they were given
+    order: np.ndarray  # [intervals] their indices as given
 
     @classmethod
     def of(cls, document: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> Positions:
@@ -84,9 +81,9 @@ class Positions(NamedTuple):
         return cls(span, key[order], order)
 
     def first(self, document: np.ndarray, position: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
-        """Index into `order` of the first interval that begins at or after a position; after it with side="right"."""
+        """Return the index in `order` of the first interval that begins at a position or later (right: later)."""
         return np.searchsorted(self.key, document * self.span + position, side=side)
 
     def holding(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """The last interval, as given, that begins at or before a position; the first of all where none does."""
+        """Return the last interval, as given, that begins at or before a position; the first one if none does."""
         return self.order[np.maximum(self.first(document, position, side="right") - 1, 0)]

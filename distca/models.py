@@ -1,7 +1,7 @@
 """Models by name: a catalogue of the common families, and any Hugging Face config.json.
 
-Families name the same things differently; what is not found is named, with what the file would have to say. Nothing is
-computed that a config does not state: a feed-forward without gate, or attention without heads, is refused.
+Families use different names for the same things. A missing field is named, with what the file would have to state.
+Nothing is guessed that a config does not state: a feed-forward without gate, or attention without heads, is refused.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _EXPERT_MODELS = (
     ModelShape("deepseek-v3", 61, 7168, 128, 128, 192, 18432, 129280, 128, Experts(256, 8, 2048, 2048, 3),
                Latent(512, 64, 1536)),
 )
-MODELS = {model.name: model for model in (*(ModelShape(*row) for row in _MODELS), *_EXPERT_MODELS)}
+MODELS = {model.name: model for model in (*(ModelShape(*entry) for entry in _MODELS), *_EXPERT_MODELS)}
 TRAINABLE = tuple(name for name, model in MODELS.items()
                   if name.startswith(("llama", "mistral", "qwen", "tiny")) and model.experts is None)
 
 
 def model_named(name: str) -> ModelShape:
-    """A model of the catalogue, or that of a Hugging Face config.json: the file, or the folder it lies in."""
+    """Return a model of the catalogue, or of a Hugging Face config.json: the file or its folder."""
     if name in MODELS:
         return MODELS[name]
     if Path(name).exists() or name.endswith(".json") or len(Path(name).parts) > 1:
@@ -68,13 +68,13 @@ def model_named(name: str) -> ModelShape:
 
 
 def model_of_folder(path: str | Path) -> ModelShape:
-    """The shape that a config.json states, named as the folder that it lies in."""
+    """Return the shape that a config.json states, with the name of its folder."""
     folder = Path(path).resolve()
     return shape_of_config(read_config(path), (folder if folder.is_dir() else folder.parent).name)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """A config.json, or that of a folder."""
+    """Read a config.json, or that of a folder."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if Path(path).is_dir() and not file.is_file():
         raise UserError(f"{path} has no {CONFIG}; give the folder of a Hugging Face model")
@@ -87,10 +87,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def shape_of_config(
     config: Mapping[str, Any], name: str, *, any_type: bool = False, windows: tuple[int | None, ...] = ()
 ) -> ModelShape:
-    """The decoder of a config; of a model for text and images that for text.
+    """Return the shape of a config's decoder; for a model of text and images, of its text decoder.
 
-    With `any_type` only its attention is meant: the feed-forward of a type that is not known is a guess. `windows` are
-    the caller's to read.
+    With `any_type` only its attention matters: the feed-forward of an unknown type is a guess. The caller reads
+    `windows`.
     """
     config = _text(config)
     kind = config.get("model_type")
@@ -115,7 +115,7 @@ def shape_of_config(
 
 
 def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
-    """Counts as Mixtral, Qwen, gpt-oss and DeepSeek name them."""
+    """Read the experts, by the names that Mixtral, Qwen, gpt-oss and DeepSeek use."""
     num = next((field for field in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(field)), None)
     if num is None:
         return None

@@ -1,4 +1,4 @@
-"""Say once which model runs on which machines, so that every cost is derived from the same few numbers.
+"""Shapes of models and clusters, from which every cost is derived.
 
 All byte counts are per token, per layer and per tensor-parallel rank. Heads are sharded under tensor parallelism;
 once there are more ranks than KV heads, each rank keeps a whole KV head of its own and KV bytes stop shrinking.
@@ -17,8 +17,8 @@ BF16_BYTES = 2
 FLOAT32_BYTES = 4
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a registry: the nearest where there is one, and what, or some of what, is."""
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
+    """Return the error for a name that is not in a registry, with the nearest known one."""
     names, text = list(known), str(name).lower()[:100]
     near = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -30,12 +30,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ValueError:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward of many, of which every token takes a few."""
+    """Mixture of experts: every token takes a few of many feed-forwards."""
 
     num: int
     per_token: int
     ffn: int               # of one expert
-    shared_ffn: int = 0    # of those that every token takes, together
+    shared_ffn: int = 0    # of the experts that every token takes, together
     dense_layers: int = 0  # layers that have the model's plain feed-forward instead
 
 
@@ -74,9 +74,8 @@ class ModelShape:
             raise UserError(f"model {self.name!r}: windows are of {len(self.windows)} layers but there are "
                             f"{self.num_layers}; give one for each, or none")
         if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model {self.name!r}: num_heads is {self.num_heads}, not a multiple of num_kv_heads "
-                f"{self.num_kv_heads}; every KV head serves the same number of query heads")
+            raise UserError(f"model {self.name!r}: num_heads is {self.num_heads}, not a multiple of num_kv_heads "
+                            f"{self.num_kv_heads}; every KV head serves the same number of query heads")
         if self.experts is not None and self.experts.per_token > self.experts.num:
             raise UserError(f"model {self.name!r}: experts.per_token is {self.experts.per_token} but there are "
                             f"{self.experts.num}; give at most as many")
@@ -101,18 +100,18 @@ class ModelShape:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of every layer, None where it has none."""
+        """The window of every layer, None for full attention."""
         return self.windows or (None,) * self.num_layers
 
     def heads_per_rank(self, tp: int = 1) -> int:
-        """Query heads on one tensor-parallel rank."""
+        """Return the query heads on one tensor-parallel rank."""
         if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or self.num_heads % tp:
             raise UserError(
                 f"tp is {short(tp)} but model {self.name!r} has {self.num_heads} heads; choose a tp that divides them")
         return self.num_heads // tp
 
     def kv_heads_per_rank(self, tp: int = 1) -> int:
-        """KV heads on one tensor-parallel rank, replicated where there are more ranks than KV heads."""
+        """Return the KV heads on one tensor-parallel rank, replicated if there are more ranks than KV heads."""
         self.heads_per_rank(tp)
         if max(tp, self.num_kv_heads) % min(tp, self.num_kv_heads):
             raise UserError(
@@ -124,14 +123,14 @@ class ModelShape:
         return self.heads_per_rank(tp) * self.head_dim * element_bytes
 
     def kv_token_bytes(self, tp: int = 1, element_bytes: int = BF16_BYTES) -> int:
-        """Bytes of one token's key and value together."""
+        """Return the bytes of one token's key and value together."""
         return self.kv_heads_per_rank(tp) * (self.head_dim + self.value_dim) * element_bytes
 
     def out_token_bytes(self, tp: int = 1, element_bytes: int = BF16_BYTES) -> int:
         return self.heads_per_rank(tp) * self.value_dim * element_bytes
 
     def lse_token_bytes(self, tp: int = 1) -> int:
-        """Bytes of one token's log-sum-exp: a float32 for every query head."""
+        """Return the bytes of one token's log-sum-exp: a float32 for every query head."""
         return self.heads_per_rank(tp) * FLOAT32_BYTES
 
 
@@ -155,7 +154,7 @@ class ClusterShape:
     inter_pod_bandwidth: float = 0.0  # bytes/s one way that reach another pod, of one GPU; 0: as between nodes
 
     def ranks_per_node(self, tp: int = 1) -> int:
-        """Ranks of one tensor-parallel index on a node."""
+        """Return the ranks of one tensor-parallel index on a node."""
         return max(self.gpus_per_node // tp, 1)
 
     def __post_init__(self) -> None:
@@ -186,7 +185,7 @@ CLUSTERS = {
 
 
 def cluster_named(name: str) -> ClusterShape:
-    """A cluster that has a name here, such as `dgx-h200`."""
+    """Return a known cluster, such as `dgx-h200`."""
     if name not in CLUSTERS:
         raise unknown_name("cluster", name, CLUSTERS)
     return CLUSTERS[name]

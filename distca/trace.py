@@ -1,7 +1,7 @@
-"""What a step did, measured or simulated: one row per span of time on one rank.
+"""The trace of a step, measured or simulated: spans of time on the lanes of each rank.
 
 The runtime and the simulator both write StepTrace, so that one report shows measured and predicted side by side, and a
-Chrome or Perfetto trace shows each rank's computing and travelling on rows of their own.
+Chrome or Perfetto trace shows each rank's computation and communication in lanes of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distca.validation import UserError, check_name, check_number, check_whole, 
 MAX_COUNT = 2**53    # of bytes, and the largest rank or step: pages count in doubles
 MAX_SECONDS = 1e9    # of a step: thirty years
 
-# what each lane of a rank means, in display order; lanes of one rank overlap only where their meanings say so
+# meaning of each lane, in display order; lanes of one rank overlap only where their meanings say so
 LANES = {
     "pipeline": "a tick with a micro-batch of this rank's own; what it does meanwhile is on the lanes below",
     "bubble": "a tick without one, in which the rank only serves attention",
@@ -66,12 +66,12 @@ class StepTrace:
     spans: tuple[Span, ...] = field(default=())
 
     def seconds(self, lane: str) -> float:
-        """Time spent on one lane."""
+        """Return the time spent on one lane."""
         return sum(span.seconds for span in self.spans if span.lane == lane)
 
     @property
     def exposed_seconds(self) -> float:
-        """Time spent waiting for an exchange: communication that nothing hid."""
+        """Time spent waiting for an exchange: communication that was not hidden."""
         return self.seconds("wait")
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class StepTrace:
 
     @classmethod
     def from_json(cls, content: Any) -> StepTrace:
-        """What `to_json` gave; a file may hold anything else, which is refused by name."""
+        """Read what `to_json` wrote; anything else is refused."""
         if not isinstance(content, dict) or not isinstance(content.get("spans"), list):
             raise UserError("not a list of step traces; give a step_N.json that a run wrote")
         rank = check_whole("rank", content.get("rank"), least=0, most=MAX_COUNT)
@@ -88,7 +88,7 @@ class StepTrace:
 
 
 def write_chrome_trace(traces: Iterable[StepTrace], path: Path | str) -> None:
-    """A file for chrome://tracing or ui.perfetto.dev: one process per rank, one thread per lane."""
+    """Write a file for chrome://tracing or ui.perfetto.dev: one process per rank, one thread per lane."""
     threads = {lane: number for number, lane in enumerate(LANES)}
     events: list[dict[str, object]] = []
     for trace in traces:

@@ -1,13 +1,11 @@
-"""The checks that every entrance shares: numbers, names, files and sizes, refused where they are read.
+"""Shared checks of user input: numbers, names, files and sizes, refused where they are read.
 
-Options, files and arguments of functions come from outside. A wrong one ends in a UserError of one line that names
-the field, its value and the remedy, before anything is allocated or started for it. The command line prints that line;
-whatever else is raised is a mistake of ours.
+Options, files and arguments of functions come from outside. A wrong one raises a UserError of one line that names the
+field, its value and the remedy, before anything is allocated or started for it. The command line prints that line; any
+other exception is a mistake of ours.
 
-Whole numbers as people type tokens, GPUs and ranks: 128k, 1.5M, 64_000.
-
-k, M and G are powers of 1024, as the field counts context: 64K tokens are 65,536. A number with a unit has to come out
-whole; nothing is rounded in silence.
+Tokens, GPUs and ranks may be typed as 128k, 1.5M or 64_000. k, M and G are powers of 1024, as the field counts context:
+64K tokens are 65,536. A number with a unit must be whole; nothing is rounded silently.
 """
 
 from __future__ import annotations
@@ -34,15 +32,20 @@ MAX_TEXT_BYTES = 2**25        # of a file of lengths, a table or a log
 MAX_TOML_BYTES = 2**17
 MAX_LOCAL_RANKS = 512         # processes of one machine
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-MAX_DOTS = 32                 # of a line of TOML: a key of many parts opens a table for each, and all are held twice
+MAX_DOTS = 32                 # of a line of TOML: a key of many parts opens a table for each
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+UNITS_HELP = "Numbers may be written as 64_000, 128k or 1.5M; k is 1024, M is 1024 k."
+MAX_DIGITS = 30
+
+_COUNT = re.compile(r"([+-]?)([0-9]+(?:_[0-9]+)*)(\.[0-9]+)?([kKmMgG]?)", re.ASCII)
 
 
 class UserError(ValueError):
-    """Something from outside was refused; the message is one line that says what to do."""
+    """Refused user input; the message is one line that says what to do."""
 
 
 def short(value: object) -> str:
-    """A value as an error shows it: one line, nothing a terminal would obey, and not all of a long one."""
+    """Format a value for an error: one line, printable, shortened if long."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:
         return "a whole number of more than 30 digits"
     text = repr(value)
@@ -50,14 +53,14 @@ def short(value: object) -> str:
 
 
 def plain(text: str) -> str:
-    """The text without what a terminal obeys or shows in another order: control characters are written as escapes."""
+    """Escape characters that a terminal would interpret or reorder."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def check_whole(
     field: str, value: Any, *, least: int = 1, most: int | None = None, why: str = "", remedy: str = ""
 ) -> int:
-    """A whole number from `least` to `most`; `why` says what sets the largest."""
+    """Return a whole number from `least` to `most`; `why` explains the limit."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise UserError(f"{field} is {short(value)}; {remedy or f'give a whole number of at least {least}'}")
     if most is not None and value > most:
@@ -68,7 +71,7 @@ def check_whole(
 def check_number(
     field: str, value: Any, *, above: float = -np.inf, least: float = -np.inf, most: float = MAX_NUMBER
 ) -> float:
-    """A finite number, as a float."""
+    """Return a finite number, as a float."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and above < value and max(least, -MAX_NUMBER) <= value <= most:
         return float(value)
@@ -78,14 +81,14 @@ def check_number(
 
 
 def check_name(field: str, value: Any) -> str:
-    """Text that pages and terminals can show as it is."""
+    """Return text that pages and terminals can show unchanged."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME or not value.isprintable():
         raise UserError(f"{field} is {short(value)}; give text of 1 to {MAX_NAME} characters that can be printed")
     return value
 
 
 def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """A UTF-8 file's text; whatever keeps it from being read becomes a one-line ValueError."""
+    """Return the text of a UTF-8 file, or raise a UserError of one line."""
     try:
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)
@@ -103,7 +106,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
-    """Open a text file of ours for writing, in a folder that others may write to as well: never through a link."""
+    """Open our own text file for writing, never through a symbolic link: others may write to the folder too."""
     try:
         return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666))
     except OSError as error:
@@ -114,34 +117,33 @@ def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
 
 
 def write_own(path: str | Path, text: str) -> None:
-    """Write a text file of ours; see `open_own`."""
+    """Write our own text file; see `open_own`."""
     with open_own(path) as file:
         file.write(text)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; what is not JSON becomes a one-line ValueError that says where."""
+    """Return the value of a JSON text, or raise a UserError that says where it is broken."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"broken JSON at line {error.lineno} column {error.colno} ({error.msg}); repair or rewrite the file"
-        ) from None
+        raise UserError(f"broken JSON at line {error.lineno} column {error.colno} ({error.msg}); repair or rewrite "
+                        "the file") from None
     except (ValueError, RecursionError):
         raise UserError("JSON with a number too long or lists too deep to be ours; repair or rewrite it") from None
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
-    """The value of a JSON file; refusals name the file."""
+    """Return the value of a JSON file; errors name the file."""
     text = read_text(path, max_bytes)
     try:
         return parse_json(text)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file; refusals name the file."""
+    """Return the tables of a TOML file; errors name the file."""
     text = read_text(path, MAX_TOML_BYTES)
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") > MAX_DOTS:
@@ -154,20 +156,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: TOML with a number too long or lists too deep to be ours; repair the file") from None
 
 
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-UNITS_HELP = "Numbers may be written as 64_000, 128k or 1.5M; k is 1024, M is 1024 k."
-MAX_DIGITS = 30
-
-_COUNT = re.compile(r"([+-]?)([0-9]+(?:_[0-9]+)*)(\.[0-9]+)?([kKmMgG]?)", re.ASCII)
-
-
 def is_count(text: str) -> bool:
-    """Whether a text is written as a number, right or wrong."""
+    """Return whether a text is written as a number, valid or not."""
     return _COUNT.fullmatch(text) is not None
 
 
 def parse_count(field: str, text: str) -> int:
-    """The whole number that a text says, or a ValueError that names the field. Whether it is too large, others say."""
+    """Return the whole number that a text denotes, of any size."""
     found = _COUNT.fullmatch(text)
     if found is None or len(text) > MAX_DIGITS or (found[3] and not found[4]):
         raise UserError(f"{field} is {short(text)}; give a whole number, such as 64_000, 128k or 1.5M")
@@ -179,7 +174,7 @@ def parse_count(field: str, text: str) -> int:
 
 
 def unit_text(value: int) -> str:
-    """A number as people type it, with the largest unit that leaves it whole: 131072 is 128K."""
+    """Format a number with the largest unit that leaves it whole: 131072 is 128K."""
     for unit in ("g", "m", "k"):
         if value and value % UNITS[unit] == 0:
             return f"{value // UNITS[unit]}{unit.upper()}"
