@@ -38,14 +38,14 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  #
 
 
 def not_compiled(method: Method) -> Method:
-    """torch.compile breaks its graph here; unlike torch's own decorator this keeps the types."""
+    """Make torch.compile break its graph here; unlike torch's own decorator this keeps the types."""
     outside: Method = torch.compiler.disable(
         method, reason="distca exchanges with other ranks, by lengths that change with every batch")
     return outside
 
 
 def once_differentiable(backward: Method) -> Method:
-    """torch's, whose cost is paid only where gradients of gradients are asked for, which it refuses."""
+    """torch's decorator, which refuses gradients of gradients, at its cost only where these are asked for."""
     refusing = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
@@ -81,7 +81,7 @@ class CoreAttention:
 
     @property
     def topology(self) -> Topology | None:
-        """The nodes of the group's ranks, for plans, where exchanges go in two hops."""
+        """The nodes of the group's ranks, for planning, if exchanges may go in two hops."""
         transport = self.transport
         return Topology(transport.node, np.zeros_like(transport.node)) if isinstance(
             transport, HierarchicalTransport) else None
@@ -107,7 +107,7 @@ class CoreAttention:
         scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Pending:
-        """Send this rank's queries, keys and values on their way; `backward` names another plan for the gradients'."""
+        """Send this rank's queries, keys and values to their servers. The arguments are those of a whole call."""
         pending = self._pending((q, k, v, sinks), plan, backward, Scores(scale, window, softcap))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
@@ -143,7 +143,7 @@ class CoreAttention:
             announce=announce)
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
-        """Compare many plans at once, those of an optimizer step for example, so that their calls need not stop for it.
+        """Compare many plans with the other ranks at once, such as those of an optimizer step, ahead of their calls.
 
         Every rank calls this with the same plans; a pool with dedicated servers compares them call by call.
         """
@@ -163,7 +163,7 @@ class CoreAttention:
         return Pending(self.call(plan, shapes, scores), self.call(way_back, shapes, scores, backward=True), inputs)
 
     def _shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Shapes:
-        """Of tensors that fit the plan: they are checked once for each kind of them."""
+        """The shapes of tensors that fit the plan; each combination of shapes, dtypes and devices is checked once."""
         about = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         checked = self.plans.facts(plan).checked
         found = checked.get(about)
@@ -174,11 +174,12 @@ class CoreAttention:
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         check_tensors(q, k, v)
-        rank, size = self.transport.rank, self.transport.size
+        rank, size, layout = self.transport.rank, self.transport.size, plan.layout
         if plan.num_servers != size:
             raise UserError(f"the plan is for {plan.num_servers} servers but the group has {size} ranks; plan with "
                             "one speed per rank of the group")
-        _, expected, keys, _ = self.plans.facts(plan)
+        expected, keys = (0, 0) if rank >= layout.num_ranks else (
+            int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank]))
         if q.shape[0] != expected:
             raise UserError(f"rank {rank} has {q.shape[0]} tokens but the plan's layout puts {expected} there; pass "
                             "this rank's own row of the layout")
@@ -190,7 +191,7 @@ class CoreAttention:
 
 @dataclass(slots=True)
 class Pending:
-    """A call between its nodes: the token orders them for autograd, the inputs wait for the last one."""
+    """A call between its autograd nodes: the token orders them, the inputs are saved by the last one."""
 
     forward: Call
     backward: Call
@@ -199,7 +200,7 @@ class Pending:
 
 
 class _Whole(torch.autograd.Function):
-    """A call that nothing is interleaved with: the three phases each way in one node, which costs the host a third."""
+    """A call that is not interleaved: three phases each way in one node, at a third of the host's time for nodes."""
 
     @staticmethod
     def forward(
@@ -274,6 +275,6 @@ class _Finish(torch.autograd.Function):
 
 
 def _combined(call: Call, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the row over all its keys, and over the sinks: the one place where every part has come in."""
+    """out and lse of the row over all its keys and the sinks, which count once, after all parts are merged."""
     out, lse = call.combine()
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

@@ -20,7 +20,7 @@ import torch
 
 from distca.kernels.interface import PLAIN, BackwardInputs, Scores
 from distca.planning.plan import Plan
-from distca.runtime.exchange import Exchange, Relayed, Tensors, UnderWay
+from distca.runtime.exchange import Exchange, Tensors, UnderWay
 from distca.runtime.prepared import PlanCache, Prepared, Shapes
 from distca.runtime.recorder import Recorder
 
@@ -50,7 +50,7 @@ class Call(ABC):
         self.plans, self.plan, self.shapes = plans, plan, shapes
         self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce
         self._prepared: Prepared | None = None
-        self._started: tuple[Exchange, UnderWay | Relayed] | None = None
+        self._started: tuple[Exchange, Callable[[], UnderWay]] | None = None
 
     @abstractmethod
     def dispatch(self, *row: torch.Tensor) -> None:
@@ -92,10 +92,11 @@ class Call(ABC):
     def _receive(self) -> Tensors:
         """What arrived and what stayed, unpacked."""
         assert self._started is not None
-        (exchange, under_way), self._started = self._started, None
+        (exchange, last_hop), self._started = self._started, None
         with self._noted("exchange", "wait", exchange.num_bytes) if exchange.moves else nullcontext():
-            under_way.wait()
-        return under_way.unpack()
+            hop = last_hop()
+            hop.wait()
+        return hop.unpack(streams=exchange.relay is not None)
 
     def _noted(self, name: str, lane: str, num_bytes: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if self.recorder is None else self.recorder.span(name, lane, num_bytes)

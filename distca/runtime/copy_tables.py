@@ -43,12 +43,12 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Merges:
-    """Blocks of (token, head) rows to fill with the merged attention of their parts."""
+    """Blocks of (token, head) pairs to fill with the merged attention of their parts."""
 
-    table: torch.Tensor  # int64 [blocks, 5]: first row, rows, offset in its interval, its parts [a, b)
-    parts: torch.Tensor  # int64 [parts, 3]: on the wire or own, where the interval begins: unit of out, row of lse
+    table: torch.Tensor  # int64 [blocks, 5]: first pair, pairs, offset in its interval, its parts [a, b)
+    parts: torch.Tensor  # int64 [parts, 3]: on the wire or own, where the interval begins: unit of out, pair of lse
     unit: int            # bytes of out
-    block: int           # most rows of a block; a power of two
+    block: int           # most pairs of a block; a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def intervals(side: Side) -> Intervals:
                      edges[interval] - start[run])
 
 
-def _places(side: Side, of: Intervals, field: int, size: int, arriving: WireLayout) -> tuple[np.ndarray, np.ndarray]:
+def _offsets(side: Side, of: Intervals, field: int, size: int, arriving: WireLayout) -> tuple[np.ndarray, np.ndarray]:
     """Per part: is it on the wire, and at which byte of the wire or of the own buffer does its interval begin."""
     begin = np.concatenate([side.local.buffer * size,
                             np.array([at for _, at, _ in arriving.copies[field]], dtype=np.int64)])
@@ -144,7 +144,7 @@ def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
             interval, before, count = chunks(of.length * per_token, block // unit, of.begin * per_token, device)
             begin, a, b = _upload(np.stack([of.begin * per_token, first[:-1], first[1:]]), device)[:, interval]
             blocks.append(torch.stack([torch.full_like(count, field), begin + before, count, before, a, b], dim=1))
-            is_on_wire, at = _places(side, of, field, size, exchange.arriving)
+            is_on_wire, at = _offsets(side, of, field, size, exchange.arriving)
             parts.append(np.stack([is_on_wire, at // unit], axis=1))
     return Sums(torch.cat(blocks), _upload(np.concatenate(parts), device), unit, block)
 
@@ -153,16 +153,16 @@ def merges(exchange: Combine, device: torch.device, block: int) -> Merges:
     """`block` is in bytes of out."""
     assert exchange.merged_heads is not None
     side, heads, (out_size, lse_size) = exchange.sides[0], exchange.merged_heads, exchange.token_bytes
-    unit, rows = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())
+    unit, pairs = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())
     if side.is_untouched:
-        return Merges(_upload(np.empty((0, 5)), device), _upload(np.empty((0, 3)), device), unit, rows)
+        return Merges(_upload(np.empty((0, 5)), device), _upload(np.empty((0, 3)), device), unit, pairs)
     of = intervals(side)
-    interval, before, count = chunks(of.length * heads, rows, of.begin * heads, device)
+    interval, before, count = chunks(of.length * heads, pairs, of.begin * heads, device)
     begin, a, b = _upload(np.stack([of.begin * heads, of.first[:-1], of.first[1:]]), device)[:, interval]
-    (is_on_wire, out_at), (_, lse_at) = (_places(side, of, field, size, exchange.arriving)
+    (is_on_wire, out_at), (_, lse_at) = (_offsets(side, of, field, size, exchange.arriving)
                                          for field, size in enumerate((out_size, lse_size)))
     parts = np.stack([is_on_wire, out_at // unit, lse_at * heads // lse_size], axis=1)
-    return Merges(torch.stack([begin + before, count, before, a, b], dim=1), _upload(parts, device), unit, rows)
+    return Merges(torch.stack([begin + before, count, before, a, b], dim=1), _upload(parts, device), unit, pairs)
 
 
 def _upload(table: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -22,8 +22,7 @@ import torch
 
 from distca.dispatch.tables import RankTables, Runs, Side
 from distca.kernels.interface import accumulation_dtype, merge
-from distca.runtime.transport.hierarchical import Relay
-from distca.runtime.transport.interface import Handle, Transport
+from distca.runtime.transport import Handle, Relay, Transport
 from distca.validation import UserError
 
 ALIGNMENT = 16  # bytes; every field of a split begins on it, whatever its element size
@@ -267,34 +266,17 @@ class UnderWay:
         if self.handle is not None:
             self.wire = self.handle.wait()
 
-    def unpack(self) -> Tensors:
-        """Raises where a split does not carry the plan's stamp."""
+    def unpack(self, streams: bool) -> Tensors:
+        """Unpack what arrived; raises if a split carries another plan's stamp.
+
+        With `streams`, another stream than the current one may have made the tensors.
+        """
+        for tensor in (*self.own, self.wire) if streams else ():
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if self.wire is not None and self.check and (others := self.hop.packing.mismatched(self.wire)):
             raise different_plans(self.hop.ranks[self.hop.transport.rank], [self.hop.ranks[other] for other in others])
         return self.hop.packing.unpack(self.wire, self.own)
-
-    def unpack_on_this_stream(self) -> Tensors:
-        """The same where another stream may have made the tensors."""
-        for tensor in self.own if self.wire is None else (*self.own, self.wire):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self.unpack()
-
-
-@dataclass(slots=True)
-class Relayed:
-    """Two hops that were started; `start` gives the second one, once the first has arrived."""
-
-    start: Callable[[], UnderWay]
-    second: UnderWay | None = None
-
-    def wait(self) -> None:
-        self.second = self.start()
-        self.second.wait()
-
-    def unpack(self) -> Tensors:
-        assert self.second is not None, "wait comes first"
-        return self.second.unpack_on_this_stream()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,17 +297,17 @@ class Exchange:
         """Sent and received by this rank; of two hops, between nodes."""
         return self.outer.leaving.num_bytes + self.outer.arriving.num_bytes
 
-    def start(self, tensors: Tensors, check: bool = False) -> UnderWay | Relayed:
-        """Send these; with `check`, what arrives must carry the plan's stamp."""
+    def start(self, tensors: Tensors, check: bool = False) -> Callable[[], UnderWay]:
+        """Send these; the result waits for the last hop to start. With `check`, what arrives must carry the stamp."""
         first = self.hops[0].start(tensors, check)
         if self.relay is None:
-            return first
+            return lambda: first
 
         def second() -> UnderWay:
             first.wait()
-            return self.hops[1].start(first.unpack_on_this_stream(), check)
+            return self.hops[1].start(first.unpack(streams=True), check)
 
-        return Relayed(self.relay.follow(second, tensors[0].device) if self.moves else second)
+        return self.relay.follow(second, tensors[0].device) if self.moves else second
 
 
 def different_plans(rank: int, others: list[int]) -> UserError:

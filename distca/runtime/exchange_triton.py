@@ -15,17 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from distca.runtime.copy_tables import (
-    COPY_BYTES,
-    PART_BYTES,
-    Copies,
-    Merges,
-    Sums,
-    merges,
-    packing,
-    sums,
-    unpacking,
-)
+from distca.runtime import copy_tables
+from distca.runtime.copy_tables import COPY_BYTES, PART_BYTES, Copies, Merges, Sums
 from distca.runtime.exchange import ALIGNMENT, Combine, Dispatch, Packing, Tensors
 
 NUM_WARPS = 8
@@ -74,16 +65,16 @@ class TritonCombine(_InOneLaunch, Combine):
 
 
 def with_triton(
-    torchs: Packing, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES
+    packing: Packing, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES
 ) -> Packing:
-    """The same packing in one launch a way; the bytes, powers of two, are what one program takes."""
-    same = {field.name: getattr(torchs, field.name) for field in fields(torchs)}
-    same["packing"] = packing(torchs, device, copy_bytes)
-    if isinstance(torchs, Dispatch):
-        return TritonDispatch(**same, unpacking=unpacking(torchs, device, copy_bytes))
-    assert isinstance(torchs, Combine)
-    table = sums if torchs.merged_heads is None else merges
-    return TritonCombine(**same, combining=table(torchs, device, part_bytes))
+    """The same packing in one launch each way; the bytes, powers of two, are what one program takes."""
+    same = {field.name: getattr(packing, field.name) for field in fields(packing)}
+    same["packing"] = copy_tables.packing(packing, device, copy_bytes)
+    if isinstance(packing, Dispatch):
+        return TritonDispatch(**same, unpacking=copy_tables.unpacking(packing, device, copy_bytes))
+    assert isinstance(packing, Combine)
+    table = copy_tables.sums if packing.merged_heads is None else copy_tables.merges
+    return TritonCombine(**same, combining=table(packing, device, part_bytes))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +103,7 @@ def combine(how: Sums | Merges, wire: torch.Tensor, buffers: Tensors, rows: Tens
         else:
             dim = rows[0].shape[-1]
             _merge_block[grid](how.table, how.parts, wire, *buffers, *rows, UNIT=how.unit // item, DIM=dim,
-                               PADDED_DIM=triton.next_power_of_2(dim), ROWS=how.block, num_warps=NUM_WARPS)
+                               PADDED_DIM=triton.next_power_of_2(dim), PAIRS=how.block, num_warps=NUM_WARPS)
 
 
 @triton.jit
@@ -154,24 +145,24 @@ def _sum_block(
 @triton.jit
 def _merge_block(
     table: tl.tensor, parts: tl.tensor, wire: tl.tensor, buffer: tl.tensor, lse_buffer: tl.tensor, out: tl.tensor,
-    lse: tl.tensor, UNIT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
+    lse: tl.tensor, UNIT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:
-    """Rows are the (token, head) pairs in order: out [rows, DIM], lse [rows]."""
+    """(token, head) pairs in order: out [pairs, DIM], lse [pairs]."""
     KIND: tl.constexpr = out.dtype.element_ty
     WIDE: tl.constexpr = lse.dtype.element_ty
     entry = table + tl.program_id(0).to(tl.int64) * 5
     first, last = tl.load(entry + 3), tl.load(entry + 4)
-    row = tl.arange(0, ROWS)
+    pair = tl.arange(0, PAIRS)
     dim = tl.arange(0, PADDED_DIM)
-    inside = row < tl.load(entry + 1).to(tl.int32)
+    inside = pair < tl.load(entry + 1).to(tl.int32)
     tile_inside = inside[:, None]
     if PADDED_DIM != DIM:
         tile_inside = tile_inside & (dim < DIM)[None, :]
-    there = tl.load(entry + 2) + row                             # rows of a part from where the interval begins
+    there = tl.load(entry + 2) + pair                            # within a part, from where the interval begins
     lse_wire, out_wire = wire.to(tl.pointer_type(WIDE), bitcast=True), wire.to(tl.pointer_type(KIND), bitcast=True)
 
-    largest = tl.full([ROWS], float("-inf"), WIDE)
-    weight = tl.zeros([ROWS], WIDE)
+    largest = tl.full([PAIRS], float("-inf"), WIDE)
+    weight = tl.zeros([PAIRS], WIDE)
     for part in range(first, last):
         source = tl.where(tl.load(parts + part * 3) != 0, lse_wire, lse_buffer) + tl.load(parts + part * 3 + 2)
         one = tl.load(source + there, mask=inside, other=float("-inf"))
@@ -180,7 +171,7 @@ def _merge_block(
         weight = weight * tl.exp(before - shift) + tl.exp(one - shift)
     together = tl.where(weight == 0, float("-inf"), _finite(largest) + tl.log(weight))
 
-    total = tl.zeros([ROWS, PADDED_DIM], WIDE)
+    total = tl.zeros([PAIRS, PADDED_DIM], WIDE)
     tile = there[:, None] * DIM + dim[None, :]
     for part in range(first, last):
         is_on_wire = tl.load(parts + part * 3) != 0
@@ -188,14 +179,14 @@ def _merge_block(
         share = tl.exp(tl.load(source + there, mask=inside, other=float("-inf")) - _finite(together))
         source = tl.where(is_on_wire, out_wire, buffer) + tl.load(parts + part * 3 + 1) * UNIT
         total += share[:, None] * tl.load(source + tile, mask=tile_inside, other=0.0).to(WIDE)
-    here = tl.load(entry) + row
+    here = tl.load(entry) + pair
     tl.store(lse + here, together, mask=inside)
     tl.store(out + here[:, None] * DIM + dim[None, :], total.to(KIND), mask=tile_inside)
 
 
 @triton.jit
 def _finite(lse: tl.tensor) -> tl.tensor:
-    """-inf - -inf would be nan; what saw no key weighs nothing against any number."""
+    """0 for -inf, since -inf - -inf is nan: a part that saw no key then has weight exp(-inf) = 0."""
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 

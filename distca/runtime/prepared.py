@@ -26,22 +26,13 @@ from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import PLAIN, Scores, accumulation_dtype
 from distca.planning.plan import Plan
 from distca.planning.traffic import two_hops_pay
-from distca.runtime.exchange import (
-    STAMP_BYTES,
-    Combine,
-    Dispatch,
-    Exchange,
-    Fields,
-    Hop,
-    Packing,
-    different_plans,
-)
+from distca.runtime.exchange import STAMP_BYTES, Combine, Dispatch, Exchange, Fields, Hop, Packing, different_plans
 from distca.runtime.transport import HierarchicalTransport, Transport
 from distca.validation import UserError
 
-PLANS_KEPT = 16         # whose tables stay prepared
-AGREEMENTS_KEPT = 4096  # digests, a number each
-PLANS_IN_TURN = 4       # that calls of one optimizer step may alternate between
+PLANS_KEPT = 16         # prepared
+AGREEMENTS_KEPT = 4096  # digests that were compared, a number each
+PLANS_IN_TURN = 4       # plans that calls of one optimizer step may alternate between
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -168,16 +159,14 @@ def _has_triton() -> bool:
 
 
 class PlanFacts(NamedTuple):
-    """What this rank asks of a plan in every call."""
+    """What every call needs to know of its plan."""
 
     digest: int
-    row_tokens: int      # at home on this rank
-    key_row_tokens: int  # these, and behind them tokens that are keys only
-    checked: dict[tuple[object, ...], Shapes]  # tensors that were found to fit, by what was looked at
+    checked: dict[tuple[object, ...], Shapes]  # shapes, dtypes and devices of tensors that were found to fit
 
 
 class PlanCache:
-    """The plans of one rank of a transport's group, run with the kernel of that name or the fastest that fits."""
+    """The plans that one rank runs, with the kernel of that name or the fastest that fits."""
 
     def __init__(self, transport: Transport, kernel: str = "auto") -> None:
         self.transport, self.kernel = transport, kernel
@@ -189,10 +178,7 @@ class PlanCache:
     def facts(self, plan: Plan) -> PlanFacts:
         found = self._facts.get(plan)
         if found is None:
-            rank, layout = self.transport.rank, plan.layout
-            row, keys = (0, 0) if rank >= layout.num_ranks else (
-                int(layout.tokens_per_rank()[rank]), int(layout.key_tokens_per_rank()[rank]))
-            found = self._facts[plan] = PlanFacts(digest(plan), row, keys, {})
+            found = self._facts[plan] = PlanFacts(digest(plan), {})
         return found
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
@@ -200,8 +186,8 @@ class PlanCache:
         expected = []
         for plan in plans:
             if plan.num_servers > plan.layout.num_ranks:
-                raise UserError(f"a plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers, which hear "
-                                "of it only when it is called; call it without expecting it")
+                raise UserError(f"a plan has {plan.num_servers - plan.layout.num_ranks} dedicated servers, which get "
+                                "it only when it is called; call it without expecting it")
             expected.append(self.facts(plan).digest)
         together = hashlib.blake2b(repr(expected).encode(), digest_size=8).digest()
         self._compare(int.from_bytes(together, "little", signed=True), device)
@@ -209,7 +195,7 @@ class PlanCache:
             self._agreed.put(one, True)
 
     def begin(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
-        """What a call that begins needs of its plan; ranks that hold different plans must not compute."""
+        """The prepared plan of a call that begins; a plan that is new here is compared with the other ranks' first."""
         found = self.facts(plan).digest
         if not self._agreed.get(found):
             self._compare(found, shapes.device)
@@ -241,7 +227,7 @@ class PlanCache:
 
 
 def digest(plan: Plan) -> int:
-    """A number that differs between plans that differ, for ranks to compare."""
+    """A hash of the plan, for ranks to compare."""
     state = hashlib.blake2b(digest_size=8)
     layout = plan.layout
     columns = [getattr(table, name) for table, names in (
@@ -260,7 +246,7 @@ def stamp_of(digest: int, device: torch.device) -> torch.Tensor:
 
 
 class LRU(Generic[Key, Value]):
-    """A cache that evicts what was not asked for the longest."""
+    """A cache that evicts the least recently used entry; a cache of as many entries elsewhere evicts the same ones."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -75,7 +75,7 @@ def train_with_a_pool(transport: C10dTransport, plan: Plan, victim: int, how: st
     attend = CoreAttention(transport=transport)
     if transport.rank >= plan.layout.num_ranks:
         if transport.rank == victim:
-            transport.receive_message()                                     # told of one step, then gone
+            transport.receive_message()                          # gone after the first announcement
             vanish(how)
         return serve_until_stopped(attend)
     attend_once(attend, plan) if transport.rank != victim else vanish(how)
@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(last_step: str) ->
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["the_first_trainer", "a_trainer", "a_server"])
 def test_a_pool_stops_as_well(victim: int, how: str) -> None:
-    """Trainers notice a server that vanishes; servers notice trainers that do, also while they wait to be told."""
+    """Trainers notice a server that vanishes; servers notice trainers that do, also while they wait for work."""
     plan = misplaced_plan(layout_from_rows([[30], [20, 5]]), 4, MODEL, shift=2)
     outcomes = run_processes(4, train_with_a_pool, plan, victim, how, deadline_seconds=180,
                              timeout_seconds=TIMEOUT_SECONDS if how == "hangs" else NEVER_SECONDS,

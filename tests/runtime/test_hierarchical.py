@@ -32,7 +32,7 @@ from distca.workload.packing import pack
 from distca.workload.topology import Topology
 from tests.support.attention import attend_on_fake_ranks, dense_on_one, random_qkv, row_index
 from tests.support.plans import LAYOUT_KINDS, LayoutKind, misplaced_plan, random_layout, scattered_plan
-from tests.support.processes import run_processes
+from tests.support.processes import run_processes, values
 
 MODEL = ModelShape("tiny", 1, 32, 4, 2, 8, 64, 64)
 LENGTHS = [400, 40, 1, 55, 16]
@@ -149,11 +149,10 @@ def test_nodes_that_do_not_fit_the_ranks_are_refused() -> None:
         LoopbackWorld(4).run(body)
 
 
-def as_two_nodes(transport: C10dTransport, plans: list[Plan], node: list[int]) -> list[float]:
-    attend = CoreAttention(transport=over_nodes(transport, node))
-    assert isinstance(attend.transport, HierarchicalTransport)
-    errors = []
-    for plan in plans:
+def as_two_nodes(transport: C10dTransport, cases: list[tuple[list[int], list[Plan]]]) -> list[float]:
+    errors, attends = [], [CoreAttention(transport=over_nodes(transport, node)) for node, _ in cases]
+    assert all(isinstance(attend.transport, HierarchicalTransport) for attend in attends)
+    for attend, plan in [(attend, plan) for attend, (_, plans) in zip(attends, cases, strict=True) for plan in plans]:
         tensors = random_qkv(0, plan.layout.num_tokens)
         index = row_index(plan.layout, transport.rank)
         leaves = [x[index].requires_grad_() for x in tensors[:3]]
@@ -166,15 +165,15 @@ def as_two_nodes(transport: C10dTransport, plans: list[Plan], node: list[int]) -
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("node", [[0, 0, 1, 1], [0, 1, 1, 1]], ids=str)
-def test_four_processes_as_two_nodes_are_exact(node: list[int]) -> None:
-    topology = Topology.of_hosts([str(one) for one in node])
-    layouts = [pack(LENGTHS, ranks=4), pack(LENGTHS, ranks=4, placement="balanced", topology=topology)]
-    plans = [balance(layout, MODEL, tolerance=0.02, topology=topology) for layout in layouts]
-    plans += [misplaced_plan(layouts[0], 4, MODEL), scattered_plan(1, layouts[1], 4, MODEL)]
-    for outcome in run_processes(4, as_two_nodes, plans, node):
-        assert outcome.error is None
-        assert len(outcome.value) == 4 * len(plans) and max(outcome.value) < 1e-10
+def test_four_processes_as_two_nodes_are_exact() -> None:
+    cases = []
+    for node in ([0, 0, 1, 1], [0, 1, 1, 1]):
+        topology = Topology.of_hosts([str(one) for one in node])
+        layouts = [pack(LENGTHS, ranks=4), pack(LENGTHS, ranks=4, placement="balanced", topology=topology)]
+        plans = [balance(layout, MODEL, tolerance=0.02, topology=topology) for layout in layouts]
+        cases.append((node, [*plans, misplaced_plan(layouts[0], 4, MODEL), scattered_plan(1, layouts[1], 4, MODEL)]))
+    for errors in values(run_processes(4, as_two_nodes, cases)):
+        assert len(errors) == 2 * 4 * 4 and max(errors) < 1e-10
 
 
 def found_from_hosts(transport: C10dTransport, names: list[str]) -> tuple[str, list[int] | None]:

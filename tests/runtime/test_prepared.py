@@ -66,7 +66,7 @@ def test_tables_of_the_latest_plans_stay_and_others_are_made_again() -> None:
 
 def test_facts_of_a_plan_end_with_it() -> None:
     known, plans = PlanCache(alone()), plans_of(3)
-    assert [known.facts(plan)[1:3] for plan in plans] == [(4, 4), (5, 5), (6, 6)]
+    assert len({known.facts(plan).digest for plan in plans}) == 3
     del plans[:2]
     gc.collect()
     assert len(known._facts) == 1

@@ -7,7 +7,7 @@ import torch
 from distca.baselines import at_home, head_tail_layout
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
-from distca.runtime.attention import CoreAttention
+from distca.runtime.attention import STATES, CoreAttention
 from distca.runtime.dedicated import serve_until_stopped, stop_servers
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
@@ -39,15 +39,18 @@ def attend_and_compare(attend: CoreAttention, plan: Plan) -> float:
     return farthest(plan, attend.transport.rank, out.detach(), *map(gradient, leaves))
 
 
-def in_place(transport: C10dTransport, plans: list[Plan], state: str) -> list[float]:
+def in_place(transport: C10dTransport, plans: list[Plan]) -> list[float]:
     """Every rank trains and serves, over the default group."""
-    attend = CoreAttention(state=state)
-    assert (attend.transport.rank, attend.transport.size) == (transport.rank, transport.size)
-    return [attend_and_compare(attend, plan) for plan in (*plans, plans[0])]
+    errors = []
+    for state in STATES:
+        attend = CoreAttention(state=state)
+        assert (attend.transport.rank, attend.transport.size) == (transport.rank, transport.size)
+        errors += [attend_and_compare(attend, plan) for plan in (*plans, plans[0])]
+    return errors
 
 
 def dedicated(transport: C10dTransport, plans: list[Plan]) -> int | list[float]:
-    """Ranks beyond the layout serve until they are told to stop."""
+    """Ranks beyond the layout serve until they are stopped."""
     attend = CoreAttention(transport=transport)
     if transport.rank >= plans[0].layout.num_ranks:
         return serve_until_stopped(attend)
@@ -82,12 +85,11 @@ def all_plans(ranks: int) -> list[Plan]:
     return planned + baselines + wrong
 
 
-@pytest.mark.parametrize("state", ["resend", "keep"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_in_place_servers_are_exact(ranks: int, state: str) -> None:
+def test_in_place_servers_are_exact(ranks: int) -> None:
     plans = all_plans(ranks)
-    for errors in values(run_processes(ranks, in_place, plans, state)):
-        assert len(errors) == 1 + len(plans) and max(errors) < 1e-10
+    for errors in values(run_processes(ranks, in_place, plans)):
+        assert len(errors) == 2 * (1 + len(plans)) and max(errors) < 1e-10
 
 
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (1, 2)])

@@ -1,15 +1,26 @@
-"""One suite for every transport. A new transport is a new entry in TRANSPORTS."""
+"""One suite for every transport: loopback and gloo here, symmetric memory among the GPU tests.
 
+Then transports by name or by object, and messages between neighbouring stages.
+"""
+
+import re
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from distca.runtime.transport import LoopbackWorld, TransportError
-from distca.runtime.transport.c10d import C10dTransport
-from distca.runtime.transport.loopback import LoopbackTransport
+from distca.runtime.attention import CoreAttention
+from distca.runtime.transport import (
+    C10dTransport,
+    LoopbackPointToPoint,
+    LoopbackTransport,
+    LoopbackWorld,
+    TransportError,
+    transport_for,
+)
 from tests.support.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -53,7 +64,8 @@ def exchanges(transport: C10dTransport | LoopbackTransport, lengths: Callable[..
     assert arrived.dtype == torch.uint8 and torch.equal(arrived, expected(transport, lengths))
 
 
-def knows_its_place(transport: C10dTransport | LoopbackTransport) -> tuple[int, int]:
+def knows_its_rank(transport: C10dTransport | LoopbackTransport) -> tuple[int, int]:
+    carries_unequal_splits(transport)
     return transport.rank, transport.size
 
 
@@ -120,7 +132,7 @@ def hands_over_memory_of_its_own(transport: C10dTransport | LoopbackTransport) -
         arrived.zero_()
 
 
-def tells_bytes_in_order(transport: C10dTransport | LoopbackTransport) -> None:
+def sends_messages_in_order(transport: C10dTransport | LoopbackTransport) -> None:
     messages = [b"start", b"x" * 100_000, b"", bytes(range(256))]
     if transport.rank == 0:
         for message in messages:
@@ -131,7 +143,7 @@ def tells_bytes_in_order(transport: C10dTransport | LoopbackTransport) -> None:
         message + b"r" * transport.rank if message else message for message in messages]
 
 
-def tells_between_exchanges(transport: C10dTransport | LoopbackTransport) -> None:
+def sends_messages_between_exchanges(transport: C10dTransport | LoopbackTransport) -> None:
     for turn in range(3):
         if transport.rank == 0:
             for rank in range(1, transport.size):
@@ -143,21 +155,29 @@ def tells_between_exchanges(transport: C10dTransport | LoopbackTransport) -> Non
 
 CHECKS = [carries_unequal_splits, carries_zero_splits, carries_from_one_rank_alone, carries_nothing_at_all,
           carries_megabytes, carries_the_bytes_of_any_dtype, keeps_several_exchanges_in_flight, waits_in_any_order,
-          gathers, gathers_while_an_exchange_travels, hands_over_memory_of_its_own, tells_bytes_in_order,
-          tells_between_exchanges]
+          gathers, gathers_while_an_exchange_travels, hands_over_memory_of_its_own, sends_messages_in_order,
+          sends_messages_between_exchanges]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("on", TRANSPORTS)
-def test_every_transport(on: Callable[..., Any], check: Callable[..., Any]) -> None:
-    on(3, check)
+def test_loopback(check: Callable[..., Any]) -> None:
+    on_loopback(3, check)
+
+
+def all_checks(transport: C10dTransport) -> None:
+    for check in CHECKS:
+        check(transport)
+
+
+@pytest.mark.multiprocess
+def test_gloo() -> None:
+    on_gloo(3, all_checks)
 
 
 @pytest.mark.parametrize("on", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_groups_of_any_size(on: Callable[..., Any], size: int) -> None:
-    assert on(size, knows_its_place) == [(rank, size) for rank in range(size)]
-    on(size, carries_unequal_splits)
+    assert on(size, knows_its_rank) == [(rank, size) for rank in range(size)]
 
 
 def test_the_suite_can_fail() -> None:
@@ -191,7 +211,7 @@ def test_loopback_names_splits_that_do_not_match() -> None:
         LoopbackWorld(2, timeout_seconds=5).run(body)
 
 
-@pytest.mark.parametrize("wait", ["exchange", "gather", "hear"])
+@pytest.mark.parametrize("wait", ["exchange", "gather", "message"])
 def test_a_rank_that_fails_ends_the_others_at_once(wait: str) -> None:
     """The first failure is what the caller sees; nobody waits out the clock for a rank that is gone."""
     ends = []
@@ -222,3 +242,96 @@ def test_loopback_leaves_nothing_posted() -> None:
     world = LoopbackWorld(3, timeout_seconds=5)
     world.run(keeps_several_exchanges_in_flight)
     assert not world.posted and not world.readers
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_object_is_taken_as_it_is() -> None:
+    mine = LoopbackTransport(LoopbackWorld(1), 0)
+    assert CoreAttention(transport=mine).transport is mine
+
+
+def test_c10d_is_the_default_and_what_auto_is_without_nccl(alone: None) -> None:
+    for attention in (CoreAttention(), CoreAttention(transport="c10d"), CoreAttention(transport="auto")):
+        assert type(attention.transport) is C10dTransport and attention.transport.size == 1
+
+
+def test_an_unknown_name_lists_those_there_are(alone: None) -> None:
+    with pytest.raises(ValueError, match="transport is 'nccl'; choose one of: c10d, flat, symmetric, auto, or give a"):
+        transport_for("nccl")
+
+
+def test_symmetric_memory_without_gpus_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="symmetric memory needs GPUs and torch finds none; use C10dTransport"):
+        CoreAttention(transport="symmetric")
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "expected"), [
+    ([1, 1, 1], [4, 5, 6], True), ([1, 2, 1], [4, 5, 6], False), ([1, 1, 1], [4, 4, 6], False)])
+def test_auto_asks_for_one_node_and_a_gpu_each(nodes: list[int], gpus: list[int], expected: bool,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    from distca.runtime import transport as package
+    from distca.runtime.transport import symmetric
+
+    class Group:
+        size, group = 3, None
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr(symmetric, "nodes_and_gpus", lambda *_: (nodes, gpus))
+    assert package._on_one_node(cast(Any, Group())) is expected
+
+
+LIKE = torch.empty(0, dtype=torch.float64)
+
+
+def number(value: int, size: int = 3) -> torch.Tensor:
+    return torch.full((size,), float(value), dtype=torch.float64)
+
+
+def test_each_way_keeps_its_order_whatever_the_other_does() -> None:
+    """Both send all they have before either receives; sent tensors may change afterwards."""
+    def body(transport: LoopbackTransport) -> list[float]:
+        ends = LoopbackPointToPoint(world, [0, 1], transport.rank)
+        other = 1 - ends.stage
+        tensor = number(0)
+        for value in range(4):
+            ends.send(tensor.fill_(10 * ends.stage + value), other).wait()
+        tensor.fill_(-1)
+        handles = [ends.receive((3,), LIKE, other) for _ in range(4)]
+        return [handle.wait()[0].item() for handle in handles]
+
+    world = LoopbackWorld(2, timeout_seconds=20)
+    assert world.run(body) == [[10, 11, 12, 13], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(("sent", "match"), [
+    (None, r"stage 1 of 2: stage 0 failed: nothing came within 0.2 s"),
+    (number(1, size=4), r"stage 1: expected \(3,\) from stage 0 and got \(4,\); the stages do not follow the same"),
+    (ZeroDivisionError("gone"), r"stage 1 of 2: stage 0 failed: gone"),
+])
+def test_what_does_not_arrive_is_said(sent: ZeroDivisionError | torch.Tensor | None, match: str) -> None:
+    world, errors = LoopbackWorld(2, timeout_seconds=0.2), []
+
+    def body(transport: LoopbackTransport) -> None:
+        ends = LoopbackPointToPoint(world, [0, 1], transport.rank)
+        if ends.stage == 0 and isinstance(sent, Exception):
+            raise sent
+        if ends.stage == 0 and isinstance(sent, torch.Tensor):
+            ends.send(sent, 1)
+        if ends.stage == 1:
+            try:
+                ends.receive((3,), LIKE, 0).wait()
+            except TransportError as error:
+                errors.append(str(error))
+                raise
+
+    with pytest.raises((TransportError, ZeroDivisionError)):
+        world.run(body)
+    assert len(errors) == 1 and re.match(match, errors[0])

@@ -8,10 +8,6 @@ from distca.runtime.copy_tables import Copies, Merges, Sums
 from distca.runtime.exchange import Tensors
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous()
-
-
 def numbers(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """All of a contiguous tensor's bytes, as numbers of this kind."""
     return tensor.reshape(-1).view(torch.uint8).view(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +95,7 @@ class LoopbackTransport:
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
         sequence, self.sequence = self.sequence, self.sequence + 1
         self.world.post(sequence, self.rank, "exchange", send.split(send_splits))
-        return _LoopbackHandle(self, sequence, recv_splits)
+        return _LoopbackHandle(partial(self._received, sequence, recv_splits))
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         sequence, self.sequence = self.sequence, self.sequence + 1
@@ -115,17 +116,11 @@ class LoopbackTransport:
         reason = f"another rank failed: {world.failed}" if world.failed else f"none within {world.timeout_seconds} s"
         raise TransportError(f"rank {self.rank} of {self.size}: nothing to serve was announced ({reason})")
 
-
-class _LoopbackHandle:
-    def __init__(self, transport: LoopbackTransport, sequence: int, recv_splits: list[int]) -> None:
-        self.transport, self.sequence, self.recv_splits = transport, sequence, recv_splits
-
-    def wait(self) -> torch.Tensor:
-        rank = self.transport.rank
-        splits = [sent[rank] for sent in self.transport.world.collect(self.sequence, rank)]
+    def _received(self, sequence: int, recv_splits: list[int]) -> torch.Tensor:
+        splits = [sent[self.rank] for sent in self.world.collect(sequence, self.rank)]
         arrived = [len(split) for split in splits]
-        if arrived != self.recv_splits:
-            raise TransportError(f"rank {rank}: expected {self.recv_splits} bytes from each rank and got {arrived}; "
+        if arrived != recv_splits:
+            raise TransportError(f"rank {self.rank}: expected {recv_splits} bytes from each rank and got {arrived}; "
                                  "the ranks do not follow the same plan")
         return torch.cat(splits)
 
@@ -141,35 +136,26 @@ class LoopbackPointToPoint:
         with self.world.changed:
             self.world.passed.setdefault((self.chain[self.stage], self.chain[stage]), deque()).append(tensor.clone())
             self.world.changed.notify_all()
-        return _Ready(tensor)
+        return _LoopbackHandle(lambda: tensor)
 
     def receive(self, shape: Sequence[int], like: torch.Tensor, stage: int) -> Handle:
-        return _Awaited(self, stage, tuple(shape))
+        return _LoopbackHandle(partial(self._received, tuple(shape), stage))
 
-
-class _Ready:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.tensor
-
-
-class _Awaited:
-    def __init__(self, ends: LoopbackPointToPoint, stage: int, shape: tuple[int, ...]) -> None:
-        self.ends, self.stage, self.shape = ends, stage, shape
-
-    def wait(self) -> torch.Tensor:
-        world, chain = self.ends.world, self.ends.chain
-        way = chain[self.stage], chain[self.ends.stage]
+    def _received(self, shape: tuple[int, ...], stage: int) -> torch.Tensor:
+        world, way = self.world, (self.chain[stage], self.chain[self.stage])
         with world.changed:
             world.changed.wait_for(lambda: world.failed is not None or world.passed.get(way),
                                    timeout=world.timeout_seconds)
             if not world.passed.get(way):
                 reason = world.failed or f"nothing came within {world.timeout_seconds} s"
-                raise TransportError(f"stage {self.ends.stage} of {len(chain)}: stage {self.stage} failed: {reason}")
+                raise TransportError(f"stage {self.stage} of {self.num_stages}: stage {stage} failed: {reason}")
             tensor = world.passed[way].popleft()
-        if tuple(tensor.shape) != self.shape:
-            raise TransportError(f"stage {self.ends.stage}: expected {self.shape} from stage {self.stage} and got "
+        if tuple(tensor.shape) != shape:
+            raise TransportError(f"stage {self.stage}: expected {shape} from stage {stage} and got "
                                  f"{tuple(tensor.shape)}; the stages do not follow the same ticks")
         return tensor
+
+
+class _LoopbackHandle:
+    def __init__(self, wait: Callable[[], torch.Tensor]) -> None:
+        self.wait = wait
