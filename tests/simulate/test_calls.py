@@ -1,4 +1,4 @@
-"""What calls are charged: every plan's tasks once, and rings that hide what they can."""
+"""Costs of calls: every plan's tasks once, hops as in the runtime, and rings that hide what they can."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from distca.simulate.clock import Ring
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import cluster_named
+from distca.workload.documents import sample_lengths
 from distca.workload.layout import layout_from_rows
+from distca.workload.topology import Topology
 
 MODEL = model_named("llama3-8b")
 COSTS = Costs.of(MODEL, cluster_named("dgx-h200"), 8, analytic_table(MODEL, 550e12))
@@ -97,3 +99,27 @@ def test_bytes_are_those_of_the_wire() -> None:
         assert found.going_bytes.sum() == moved.q_tokens.sum() * q + moved.kv_tokens.sum() * kv
         assert found.coming_bytes.sum() == moved.q_tokens.sum() * (out + lse)
     assert any(len(plan.layout.key_only) for plan in step.plans)  # pong reads ping's keys, from their homes
+
+
+def test_hops_are_those_of_the_plan() -> None:
+    topology = Topology.regular(8, 4)
+    step = plan_step([sample_lengths("prolong", 8 * 16_384, seed=3)], MODEL, num_data=8, layers=(1,), topology=topology)
+    costs = PlanCosts(step, COSTS.attention)
+    crossing = 0
+    for at, plan in enumerate(step.plans):
+        outer, inner = costs.hops(at, False)
+        node = topology.node
+        assert (node[outer.home] != node[outer.server]).all() and (node[inner.home] == node[inner.server]).all()
+        between = plan.traffic_between_nodes()
+        assert between is not None
+        q_bytes, kv_bytes = MODEL.q_token_bytes(), MODEL.kv_token_bytes()
+        assert outer.going_bytes.sum() == between.q_tokens.sum() * q_bytes + between.kv_tokens.sum() * kv_bytes
+        crossing += int(outer.going_bytes.sum())
+        together = costs.messages(at, False)
+        assert len(together.home) == len(outer.home) + len(inner.home)
+    assert crossing > 0                                          # not vacuous
+
+
+def test_one_hop_without_nodes() -> None:
+    step = plan_step([np.array([8192, 8192])], MODEL, num_data=2, layers=(1,), topology=Topology.regular(2, 2))
+    assert all(len(PlanCosts(step, COSTS.attention).hops(at, False)) == 1 for at in range(len(step.plans)))

@@ -19,6 +19,7 @@ from distca.simulate.strategies import NAMES, STRATEGIES, GroupChoice, StepDocum
 from distca.simulate.sweep import Comparison, Question, batch_figures, compare, replay
 from distca.spec import cluster_named
 from distca.workload.sequences import Source, batch_sequences
+from distca.workload.topology import Topology
 
 MODEL = model_named("llama3-8b")
 CLUSTER = cluster_named("dgx-h200")
@@ -120,6 +121,13 @@ def test_clusters_come_from_files(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             read_cluster(path)
+
+
+def test_a_cluster_file_may_name_pods(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "dgx-h200"\nnodes_per_pod = 4\n', encoding="utf-8")
+    assert read_cluster(path).nodes_per_pod == 4
+    assert Topology.of_cluster(read_cluster(path), 128, tp=1).pod.max() == 3
 
 
 def test_a_faster_network_helps_those_who_wait_for_it() -> None:

@@ -10,13 +10,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import distca
 from distca.cli.report import read_traces
+from distca.cost.attention_time import shipped_table
+from distca.models import model_named
+from distca.simulate.setting import settings
+from distca.simulate.sweep import Question, compare
+from distca.spec import cluster_named
+from distca.validation import UserError
+from distca.workload.sequences import Source
 
 KEYS = {"tokens_per_second", "step_seconds", "idle_share", "exposed_communication_share", "peak_memory_gb",
         "work_max_over_mean", "speedup_over"}
+SHORT = ("simulate", "--batches", "2", "--workers", "1", "--context", "16k", "--gpus", "32")
 QUICK = ("simulate", "--batches", "1", "--workers", "1", "--context", "65536", "--gpus", "32")
 
 
@@ -95,6 +104,63 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Callable[..., tuple[int, str
     code, out, err = run("simulate", "--batches", "1", "--workers", "1", *arguments)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and said in err
+
+
+def test_the_terminal_ends_and_the_page_opens_with_it(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, out, _ = run(*SHORT, "--html", "page.html")
+    assert code == 0
+    said = " ".join(out.replace("Written to page.html.", "").split())
+    code, printed, _ = run(*SHORT, "--json")
+    found = json.loads(printed)
+    rows = found["strategies"]
+    baselines = {name: row["tokens_per_second"] for name, row in rows.items()
+                 if name not in ("distca", "disaggregated", "bound")}
+    best = max(baselines, key=lambda name: baselines[name])
+    ratio = rows["distca"]["tokens_per_second"] / baselines[best]
+    assert f"{ratio:.2f}× as fast as {best}, the best baseline" in found["verdict"] and said.endswith(found["verdict"])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    header = page[page.index("<header>"):page.index("</header>")]
+    assert found["verdict"] in header.replace("&#x27;", "'")
+    captions = re.findall(r"<figcaption>(\w+), simulated, first batch", page)
+    assert captions == [best, "distca"]              # the baseline above ours
+    assert '<div class="timelines">' in page         # not side by side
+    (tmp_path / "answer.json").write_text(printed)
+    code, _, _ = run("report", "answer.json", "--out", "again.html")
+    assert code == 0 and found["verdict"] in (tmp_path / "again.html").read_text(encoding="utf-8")
+
+
+def test_lengths_of_every_format_are_simulated(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    lengths = np.array([9000, 500, 1200, 70])
+    np.save(tmp_path / "a.npy", lengths)
+    (tmp_path / "a.csv").write_text("id,tokens\n" + "".join(f"{at},{n}\n" for at, n in enumerate(lengths)))
+    options = ("simulate", "--gpus", "32", "--batches", "1", "--workers", "1", "--strategies", "distca", "--json")
+    answers = [run(*options, "--data", *data) for data in (
+        ["a.npy"], ["a.csv", "--column", "tokens"], ["9000,500,1200,70"])]
+    assert [(code, err) for code, _, err in answers] == [(0, "")] * 3
+    seconds = {json.loads(out)["strategies"]["distca"]["step_seconds"] for _, out, _ in answers}
+    assert len(seconds) == 1
+    code, out, err = run(*options, "--data", "a.csv", "--column", "length")
+    assert (code, out) == (2, "") and "the columns are: id, tokens" in err
+
+
+def test_numbers_take_units(run: Callable[..., tuple[int, str, str]]) -> None:
+    small = ("simulate", "--batches", "1", "--workers", "1", "--strategies", "distca", "--json")
+    said = [json.loads(run(*small, "--gpus", gpus, "--context", context)[1])
+            for gpus, context in (("32", "16384"), ("3_2", "16k"))]
+    assert said[0] == said[1] and said[0]["context"] == 16_384
+    code, _, err = run(*small, "--gpus", "0.3k")
+    assert code == 2 and "which is 307.2 with k = 1024" in err
+
+
+@pytest.mark.multiprocess
+def test_what_a_worker_refuses_is_refused_here() -> None:
+    """As a UserError, which the command line prints as one line, not as an accident of the pool's."""
+    grid = settings(model_named("llama3-8b"), cluster_named("dgx-h200"), gpus=16, context=8192, tp=8, pp=[1],
+                    sequences=None, micro_batches=None)
+    question = Question(grid, ("disaggregated",), Source("prolong"), shipped_table("h200"), 0.05, 2)
+    object.__setattr__(question, "tolerance", -1.0)   # which only the planner looks at again
+    with pytest.raises(UserError, match=r"tolerance is -1\.0; give a number from 0 to 1"):
+        compare(question, workers=2)
 
 
 def test_every_command_of_the_guide_runs(run: Callable[..., tuple[int, str, str]],
