@@ -1,10 +1,9 @@
 """Cross-entropy without the logits: 64K tokens against a vocabulary of 128K would be 32 GiB of them.
 
-Logits exist for one chunk of tokens at a time, in one buffer: forward turns them into their gradient where they stand
-and multiplies that into the gradients of hidden and of the head at once, so that no logit is computed twice; backward
-only scales. Where tensor ranks share out the vocabulary each works on its own part of it, and two small reductions for
-each chunk make the log-sum-exp and the labels' logits whole. The two passes over the logits are what a compiler fuses;
-without one they are several.
+Logits exist for one chunk of tokens at a time, in one buffer. Forward overwrites them with their gradient and adds its
+products to the gradients of hidden and of the head at once, so that no logit is computed twice; backward only scales.
+Where tensor ranks share the vocabulary each works on its own part of it, and two small reductions for each chunk make
+the log-sum-exp and the labels' logits whole. The compiler fuses each of the two passes over the logits.
 """
 
 from __future__ import annotations
@@ -31,11 +30,6 @@ def chunked_cross_entropy(
     float32 (float64 where hidden is). A head_weight whose vocabulary is sharded over tensor ranks that hold the same
     hidden gives each of them the whole sum, and the whole gradient of hidden.
     """
-    if chunk_tokens < 1:
-        raise UserError(f"chunk_tokens is {chunk_tokens}; give a whole number of at least 1")
-    if labels.shape != hidden.shape[:1]:
-        raise UserError(f"labels have shape {tuple(labels.shape)} but hidden has {hidden.shape[0]} tokens; "
-                        "give one label per token")
     vocab = head_weight.shape[0]
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= vocab)
     if labels.device.type == "cpu" and bool(wrong.any()):

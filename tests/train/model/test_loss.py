@@ -91,13 +91,9 @@ def test_no_labels_at_all() -> None:
     assert (float(total.detach()), int(count), float(gradient(hidden).abs().sum())) == (0.0, 0, 0.0)
 
 
-@pytest.mark.parametrize("labels, chunk, message", [
-    ([0, 4, 1], 2, "labels hold 4 but the vocabulary has 4"),
-    ([0, -1, 1], 2, "labels hold -1"),
-    ([0, 1], 2, "labels have shape"),
-    ([0, 1, 2], 0, "chunk_tokens is 0"),
-])
-def test_impossible_input_is_refused(labels: list[int], chunk: int, message: str) -> None:
+@pytest.mark.parametrize("labels, message", [
+    ([0, 4, 1], "labels hold 4 but the vocabulary has 4"), ([0, -1, 1], "labels hold -1")])
+def test_labels_outside_the_vocabulary_are_refused(labels: list[int], message: str) -> None:
     hidden, weight, _ = random_case(3, 4, 0)
     with pytest.raises(ValueError, match=message):
-        chunked_cross_entropy(hidden, weight, torch.tensor(labels), chunk)
+        chunked_cross_entropy(hidden, weight, torch.tensor(labels), 2)
