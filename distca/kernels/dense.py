@@ -1,7 +1,7 @@
 """The oracle: attention written down as its formula, with every score in memory.
 
 Slow and quadratic on purpose. `dense_attention` is what every other path in the project must equal; the `dense` kernel
-states the same for task tasks, in any dtype on any device.
+states the same for tasks, in any dtype on any device.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from distca.kernels.interface import (
     PLAIN,
     BackwardInputs,
+    Gradients,
+    Results,
     Scores,
     TaskRows,
     accumulation_dtype,
@@ -25,17 +28,13 @@ from distca.kernels.interface import (
 )
 from distca.validation import UserError
 
+_DenseTasks = tuple[TaskRows, Scores]
+
 
 def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
     """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
 
     The dim of v, which is that of the result, may be another. `softcap` c makes c * tanh(score / c) of every score;
@@ -67,14 +66,8 @@ def dense_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class _DenseTasks:
-    tasks: TaskRows
-    scores: Scores
-
-
-@dataclass(frozen=True, slots=True)
 class DenseKernel:
-    """Task tasks by the formula: the number of tasks that show a key to a query weighs their score."""
+    """Tasks by the formula: the number of tasks that show a key to a query weighs their score."""
 
     name: str = "dense"
 
@@ -85,31 +78,28 @@ class DenseKernel:
         return None if dtype.is_floating_point else f"dtype is {dtype}; give a floating-point dtype"
 
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> _DenseTasks:
-        return _DenseTasks(tasks, scores)
+        return tasks, scores
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _DenseTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_inputs(q, k, v, prepared.tasks)
-        softcap = prepared.scores.softcap
-        scores = _scores(q, k, softmax_scale(q, scale), softcap) + _log_shown(q, k, prepared)  # [heads, q, k]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, prepared: _DenseTasks, scale: float | None = None) -> Results:
+        tasks, about = prepared
+        check_inputs(q, k, v, tasks)
+        scores = _scores(q, k, softmax_scale(q, scale), about.softcap)  # [heads, q, k]
+        scores = scores + times_shown(q, k, tasks, about.window).log()
         lse = scores.logsumexp(dim=-1)  # [heads, q]
         probabilities = _probabilities(scores, lse)
         out = torch.einsum("hqk,khd->qhd", probabilities, _per_head(v, q))
         return out.to(q.dtype), lse.T.contiguous()
 
-    def backward(
-        self, inputs: BackwardInputs, prepared: _DenseTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out, lse = inputs
-        check_inputs(q, k, v, prepared.tasks)
-        scale, softcap = softmax_scale(q, scale), prepared.scores.softcap
-        scores = _scores(q, k, scale, softcap)
-        probabilities = _probabilities(scores + _log_shown(q, k, prepared), lse.T)
+    def backward(self, inputs: BackwardInputs, prepared: _DenseTasks, scale: float | None = None) -> Gradients:
+        (dout, q, k, v, out, lse), (tasks, about) = inputs, prepared
+        check_inputs(q, k, v, tasks)
+        scale = softmax_scale(q, scale)
+        scores = _scores(q, k, scale, about.softcap)
+        probabilities = _probabilities(scores + times_shown(q, k, tasks, about.window).log(), lse.T)
         dout_wide = dout.to(probabilities.dtype)
         delta = (dout_wide * out).sum(dim=-1).T  # [heads, q]
         dprobabilities = torch.einsum("qhd,khd->hqk", dout_wide, _per_head(v, q))
-        dscores = probabilities * (dprobabilities - delta[..., None]) * (scale * cap_slope(scores, softcap))
+        dscores = probabilities * (dprobabilities - delta[..., None]) * (scale * cap_slope(scores, about.softcap))
         dq = torch.einsum("hqk,khd->qhd", dscores, _per_head(k, q))
         dk = torch.einsum("hqk,qhd->khd", dscores, q.to(dscores.dtype))
         dv = torch.einsum("hqk,qhd->khd", probabilities, dout_wide)
@@ -118,22 +108,17 @@ class DenseKernel:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """[heads, num_q, num_k], of every key."""
     wide = q.to(accumulation_dtype(q.dtype))
     return capped(torch.einsum("qhd,khd->hqk", wide, _per_head(k, q)) * scale, softcap)
 
 
-def _per_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _per_head(x: Tensor, q: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _log_shown(q: torch.Tensor, k: torch.Tensor, prepared: _DenseTasks) -> torch.Tensor:
-    """[num_q, num_k], -inf where no task shows the key to the query."""
-    return times_shown(q, k, prepared.tasks, prepared.scores.window).log()
-
-
-def times_shown(q: torch.Tensor, k: torch.Tensor, tasks: TaskRows, window: int | None) -> torch.Tensor:
+def times_shown(q: Tensor, k: Tensor, tasks: TaskRows, window: int | None) -> Tensor:
     """[num_q, num_k], how many tasks show the key to the query."""
     count = torch.zeros(q.shape[0], k.shape[0], dtype=accumulation_dtype(q.dtype), device=q.device)
     for q_begin, q_end, k_begin, k_end, q_offset in zip(
@@ -148,5 +133,5 @@ def times_shown(q: torch.Tensor, k: torch.Tensor, tasks: TaskRows, window: int |
     return count
 
 
-def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])

@@ -22,10 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distca.kernels.interface import (
     PLAIN,
     BackwardInputs,
+    Gradients,
+    Results,
     Scores,
     TaskRows,
     accumulation_dtype,
@@ -59,27 +62,27 @@ class Spans:
         stops = np.roll(starts, -1)
         return cls(tuple(zip(begin[starts].tolist(), end[stops].tolist(), strict=True)))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The packed buffer; a view when the ranges are one."""
         pieces = [x[begin:end] for begin, end in self.bounds]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def pairs(self, x: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each range of x beside its part of the packed buffer."""
         at = 0
         for begin, end in self.bounds:
             yield x[begin:end], packed[at : at + end - begin]
             at += end - begin
 
-    def put(self, x: torch.Tensor, packed: torch.Tensor) -> None:
+    def put(self, x: Tensor, packed: Tensor) -> None:
         for there, here in self.pairs(x, packed):
             there.copy_(here)
 
-    def add(self, x: torch.Tensor, packed: torch.Tensor) -> None:
+    def add(self, x: Tensor, packed: Tensor) -> None:
         for there, here in self.pairs(x, packed):
             there += here
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, packed_out: torch.Tensor, packed_lse: torch.Tensor) -> None:
+    def merge(self, out: Tensor, lse: Tensor, packed_out: Tensor, packed_lse: Tensor) -> None:
         """Merge partial attention into out and lse, range by range, because ranges may overlap."""
         for (out_there, out_here), (lse_there, lse_here) in zip(
             self.pairs(out, packed_out), self.pairs(lse, packed_lse), strict=True
@@ -95,10 +98,10 @@ class PackedCall:
 
     q: Spans
     k: Spans
-    q_ends: torch.Tensor  # int32 [tasks + 1] in the packed queries
-    k_ends: torch.Tensor  # int32 [tasks + 1] in the packed keys
-    k_begin: torch.Tensor  # int32 [tasks + 1] in the key buffer; the last entry is not read
-    k_len: torch.Tensor  # int32 [tasks]
+    q_ends: Tensor  # int32 [tasks + 1] in the packed queries
+    k_ends: Tensor  # int32 [tasks + 1] in the packed keys
+    k_begin: Tensor  # int32 [tasks + 1] in the key buffer; the last entry is not read
+    k_len: Tensor  # int32 [tasks]
     max_q_len: int
     max_k_len: int
     causal: bool
@@ -120,15 +123,11 @@ class PackedFlash(ABC):
     name: str
 
     @abstractmethod
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Results:
         """Packed q against k and v where they lie -> out like q, lse [packed q, heads]."""
 
     @abstractmethod
-    def call_backward(
-        self, inputs: BackwardInputs, call: PackedCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def call_backward(self, inputs: BackwardInputs, call: PackedCall, scale: float) -> Gradients:
         """dq, dk, dv; everything packed in the order of the call's tasks."""
 
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> PackedTasks:
@@ -141,9 +140,7 @@ class PackedFlash(ABC):
             backward += [_call(chunk, causal, left, softcap, device) for chunk in chunks]
         return PackedTasks(tasks, tuple(forward), tuple(backward), disjoint(inside.q_begin, inside.q_end))
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: PackedTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, prepared: PackedTasks, scale: float | None = None) -> Results:
         check_inputs(q, k, v, prepared.tasks)
         check_one_dim(self.name, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
@@ -162,9 +159,7 @@ class PackedFlash(ABC):
                 call.q.merge(out, lse, packed_out, packed_lse)
         return out.to(q.dtype), lse
 
-    def backward(
-        self, inputs: BackwardInputs, prepared: PackedTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs, prepared: PackedTasks, scale: float | None = None) -> Gradients:
         dout, q, k, v, out, lse = inputs
         check_inputs(q, k, v, prepared.tasks)
         check_one_dim(self.name, k, v)
@@ -223,7 +218,7 @@ def _groups(tasks: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, boo
 
 
 def _call(tasks: TaskRows, causal: bool, left: int, softcap: float | None, device: torch.device) -> PackedCall:
-    def upload(column: np.ndarray) -> torch.Tensor:
+    def upload(column: np.ndarray) -> Tensor:
         return torch.from_numpy(column.astype(np.int32)).to(device)
 
     max_q_len, max_k_len = int(tasks.q_len.max()), int(tasks.k_len.max())
@@ -266,18 +261,14 @@ class VarlenKernel(PackedFlash):
             return f"head_dim is {head_dim}; give a multiple of 8 up to 256"
         return None
 
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Results:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, call.q_ends, call.k_begin, call.max_q_len, call.max_k_len, 0.0, call.causal, False, scale=scale,
             window_size_left=call.window_left, window_size_right=0 if call.causal else UNBOUNDED, seqused_k=call.k_len,
         )
         return out, lse.T.contiguous()
 
-    def call_backward(
-        self, inputs: BackwardInputs, call: PackedCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def call_backward(self, inputs: BackwardInputs, call: PackedCall, scale: float) -> Gradients:
         device = inputs.q.device
         return torch.ops.aten._flash_attention_backward(
             *inputs._replace(lse=inputs.lse.T.contiguous()), call.q_ends, call.k_ends, call.max_q_len, call.max_k_len,
@@ -324,9 +315,7 @@ class Fa4Kernel(PackedFlash):
             return "deterministic algorithms are on, which FlashAttention-4 does not have for compute capability 12"
         return None
 
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Results:
         with torch.no_grad():
             out, lse, *_ = _interface()._flash_attn_fwd(
                 q, k, v, cu_seqlens_q=call.q_ends, cu_seqlens_k=call.k_begin, seqused_k=call.k_len, return_lse=True,
@@ -334,9 +323,7 @@ class Fa4Kernel(PackedFlash):
             )
         return out, lse.T.contiguous()
 
-    def call_backward(
-        self, inputs: BackwardInputs, call: PackedCall, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def call_backward(self, inputs: BackwardInputs, call: PackedCall, scale: float) -> Gradients:
         dout, q, k, v, out, lse = inputs
         dq, dk, dv, *_ = _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse.T.contiguous(), softmax_scale=scale, softcap=call.softcap or 0.0,

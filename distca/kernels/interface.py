@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distca.validation import UserError
 
@@ -113,15 +114,19 @@ class TaskRows:
         return cls.aligned(begin, end, begin, end)
 
 
+Results = tuple[Tensor, Tensor]            # out and lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
+
+
 class BackwardInputs(NamedTuple):
     """What gradients are computed from, in the packed buffers: out and lse are the merged ones."""
 
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class Kernel(Protocol):
@@ -144,9 +149,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Any, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float | None = None) -> Results:
         """q [num_q, heads, dim], k [num_k, kv_heads, dim], v [num_k, kv_heads, value_dim] ->
         out [num_q, heads, value_dim], lse [num_q, heads].
 
@@ -154,9 +157,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(
-        self, inputs: BackwardInputs, prepared: Any, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs, prepared: Any, scale: float | None = None) -> Gradients:
         """dq, dk, dv from the merged out and lse; zeros where no task reaches."""
         ...
 
@@ -166,13 +167,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
+def softmax_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def merge(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Results:
     """Attention over the keys of a and b together, from the attention over each: out [..., dim], lse [...].
 
     Exact also where a side saw no key (lse -inf, out 0). The sum is kept in lse's dtype, the result in out_a's.
@@ -183,28 +182,28 @@ def merge(
     return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
-def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def cap_slope(capped_scores: torch.Tensor, softcap: float | None) -> torch.Tensor | float:
+def cap_slope(capped_scores: Tensor, softcap: float | None) -> Tensor | float:
     """How much a capped score changes with the score that it was."""
     return 1.0 if softcap is None else 1 - (capped_scores / softcap).square()
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Results:
     """out [tokens, heads, dim] and lse [tokens, heads] over all keys, and over sinks [heads] too."""
     return merge(out, lse, out.new_zeros(()), sinks.to(lse.dtype))
 
 
-def gradient_of_sinks(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """[heads], from the out and lse that with_sinks gave: a sink's probability times -delta, over all tokens."""
     probability = torch.exp(sinks.to(lse.dtype) - lse.masked_fill(lse == -torch.inf, 0.0))  # [tokens, heads]
     delta = (dout.to(lse.dtype) * out).sum(dim=-1)
     return -(probability * delta).sum(dim=0).to(sinks.dtype)
 
 
-def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     if sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point:
@@ -214,7 +213,7 @@ def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
         raise UserError(f"sinks is on {sinks.device} and q on {q.device}; move them to one device")
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors that do not belong together."""
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[-1] != k.shape[-1]:
         raise UserError(
@@ -231,7 +230,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise UserError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskRows) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, tasks: TaskRows) -> None:
     """Refuse tensors that do not belong together or tasks that reach outside of them."""
     check_tensors(q, k, v)
     for end, column, tensor, name in (("q_end", tasks.q_end, q, "q"), ("k_end", tasks.k_end, k, "k")):
@@ -254,7 +253,7 @@ def one_dim_only(head_dim: int, value_dim: int | None) -> str | None:
     return f"{dims_text(head_dim, value_dim)}, it takes one for both; use kernel='hopper', 'sdpa' or 'dense'"
 
 
-def check_one_dim(name: str, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_one_dim(name: str, k: Tensor, v: Tensor) -> None:
     reason = one_dim_only(k.shape[-1], v.shape[-1])
     if reason is not None:
         raise UserError(f"kernel={name!r}: {reason}")
@@ -325,7 +324,7 @@ def rectangles_and_squares(causal: TaskRows) -> tuple[TaskRows, TaskRows]:
     return rectangles, squares
 
 
-def unit_stride(x: torch.Tensor) -> torch.Tensor:
+def unit_stride(x: Tensor) -> Tensor:
     """Fused kernels want the numbers of one head side by side; other strides are free."""
     return x if x.stride(-1) == 1 else x.contiguous()
 

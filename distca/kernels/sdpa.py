@@ -15,11 +15,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distca.columns import spread
 from distca.kernels.interface import (
     PLAIN,
     BackwardInputs,
+    Gradients,
+    Results,
     Scores,
     TaskRows,
     accumulation_dtype,
@@ -55,11 +58,11 @@ class _SdpaTasks:
     tasks: TaskRows
     softcap: float | None
     parts: tuple[_Part, ...]
-    masks: tuple[torch.Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
+    masks: tuple[Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
     tiled: tuple[int | None, int | None]  # queries and keys that parts hold once each, in order from 0; None: not so
     checked: set[tuple[object, ...]] = field(default_factory=set)
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """check_inputs, once for tensors of the same shapes."""
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         if key not in self.checked:
@@ -105,9 +108,7 @@ class SdpaKernel:
         return _SdpaTasks(tasks, scores.softcap, tuple(parts), tuple(_band(*key, window or 0, device) for key in masks),
                           (_tiled([part.q for part in parts]), _tiled([part.k for part in parts])))
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: _SdpaTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, prepared: _SdpaTasks, scale: float | None = None) -> Results:
         prepared.check(q, k, v)
         scale, wide = softmax_scale(q, scale), accumulation_dtype(q.dtype)
         q, k, v = (unit_stride(x) for x in (q, k, v))
@@ -128,9 +129,7 @@ class SdpaKernel:
             out[part.q], lse[part.q] = out_part, lse_part
         return out.to(q.dtype), lse
 
-    def backward(
-        self, inputs: BackwardInputs, prepared: _SdpaTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs, prepared: _SdpaTasks, scale: float | None = None) -> Gradients:
         prepared.check(inputs.q, inputs.k, inputs.v)
         dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its own dtype
         dout, q, k, v, out = (unit_stride(x if x.dtype is wide else x.to(wide)) for x in inputs[:5])
@@ -152,7 +151,7 @@ class SdpaKernel:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _is_fused(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
+def _is_fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
     """The operator is the CPU's, takes values of the queries' head dim and caps nothing."""
     return q.device.type == "cpu" and q.shape[2] == v.shape[2] and softcap is None
 
@@ -167,7 +166,7 @@ def _tiled(ranges: Sequence[slice]) -> int | None:
     return at or None
 
 
-def _end_to_end(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:
     """A single one as a tensor of its own: compiled code asks what a view is of, and would be compiled again."""
     return pieces[0].data if len(pieces) == 1 else torch.cat(list(pieces))
 
@@ -185,35 +184,31 @@ def _query_blocks(tasks: TaskRows, window: int) -> TaskRows:
     return visible(blocks, window)
 
 
-def _band(q_len: int, k_len: int, q_offset: int, window: int, device: torch.device) -> torch.Tensor:
+def _band(q_len: int, k_len: int, q_offset: int, window: int, device: torch.device) -> Tensor:
     seen = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
     return seen.tril(q_offset).triu(q_offset - window + 1)
 
 
-def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
+def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, dim]
 
 
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+def _tokens_first(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)  # [tokens, heads, dim]
 
 
-def _fused_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Results:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal, attn_mask=mask, scale=scale
     )
     return _tokens_first(out), _tokens_first(lse)
 
 
-def _fused_backward(
-    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fused_backward(inputs: BackwardInputs, causal: bool, mask: Tensor | None, scale: float) -> Gradients:
     tensors = (_heads_first(x) for x in inputs)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, causal, attn_mask=mask, scale=scale
@@ -221,12 +216,12 @@ def _fused_backward(
     return _tokens_first(dq), _tokens_first(dk), _tokens_first(dv)
 
 
-def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """[tokens, heads, dim] -> [kv_heads, group, tokens, dim] in the dtype that sums are kept in."""
     return x.to(accumulation_dtype(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _masked(scores: torch.Tensor, first: int, causal: bool, mask: torch.Tensor | None) -> torch.Tensor:
+def _masked(scores: Tensor, first: int, causal: bool, mask: Tensor | None) -> Tensor:
     """Of the queries from number `first` on: [kv_heads, group, q, k]."""
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
@@ -234,14 +229,14 @@ def _masked(scores: torch.Tensor, first: int, causal: bool, mask: torch.Tensor |
     return scores if mask is None else scores + mask[first : first + scores.shape[2]]
 
 
-def _queries_at_once(q: torch.Tensor, k: torch.Tensor) -> int:
+def _queries_at_once(q: Tensor, k: Tensor) -> int:
     return max(16, SCORES_AT_ONCE // (q.shape[1] * max(1, k.shape[0])))
 
 
 def _plain_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Results:
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)
     outs, lses = [], []
@@ -255,8 +250,8 @@ def _plain_forward(
 
 
 def _plain_backward(
-    inputs: BackwardInputs, causal: bool, mask: torch.Tensor | None, scale: float, softcap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs: BackwardInputs, causal: bool, mask: Tensor | None, scale: float, softcap: float | None = None
+) -> Gradients:
     dout, q, k, v, out, lse = inputs
     step, kv_heads = _queries_at_once(q, k), k.shape[1]
     keys, values = _grouped(k, kv_heads), _grouped(v, kv_heads)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from distca.kernels.hopper.tables import (
     BLOCK_ROWS,
@@ -36,7 +37,7 @@ class Heads(NamedTuple):
 class DeviceTable(NamedTuple):
     """A packed table on the device, and the offsets of its sections in ints."""
 
-    ints: torch.Tensor
+    ints: Tensor
     offsets: tuple[int, ...]
 
     @classmethod
@@ -62,7 +63,7 @@ class Tables:
     forward: DeviceTable  # also of dQ, where it is computed by itself
     tall: DeviceTable | None  # the same in tall tiles, for forward alone, where they are faster
     backward: DeviceTable
-    counters: torch.Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
+    counters: Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
     num_blocks: int  # of queries in backward
     num_parts: int  # of tiles whose keys are split
     num_sms: int  # multiprocessors that a launch takes

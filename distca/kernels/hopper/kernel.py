@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from distca.kernels.hopper.buffers import Heads, Tables, multiprocessors
 from distca.kernels.hopper.driver import nvrtc
@@ -23,6 +24,8 @@ from distca.kernels.hopper.variants import DIMS_TEXT, TILES, tiles_of
 from distca.kernels.interface import (
     PLAIN,
     BackwardInputs,
+    Gradients,
+    Results,
     Scores,
     TaskRows,
     accumulation_dtype,
@@ -46,13 +49,13 @@ class HopperTasks:
         self.inside = joined(visible(tasks, window), window)
         self.kinds: dict[tuple[object, ...], Kind] = {}
 
-    def kind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kind:
+    def kind(self, q: Tensor, k: Tensor, v: Tensor) -> Kind:
         """Tensors are checked once for each kind of them."""
         about = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device())
         found = self.kinds.get(about)
         return self._new_kind(about, q, k, v) if found is None else found
 
-    def _new_kind(self, about: tuple[object, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kind:
+    def _new_kind(self, about: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor) -> Kind:
         check_inputs(q, k, v, self.tasks)
         heads = Heads(q.shape[1], k.shape[1], q.shape[2])
         if _capturing(q):
@@ -106,9 +109,7 @@ class HopperKernel:
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> HopperTasks:
         return HopperTasks(tasks, device, scores.window, self.num_sms or multiprocessors(device))
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: HopperTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, prepared: HopperTasks, scale: float | None = None) -> Results:
         kind = prepared.kind(q, k, v)
         scale = kind.scale if scale is None else _positive(scale)
         new_out, new_lse, *_ = kind.new
@@ -120,9 +121,7 @@ class HopperKernel:
             run_forward(q, k, v, out, lse, kind, scale)
         return out, lse
 
-    def backward(
-        self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs, prepared: HopperTasks, scale: float | None = None) -> Gradients:
         kind = prepared.kind(inputs.q, inputs.k, inputs.v)
         scale = kind.scale if scale is None else _positive(scale)
         _, _, new_dq, new_dk, new_dv = kind.new
@@ -137,7 +136,7 @@ class HopperKernel:
         return dq, dk, dv
 
 
-def _capturing(x: torch.Tensor) -> bool:
+def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 

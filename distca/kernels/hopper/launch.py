@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distca.kernels.hopper.buffers import Tables, multiprocessors
 from distca.kernels.hopper.driver import Function, Launch, TensorMap, tensor_map
@@ -33,15 +34,13 @@ class Kind:
     tables: Tables
     window: int | None
     scale: float  # unless another one is asked for
-    new: tuple[Callable[[], torch.Tensor], ...]  # makes out, lse, dq, dk, dv
+    new: tuple[Callable[[], Tensor], ...]  # makes out, lse, dq, dk, dv
     leaves_queries: bool  # some stand in no task
     leaves_keys: bool
     launches: Launches
 
 
-def run_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, kind: Kind, scale: float
-) -> None:
+def run_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, scale: float) -> None:
     """Fill out and lse where tasks have queries."""
     tables, launches = kind.tables, kind.launches
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
@@ -66,7 +65,7 @@ def run_forward(
 
 
 def run_backward(
-    saved: BackwardInputs, gradients: tuple[torch.Tensor, ...], kind: Kind, scale: float, deterministic: bool
+    saved: BackwardInputs, gradients: tuple[Tensor, ...], kind: Kind, scale: float, deterministic: bool
 ) -> None:
     """Fill dq, dk and dv where tasks have queries and keys.
 
@@ -203,7 +202,7 @@ def _mappable(place: int, stride: Stride) -> bool:
     return place % 16 == 0 and stride[2] == 1 and stride[1] % 8 == 0 and stride[0] % 8 == 0
 
 
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
+def _contiguous(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -226,7 +225,7 @@ def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens:
 _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def new(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+def new(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Callable[[], Tensor]:
     """Makes contiguous tensors of this shape beside `like`; on a GPU as torch's compiled code makes its own.
 
     That takes the host a quarter of torch.empty's time.
@@ -239,7 +238,7 @@ def new(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> Callabl
     return functools.partial(_empty_strided, tuple(shape), tuple(strides), dtype)
 
 
-def _floats(count: int, device: torch.device) -> torch.Tensor:
+def _floats(count: int, device: torch.device) -> Tensor:
     if _empty_strided is None:
         return torch.empty(count, dtype=torch.float32, device=device)
     return _empty_strided((count,), (1,), torch.float32)

@@ -1,6 +1,6 @@
 """Head dims of 192, whose values have 128, and 256: tables with tiles of their own, and what is refused by name.
 
-The kernels themselves are compared on a GPU, in test_hopper_gpu.py.
+The kernels themselves are compared on a GPU, in test_kernel_gpu.py.
 """
 
 

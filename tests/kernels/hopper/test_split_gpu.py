@@ -1,6 +1,6 @@
 """Keys of long tiles split over thread blocks, on a Hopper GPU: exact, and the same bits every time.
 
-Every batch here is one whose tables say that tiles are split; test_hopper_split.py says when they are.
+Every batch here is one whose tables say that tiles are split; test_split.py says when they are.
 """
 
 from __future__ import annotations
