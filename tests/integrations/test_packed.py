@@ -1,5 +1,6 @@
 """Lengths travel once per batch, every rank plans the same, and attention over packed rows is exact on real ranks."""
 
+import platform
 from dataclasses import replace
 from typing import Any
 
@@ -7,15 +8,17 @@ import pytest
 import torch
 
 from distca.cost.latency_table import analytic_table
+from distca.integrations.document_lengths import whole_documents
 from distca.integrations.packed import PackedAttention
 from distca.integrations.row_exchange import RowTable
 from distca.kernels import dense_attention
 from distca.models import model_named
 from distca.runtime.transport.c10d import C10dTransport
-from tests.support.attention import qkv_of
+from tests.support.attention import dense_on_one, qkv_of, random_qkv
 from tests.support.processes import run_processes
 
 TINY = model_named("tiny")
+TOKENS, HOSTS = 300, ["a", "a", "b", "b"]
 
 
 def rank_batches(transport: C10dTransport, rows: list[list[int]], window: int | None) -> tuple[list[float], int, bool]:
@@ -122,3 +125,55 @@ def test_with_a_table_gradients_have_a_plan_of_their_own() -> None:
         batch = attention.begin([300, 212])
         assert (batch.backward is not None and batch.backward.backward) == apart
         assert attention.begin([300, 212]).backward is batch.backward
+
+
+def packed_call(transport: C10dTransport, hosts: list[str], chosen: str) -> tuple[str, bool, float]:
+    """One document over all ranks: the transport that carried it, whether the plan has nodes, and the error."""
+    platform.node = lambda: hosts[transport.rank]
+    attend = PackedAttention(transport=chosen)
+    tensors = random_qkv(1, 4 * TOKENS)
+    mine = slice(transport.rank * TOKENS, (transport.rank + 1) * TOKENS)
+    leaves = [x[mine].clone().requires_grad_() for x in tensors[:3]]
+    positions = torch.arange(4 * TOKENS)[mine]
+    out = attend(leaves[0], leaves[1], leaves[2], positions)
+    out.backward(tensors[3][mine])
+    found = out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)
+    expected = dense_on_one(*tensors, lengths=torch.tensor([4 * TOKENS]).numpy())
+    error = max(float((got - want[mine]).abs().max()) for got, want in zip(found, expected, strict=True))
+    assert attend.latest is not None and attend._pool is not None
+    topology = attend.latest.topology
+    return type(attend._pool.transport).__name__, topology is not None and bool(topology.levels()), error
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("hosts", "chosen", "expected"), [
+    (HOSTS, "c10d", ("HierarchicalTransport", True)), (HOSTS, "flat", ("C10dTransport", False)),
+    (["a"] * 4, "c10d", ("C10dTransport", False))])
+def test_nodes_are_found_and_flat_is_forced(hosts: list[str], chosen: str, expected: tuple[str, bool]) -> None:
+    for outcome in run_processes(4, packed_call, hosts, chosen):
+        assert outcome.error is None
+        name, has_levels, error = outcome.value
+        assert (name, has_levels) == expected
+        assert error < 1e-10
+
+
+def test_plans_follow_the_speeds_that_were_set_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (whole_documents([8192]), whole_documents([8192]))
+    attention = PackedAttention(model=model_named("llama3-8b"), tolerance=0.02)
+    monkeypatch.setattr(attention, "_exchange", lambda *_: rows)
+
+    def share() -> float:
+        plan = attention.begin(rows[0]).plan
+        assert plan is not None
+        plan.validate()
+        work = plan.work()
+        return float(work[1] / work.sum())
+
+    assert share() == 0.5
+    attention.speed = [1.0, 0.5]
+    assert share() == pytest.approx(1 / 3, rel=0.021)
+    attention.speed = None
+    assert share() == 0.5
+    attention.speed = [1.0]
+    with pytest.raises(ValueError, match=r"speed has .* 2 ranks"):
+        share()

@@ -60,8 +60,8 @@ def test_only_long_rows_that_fill_the_device_take_tall_tiles() -> None:
     assert not is_tall(accuracy.shards(2, 128, 524_288), (32, 8, 64))  # keys are split instead
 
 
-@pytest.mark.parametrize("window", [None, 60])
-@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize(("group", "window"), [
+    (1, None), (1, 60), (7, None), pytest.param(7, 60, marks=pytest.mark.slow)])
 def test_tall_calls_are_exact(
     always: None, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
