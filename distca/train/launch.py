@@ -1,7 +1,7 @@
 """Start a run's ranks, or join those that torchrun or SLURM started, and end them together.
 
 Every rank runs `main(settings)` in the environment that torchrun defines (RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whoever launched it, so that nothing further on needs to know.
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whichever launcher started it: nothing else depends on the launcher.
 
 Local ranks are processes of this machine that meet at a store in the launcher, which listens on the loopback interface
 only. SIGTERM, and Ctrl-C once, ask the ranks to save and stop; Ctrl-C twice ends them. When a rank fails the others
@@ -41,7 +41,7 @@ FAILURE_GRACE_SECONDS = 2.0
 STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-MAX_REPORT = 16_384  # characters of a traceback: it must fit a pipe that nobody reads yet
+MAX_REPORT = 16_384  # characters of a traceback: it must fit into a pipe that is read later
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -124,16 +124,11 @@ def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
 
 def _slurm_rank(environ: Mapping[str, str]) -> RankEnv:
     """All tasks of a step meet on its first node, at a port made from the job's and step's numbers."""
-    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-    port = 20_000 + (_number(environ, "SLURM_JOB_ID") * 16 + _number(environ, "SLURM_STEP_ID")) % 20_000
-    return RankEnv(
-        rank=_number(environ, "SLURM_PROCID"),
-        world=_number(environ, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        local_world=tasks[_number(environ, "SLURM_NODEID")],
-        address=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
-        port=int(environ.get("MASTER_PORT") or port),
-    )
+    rank, world, local_rank, node, job, step = (_number(environ, f"SLURM_{name}") for name in (
+        "PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID", "STEP_ID"))
+    address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
+    port = int(environ.get("MASTER_PORT") or 20_000 + (job * 16 + step) % 20_000)
+    return RankEnv(rank, world, local_rank, _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[node], address, port)
 
 
 def first_host(nodes: str) -> str:
@@ -179,7 +174,7 @@ class _ToStderr(logging.Handler):
 
 
 def _loopback_store(timeout_seconds: int) -> Any:
-    """Where local ranks meet. torch's own socket would listen on every interface, for anybody to write to."""
+    """Where local ranks meet. torch's own socket would listen on every interface, open to any host."""
     from torch.distributed import TCPStore
 
     listener = socket.create_server(("127.0.0.1", 0))            # the store takes it over, so that its port stays free

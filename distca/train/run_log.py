@@ -30,7 +30,7 @@ from typing import Any, Protocol, TextIO
 from distca.train.settings import Settings
 from distca.validation import UserError, open_own, write_own
 
-RECENT = 30  # steps whose mean loss tells more than the last one's
+RECENT = 30  # steps in the mean loss of a summary
 SUMMED = ("tokens", "seconds", "exposed_seconds", "host_seconds", "work_before", "work_after", "bytes_per_layer",
           "served_in_bubbles", "attention_seconds", "linear_seconds")
 LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_before", "work_after", "bytes_per_layer",
@@ -222,8 +222,8 @@ class _WeightsAndBiases:
             self.run: Any = wandb.init(project=project, dir=str(folder), name=name, group=name, config=asdict(settings),
                                        settings=wandb.Settings(console="off"))  # the terminal is the display's
         except wandb.Error as error:
-            said = " ".join(str(error).split())
-            raise UserError(f"log.wandb is {project!r} but W&B does not start ({said}); run: wandb login, set "
+            reason = " ".join(str(error).split())
+            raise UserError(f"log.wandb is {project!r} but W&B does not start ({reason}); run: wandb login, set "
                             "WANDB_MODE=offline, or set log.wandb to ''") from None
 
     def step(self, record: StepRecord) -> None:

@@ -113,9 +113,9 @@ def check_folder(folder: str | Path, *, resume: bool) -> None:
     except OSError as error:
         raise UserError(f"checkpoint.folder = {str(folder)!r} cannot be written ({error.strerror}); "
                         "name a folder that this user may write to") from None
-    held = [path.name for path in step_folders(folder) if (path / MANIFEST).exists()]
-    if held and not resume:
-        raise UserError(f"checkpoint.folder = {str(folder)!r} already holds {held[-1]}; "
+    complete = [path.name for path in step_folders(folder) if (path / MANIFEST).exists()]
+    if complete and not resume:
+        raise UserError(f"checkpoint.folder = {str(folder)!r} already holds {complete[-1]}; "
                         "set checkpoint.resume = true to continue it, or name another folder")
 
 

@@ -26,6 +26,7 @@ from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling,
 from tests.support.attention import greedy
 from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes
+from tests.support.training import outcomes_of, small_run
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -162,9 +163,10 @@ def test_a_run_exports_all_stages_with_its_tokenizer(tmp_path: Path) -> None:
     again = command(tmp_path, *options)
     assert again.returncode == 2 and again.stderr.count("\n") == 1
     assert "checkpoint.export is 'out', which already holds something" in again.stderr
-    small = command(tmp_path, "--run.ranks", "1", "--model.vocab", "50", "--data.tokenizer", "tokenizer.json")
-    assert small.returncode == 2 and small.stderr.count("\n") == 1
-    assert "vocabulary of 50 but the data has 96 different tokens" in small.stderr
+    small = outcomes_of(small_run(
+        tmp_path / "log", 1, tokens=64, model__config=str(tmp_path / "mine"), model__vocab=50, data__source="text",
+        data__path=str(tmp_path / "texts"), data__tokenizer=str(tmp_path / "tokenizer.json")))[0].error
+    assert small is not None and "vocabulary of 50 but the data has 96 different tokens" in small
 
 
 def test_a_killed_export_leaves_no_target_and_the_next_clears_up(tmp_path: Path) -> None:
@@ -175,7 +177,6 @@ import sys, time
 from pathlib import Path
 from distca.train.checkpoint.files import Reader
 from distca.train.checkpoint.export import export_hf
-from tests.support.decoders import hidden_of
 whole, read = Reader.whole, []
 def slow(reader, name):
     read.append(name)
