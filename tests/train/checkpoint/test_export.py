@@ -23,6 +23,8 @@ from distca.train.checkpoint.folder import MANIFEST
 from distca.train.model.decoder import Decoder
 from distca.train.model.huggingface import check_weight_files, config_of, hf_name, load_hf, shape_from_hf
 from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
+from distca.train.settings import load_settings
+from distca.train.settings.preflight import check_machine
 from tests.support.attention import greedy
 from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes
@@ -160,9 +162,9 @@ def test_a_run_exports_all_stages_with_its_tokenizer(tmp_path: Path) -> None:
     ids = tokenizer("to be")["input_ids"]
     assert ids == [ord(char) - 32 for char in "to be"] and tokenizer.eos_token == "</s>"
     assert model.generate(torch.tensor([ids]), max_new_tokens=3).shape[1] > len(ids)
-    again = command(tmp_path, *options)
-    assert again.returncode == 2 and again.stderr.count("\n") == 1
-    assert "checkpoint.export is 'out', which already holds something" in again.stderr
+    over = {"run.ranks": "1", "checkpoint.folder": str(tmp_path / "saved"), "checkpoint.export": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=r"checkpoint\.export is '.*out', which already holds something"):
+        check_machine(load_settings(None, over))
     small = outcomes_of(small_run(
         tmp_path / "log", 1, tokens=64, model__config=str(tmp_path / "mine"), model__vocab=50, data__source="text",
         data__path=str(tmp_path / "texts"), data__tokenizer=str(tmp_path / "tokenizer.json")))[0].error
