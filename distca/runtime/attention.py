@@ -64,13 +64,8 @@ class CoreAttention:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        kernel: str = "auto",
-        state: str = "resend",
-        transport: str | Transport = "c10d",
-        recorder: Recorder | None = None,
+        self, group: dist.ProcessGroup | None = None, *, kernel: str = "auto", state: str = "resend",
+        transport: str | Transport = "c10d", recorder: Recorder | None = None,
     ) -> None:
         if state not in STATES:
             raise UserError(f"state is {state!r}; choose one of: {', '.join(STATES)}")

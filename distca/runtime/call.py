@@ -4,9 +4,9 @@
     serve      servers wait for it, run the kernel and send the results back
     combine    homes wait for their results; the parts of a token that several servers computed are merged or summed
 
-A rank is a home and a server at once, or one of them with nothing to do as the other. A call holds only what is under
-way: it is empty before dispatch and after combine. Backward is a call of its own, which may follow another plan, since
-nothing of the forward stays with its servers unless they `keep` their inputs.
+A rank is a home and a server at once, or one of them with nothing to do as the other. Between its phases a call holds
+what is in flight; before dispatch and after combine it holds nothing. Backward is a call of its own. It may follow
+another plan, since nothing of the forward stays with its servers unless they `keep` their inputs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,8 @@ class Call(ABC):
     """One direction of a call. `announce` sends dedicated servers each phase before this rank runs it."""
 
     def __init__(
-        self,
-        plans: PlanCache,
-        plan: Plan,
-        shapes: Shapes,
-        *,
-        scores: Scores = PLAIN,
-        keep: bool = False,
-        recorder: Recorder | None = None,
-        announce: Callable[[Phase], None] | None = None,
+        self, plans: PlanCache, plan: Plan, shapes: Shapes, *, scores: Scores = PLAIN, keep: bool = False,
+        recorder: Recorder | None = None, announce: Callable[[Phase], None] | None = None,
     ) -> None:
         self.plans, self.plan, self.shapes = plans, plan, shapes
         self.scores, self.keep, self.recorder, self.announce = scores, keep, recorder, announce

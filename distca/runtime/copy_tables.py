@@ -26,7 +26,7 @@ PART_BYTES = 2**14  # and of a sum or a merge
 class Copies:
     """Blocks to copy between numbered tensors."""
 
-    table: torch.Tensor  # int64 [blocks, 5]: source, target, first unit there, first unit here, units
+    table: torch.Tensor  # int64 [blocks, 5]: source, target, first unit of the source, first unit of the target, units
     unit: int            # bytes
     block: int           # most bytes of a block; a power of two
 
@@ -63,7 +63,7 @@ class Intervals:
 
 
 def packing(exchange: Packing, device: torch.device, block: int) -> Copies:
-    """Fields, and the stamp as one source more, onto the wire."""
+    """Copies of all fields onto the wire; the stamp is one more source behind them."""
     runs = [(field, 0, start * size, at, tokens * size)
             for field, (size, copies) in enumerate(zip(exchange.token_bytes, exchange.leaving.copies, strict=True))
             for start, at, tokens in copies]
@@ -72,7 +72,7 @@ def packing(exchange: Packing, device: torch.device, block: int) -> Copies:
 
 
 def unpacking(exchange: Dispatch, device: torch.device, block: int) -> Copies:
-    """The wire, source 0, and the row's tensors, sources 1 and on, into the server's buffers."""
+    """Copies of the wire (source 0) and of the row's tensors (sources 1 and on) into the server's buffers."""
     runs: list[tuple[int, int, int, int, int]] = []
     for field, size in enumerate(exchange.token_bytes):
         runs += [(0, field, at, start * size, tokens * size) for start, at, tokens in exchange.arriving.copies[field]]
@@ -84,7 +84,7 @@ def unpacking(exchange: Dispatch, device: torch.device, block: int) -> Copies:
 def _copies(
     runs: list[tuple[int, int, int, int, int]], token_bytes: Sequence[int], device: torch.device, block: int
 ) -> Copies:
-    """Of runs (source, target, first byte there, first byte here, bytes).
+    """Cut runs (source, target, first byte of the source, first byte of the target, bytes) into blocks.
 
     Blocks that read the same bytes follow each other, for the cache: keys often go to many servers.
     """
@@ -101,7 +101,7 @@ def _copies(
 def chunks(
     length: np.ndarray, block: int, at: np.ndarray, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut runs that begin `at` wherever a multiple of `block` is: each piece's run, begin in it and length."""
+    """Cut runs that begin `at` at every multiple of `block`; returns each piece's run, begin in the run and length."""
     phase = at % block
     num = -(-(phase + length) // block) * (length > 0)
     of_run = _upload(np.stack([num, np.cumsum(num) - num, phase, length]), device)
@@ -127,14 +127,14 @@ def intervals(side: Side) -> Intervals:
 
 
 def _offsets(side: Side, of: Intervals, field: int, size: int, arriving: WireLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Per part: is it on the wire, and at which byte of the wire or of the own buffer does its interval begin."""
+    """Per part: whether it is on the wire, and where its interval begins, in bytes of the wire or of the own buffer."""
     begin = np.concatenate([side.local.buffer * size,
                             np.array([at for _, at, _ in arriving.copies[field]], dtype=np.int64)])
     return of.run >= len(side.local.row), begin[of.run] + of.offset * size
 
 
 def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
-    """Of results that are not the row's already."""
+    """Sums of all fields, except those whose results are the row's already."""
     unit = gcd(ALIGNMENT, *exchange.token_bytes)
     blocks, parts = [_upload(np.empty((0, 6)), device)], [np.empty((0, 2), dtype=np.int64)]
     for field, (side, size) in enumerate(zip(exchange.sides, exchange.token_bytes, strict=True)):
@@ -150,7 +150,7 @@ def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
 
 
 def merges(exchange: Combine, device: torch.device, block: int) -> Merges:
-    """`block` is in bytes of out."""
+    """Merges of out and log-sum-exp; `block` is in bytes of out."""
     assert exchange.merged_heads is not None
     side, heads, (out_size, lse_size) = exchange.sides[0], exchange.merged_heads, exchange.token_bytes
     unit, pairs = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())

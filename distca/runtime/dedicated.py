@@ -44,8 +44,8 @@ class Announcement(NamedTuple):
     backward: bool
     call: int
     digest: int
-    plan: Plan | None    # comes along where servers do not know it
-    shapes: Shapes       # their device is the server's own
+    plan: Plan | None    # sent only if the servers do not have it
+    shapes: Shapes       # on the server's own device
     scores: Scores
 
     def to_bytes(self) -> bytes:
@@ -78,9 +78,7 @@ class Announcer:
         self._known: LRU[int, bool] = LRU(PLANS_KEPT)
         self._calls = 0
 
-    def about(
-        self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scores: Scores
-    ) -> Callable[[Phase], None]:
+    def about(self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scores: Scores) -> Callable[[Phase], None]:
         """A function that announces each phase of one more call to the servers."""
         self._calls += 1
         about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scores)

@@ -30,8 +30,8 @@ STAMP_BYTES = 16
 
 Tensors = tuple[torch.Tensor, ...]
 Fields = Sequence[tuple[str, int]]  # ("q" or "k": whose tokens they belong to, bytes of a token)
-Copy = tuple[int, int, int]  # (first token or byte there, first one here, tokens)
-Part = tuple[int, int, int, int]  # (first token in the row, source, first token there, tokens)
+Copy = tuple[int, int, int]  # (first token, first token or byte of the other side, tokens)
+Part = tuple[int, int, int, int]  # (first token in the row, source, first token in the source, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ With one row every exchange is waited for. With two nano-batches, ping and pong,
     ping:  segment  start ······  serve ·····  finish  segment  start ···
     pong:           segment  start ······  serve ·····  finish  segment …
 
-Each step that computes for one row stands between a step that sends for the other and the step that needs it. Autograd
-runs the same steps backwards, so the backward pass is hidden the same way.
+Whatever computes for one row stands between the phase that sends for the other row and the phase that needs what was
+sent. Autograd runs the same order in reverse, so communication is hidden in backward too.
 
-Where a document lies in both, pong's queries read ping's keys: known by then, as ping is ahead in every layer, and in
-backward pong comes first, so that ping's keys have all their gradients when ping needs them.
+Where a document lies in both rows, pong's queries read ping's keys, which are known because ping is ahead in every
+layer. In backward pong comes first, so that ping's keys have all their gradients when ping needs them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,9 @@ Runs = Sequence[tuple[int, int]]  # tokens [start, stop) of a row, in order
 
 
 def forward(
-    segments: Sequence[Segment],
-    inputs: Sequence[tuple[Any, ...]],
-    rotaries: Sequence[Any],
-    plans: Sequence[Sequence[Plan]],
-    attention: CoreAttention,
-    backward_plans: Sequence[Sequence[Plan]] | None = None,
-    reads: Sequence[Runs] | None = None,
+    segments: Sequence[Segment], inputs: Sequence[tuple[Any, ...]], rotaries: Sequence[Any],
+    plans: Sequence[Sequence[Plan]], attention: CoreAttention,
+    backward_plans: Sequence[Sequence[Plan]] | None = None, reads: Sequence[Runs] | None = None,
 ) -> list[torch.Tensor]:
     """The last segment's output for every row.
 

@@ -37,25 +37,20 @@ class Stage(Protocol):
     @property
     def shapes(self) -> Shapes:
         """Of this rank's attention, for the calls to which it brings no tokens."""
-        ...
 
     def activations(self, micro_batch: int) -> list[torch.Size]:
         """Shape of each row's activations between stages."""
-        ...
 
     def empty(self) -> torch.Tensor:
         """Any tensor with the dtype and device of activations."""
-        ...
 
     def forward(
         self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
     ) -> list[torch.Tensor]:
         """Activations of every row for the next stage; on the last stage the loss. The first stage receives nothing."""
-        ...
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Stands around each micro-batch's backward; `last` on the step's last one."""
-        ...
 
 
 class _Live(NamedTuple):

@@ -181,8 +181,8 @@ def test_three_parts_merge_and_single_ones_stay_as_they_are(shape: Shape) -> Non
 class Stepping:
     """Ranks that take turns: whoever waits finds that all others have sent."""
 
-    def __init__(self, rank: int, posted: Posted) -> None:
-        self.rank, self.posted, self.number = rank, posted, 0
+    def __init__(self, rank: int, size: int, posted: Posted) -> None:
+        self.rank, self.size, self.posted, self.number = rank, size, posted, 0
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Stepping:
         self.posted[self.number, self.rank] = send.split(send_splits)
@@ -222,7 +222,7 @@ def test_attention_is_exact(make: Callable[[], Plan], form: Callable[[torch.Tens
     posted: Posted = {}
     shapes = Shapes(4, 2, 8, torch.float64, DEVICE)
     ranks = range(plan.num_servers)
-    plans = [PlanCache(cast(Any, Stepping(rank, posted)), "dense") for rank in ranks]
+    plans = [PlanCache(cast(Any, Stepping(rank, plan.num_servers, posted)), "dense") for rank in ranks]
     calls = [ForwardCall(one, plan, shapes, keep=keep) for one in plans]
     index = [row_index(plan.layout, rank).to(DEVICE) for rank in ranks]
     rows = [[form(x[here]) for x in (q, k, v)] for here in index]

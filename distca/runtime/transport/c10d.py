@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from distca.runtime.transport.interface import Handle, TransportError
 from distca.validation import UserError
 
-Lost = Callable[[RuntimeError], TransportError]  # the error of torch.distributed as one that says what to do
+Lost = Callable[[RuntimeError], TransportError]  # turns torch.distributed's error into one with a remedy
 
 
 class C10dTransport:
@@ -165,6 +165,6 @@ def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a message of ours."""
+    """An error's message, short enough for one of ours."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -21,7 +21,6 @@ class Handle(Protocol):
 
     def wait(self) -> torch.Tensor:
         """What arrived: of an exchange, split after split in rank order."""
-        ...
 
 
 class Transport(Protocol):
@@ -35,19 +34,15 @@ class Transport(Protocol):
 
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Handle:
         """Start sending `send` (uint8, splits in rank order) and receiving; every rank of the group takes part."""
-        ...
 
     def gather(self, value: int, device: torch.device) -> list[int]:
         """Every rank's value, in rank order."""
-        ...
 
     def send_message(self, message: bytes, rank: int) -> None:
         """Send one rank some bytes, or none; it must call `receive_message`."""
-        ...
 
     def receive_message(self) -> bytes:
         """Wait for the next message of rank 0."""
-        ...
 
 
 class PointToPoint(Protocol):
@@ -65,8 +60,6 @@ class PointToPoint(Protocol):
 
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
         """Start sending to the stage before or after this one; `wait` until the tensor may be freed."""
-        ...
 
     def receive(self, shape: Sequence[int], like: torch.Tensor, stage: int) -> Handle:
         """Start receiving from a neighbour a tensor of that shape, with the dtype and device of `like`."""
-        ...

@@ -1,13 +1,13 @@
 """Exchanges inside one node through symmetric memory: each rank writes straight into its peers' receive buffers.
 
-A rank must know where its split begins in each peer's buffer, and no rank can tell by itself whether the others have
-seen its sizes before. So every exchange begins with a few numbers over gloo, from host to host: offsets, sizes and the
+A rank must know where its split begins in each peer's buffer, and cannot know by itself whether the others have seen
+its sizes before. So every exchange begins with a few numbers over gloo, from host to host: offsets, sizes and the
 room that is needed. That costs a fraction of a millisecond, never waits for a GPU, lets all ranks enlarge their buffers
 together, and finds a rank that is gone or that follows another plan before anything is launched.
 
 The bytes then move on a side stream, in the order of the calls, which is the same on every rank:
 
-    put      copy each split into its place in the peer's slot
+    put      copy each split to its offset in the peer's slot
     barrier  one device-side barrier of all ranks: every split has landed
     take     copy the slot into an ordinary tensor, which belongs to the caller
 
@@ -44,10 +44,7 @@ class SymmetricTransport(C10dTransport):
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        *,
+        self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None, *,
         timeout_seconds: float = 600.0,
     ) -> None:
         if not torch.cuda.is_available():
