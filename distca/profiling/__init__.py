@@ -213,15 +213,15 @@ def _seconds_of_shards(
     for backward, count in enumerate(counts):
         shard = np.arange(count)
         k_begin = shard * kv_len * (count * kv_len <= len(tensors.k))  # else all shards have the same keys
-        rows = TaskRows.aligned(shard * q_len, (shard + 1) * q_len, k_begin, k_begin + kv_len)
-        calls.append(_call(chosen, tensors, rows, bool(backward)))
+        tasks = TaskRows.aligned(shard * q_len, (shard + 1) * q_len, k_begin, k_begin + kv_len)
+        calls.append(_call(chosen, tensors, tasks, bool(backward)))
     forward, backward_seconds = _medians(chosen, calls)
     return forward, backward_seconds
 
 
-def _call(chosen: ProfileSettings, tensors: _Tensors, rows: TaskRows, backward: bool) -> Run:
-    kernel, prepared = chosen.kernel, chosen.kernel.prepare(rows, chosen.device)
-    num_q, num_k = int(rows.q_end.max()), int(rows.k_end.max())
+def _call(chosen: ProfileSettings, tensors: _Tensors, tasks: TaskRows, backward: bool) -> Run:
+    kernel, prepared = chosen.kernel, chosen.kernel.prepare(tasks, chosen.device)
+    num_q, num_k = int(tasks.q_end.max()), int(tasks.k_end.max())
     q, dout, k, v = tensors.q[:num_q], tensors.dout[:num_q], tensors.k[:num_k], tensors.v[:num_k]
     if not backward:
         return lambda: kernel.forward(q, k, v, prepared)

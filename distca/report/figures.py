@@ -143,13 +143,13 @@ class StrategyFigures:
     speedup_over: dict[str, Spread] = field(default_factory=dict)  # by the name of another strategy of the comparison
 
     @classmethod
-    def of(cls, outcome: Outcome, rows: Sequence[Outcome]) -> StrategyFigures:
+    def of(cls, outcome: Outcome, entries: Sequence[Outcome]) -> StrategyFigures:
         seconds, tokens = outcome.column("seconds"), outcome.setting.num_tokens
         return cls(
             outcome.name, Spread(outcome.tokens_per_second, tokens / seconds.max(), tokens / seconds.min()),
             outcome.step_seconds, outcome.idle_share, outcome.exposed_communication_share,
             1e9 * outcome.peak_memory_gb, outcome.work_max_over_mean,
-            {other.name: Spread(*outcome.speedup_over(other)) for other in rows if other.name != outcome.name})
+            {other.name: Spread(*outcome.speedup_over(other)) for other in entries if other.name != outcome.name})
 
     @classmethod
     def from_json(cls, name: str, content: Any, num_tokens: float | None) -> StrategyFigures:

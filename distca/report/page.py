@@ -112,18 +112,19 @@ def comparison_section(strategies: Sequence[StrategyFigures]) -> Section:
     others = {name for one in strategies for name in one.speedup_over}
     baselines = sorted(others, key=[one.name for one in strategies].index)
     heads = ("strategy", "tokens/s", "step", "idle", "exposed communication", "peak memory", "work, max/mean")
-    rows = [[
+    entries = [[
         one.name, _spread(one.tokens_per_second, ",.0f"), seconds_text(one.step_seconds), f"{one.idle_share:.1%}",
         f"{one.exposed_communication_share:.1%}", byte_text(one.peak_memory_bytes), f"{one.work_max_over_mean:.2f}",
     ] for one in strategies]
     ratios = [[one.name, *(_spread(one.speedup_over[name], ".2f", "×") if name in one.speedup_over else "–"
                            for name in baselines)] for one in strategies if one.speedup_over]
-    said = ", ".join(f"{one.name} {one.tokens_per_second.mean:,.0f}" for one in strategies)
+    words = "Tokens per second of each strategy: " + ", ".join(
+        f"{one.name} {one.tokens_per_second.mean:,.0f}" for one in strategies)
     payload = {"names": [one.name for one in strategies], **{
         key: _short([getattr(one.tokens_per_second, key) for one in strategies]) for key in ("mean", "low", "high")}}
-    body = (f"<p>The same documents under each strategy. Ranges are what the batches covered.</p>{_table(heads, rows)}"
-            f"{_table(('speed over', *baselines), ratios) if ratios else ''}"
-            f"{_chart('comparison', 'Tokens per second of each strategy: ' + said, height=60 + 34 * len(strategies))}")
+    body = ("<p>The same documents under each strategy. Ranges are what the batches covered.</p>"
+            f"{_table(heads, entries)}{_table(('speed over', *baselines), ratios) if ratios else ''}"
+            f"{_chart('comparison', words, height=60 + 34 * len(strategies))}")
     return Section("comparison", "Strategies", body, payload)
 
 
@@ -175,7 +176,7 @@ def transfers_section(source: np.ndarray, destination: np.ndarray, num_bytes: np
                    [[str(source[i]), str(destination[i]), byte_text(num_bytes[i])] for i in largest])
     body = (f"<p>{escape(words)}</p>{_controls(controls)}{_chart('transfers', words, height=480)}"
             f"<details><summary>The {len(largest)} largest transfers</summary>{pairs}</details>{_numbers('transfers')}")
-    payload = {"matrix": [_short(row) for row in matrix], "group": group, "size": size,
+    payload = {"matrix": [_short(line) for line in matrix], "group": group, "size": size,
                "columnGroup": -(-size // MAX_COLUMNS), "sent": _short(_largest(sent, -(-size // MAX_COLUMNS))),
                "received": _short(_largest(received, -(-size // MAX_COLUMNS)))}
     return Section("transfers", "Who sends to whom", body, payload)
@@ -230,11 +231,11 @@ def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
     moved = np.bincount(tasks.document, weights=away, minlength=num_documents) > 0
     order = np.argsort(-lengths, kind="stable")
     shown = order[: max(1, min(MAX_DOCUMENTS, int((np.cumsum(pieces[order]) <= MAX_PIECES).sum())))]
-    row = np.full(num_documents, -1)
-    row[shown] = np.arange(len(shown))
-    drawn = np.flatnonzero(row[tasks.document] >= 0)
-    drawn = drawn[np.lexsort((tasks.q_start[drawn], row[tasks.document[drawn]]))][:MAX_PIECES]
-    level, levels = _levels(tasks.document[drawn], tasks.q_start[drawn], tasks.q_stop[drawn])
+    bar = np.full(num_documents, -1)                             # [documents] of the chart
+    bar[shown] = np.arange(len(shown))
+    drawn = np.flatnonzero(bar[tasks.document] >= 0)
+    drawn = drawn[np.lexsort((tasks.q_start[drawn], bar[tasks.document[drawn]]))][:MAX_PIECES]
+    level, levels = _sub_bars(tasks.document[drawn], tasks.q_start[drawn], tasks.q_stop[drawn])
     words = (f"{count_text(num_documents, 'document')}, {int((pieces > 1).sum()):,} of them in more than one piece and "
              f"{int(moved.sum()):,} with queries computed away from home.")
     if len(shown) < num_documents:
@@ -245,7 +246,7 @@ def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
         ("moved", "at home or moved"), ("server", "by server"), ("home", "by home")))
     payload = {
         "documents": shown.tolist(), "lengths": lengths[shown].tolist(),
-        "row": row[tasks.document[drawn]].tolist(), "start": tasks.q_start[drawn].tolist(),
+        "row": bar[tasks.document[drawn]].tolist(), "start": tasks.q_start[drawn].tolist(),
         "stop": tasks.q_stop[drawn].tolist(), "home": tasks.home[drawn].tolist(),
         "server": tasks.server[drawn].tolist(), "level": level.tolist(), "levels": levels.tolist()}
     body = (f"<p>{words}</p>{_controls(controls)}"
@@ -254,7 +255,7 @@ def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
     return Section("documents", "How documents were cut", body, payload)
 
 
-def _levels(document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sub_bars(document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sub-bar of each piece, and number of sub-bars of its document: pieces with the same queries and different keys
     are drawn below each other."""
     level = np.zeros(len(document), dtype=np.int64)
@@ -280,7 +281,7 @@ def memory_section(memory: Memory, capacity_bytes: float | None) -> Section:
         words += f" A rank holds {byte_text(capacity_bytes)}."
     group = -(-len(total) // MAX_COLUMNS)
     fullest = np.array([first + total[first:first + group].argmax() for first in range(0, len(total), group)])
-    payload = {"kinds": list(kinds), "bytes": [_short(row[fullest]) for row in kinds.values()],
+    payload = {"kinds": list(kinds), "bytes": [_short(part[fullest]) for part in kinds.values()],
                "ranks": fullest.tolist(), "capacity": capacity_bytes}
     body = f"<p>{words}</p>{_chart('memory', 'Memory per rank by kind. ' + words)}{_numbers('memory')}"
     return Section("memory", "Memory per rank", body, payload)
@@ -315,11 +316,11 @@ def _controls(content: str) -> str:
     return f'<div class="controls">{content}</div>'
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(heads: Sequence[str], entries: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(text)}</td>" for text in row[1:])}</tr>'
-        for row in rows)
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(text)}</td>" for text in rest)}</tr>'
+        for first, *rest in entries)
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -179,13 +179,13 @@ def batches_table(planned: PlannedBatches) -> Table:
         column = planned.column(name)
         return text(float(column.mean())), text(float(column.max()))
 
-    rows: tuple[tuple[str, str | None, str, Callable[[float], str]], ...] = (
+    entries: tuple[tuple[str, str | None, str, Callable[[float], str]], ...] = (
         ("slowest server's work, × mean", "work_max_over_mean_before", "work_max_over_mean", "{:.2f}".format),
         ("bytes in all", "bytes_total_before", "bytes_total", byte_text),
         ("busiest sender", None, "bytes_sent_max", byte_text),
         ("busiest receiver", None, "bytes_received_max", byte_text),
         ("planning", None, "plan_seconds", seconds_text))
-    for label, before, after, text in rows:
+    for label, before, after, text in entries:
         table.add_row(label, *both(before, text), *both(after, text))
     return table
 

@@ -93,12 +93,12 @@ def names_of(traces: Sequence[StepTrace]) -> Names:
 
 def columns_of(traces: Sequence[StepTrace], names: Names) -> SpanColumns:
     index = {pair: number for number, pair in enumerate(names.pairs)}
-    rows = [(rank, index[span.lane, span.name], span.start_seconds, span.stop_seconds, span.num_bytes)
-            for rank, trace in enumerate(traces) for span in trace.spans]
-    rank, name, start, stop, num_bytes = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+    spans = [(rank, index[span.lane, span.name], span.start_seconds, span.stop_seconds, span.num_bytes)
+             for rank, trace in enumerate(traces) for span in trace.spans]
+    rank, name, start, stop, num_bytes = np.array(spans, dtype=np.float64).reshape(-1, 5).T
     seconds = np.maximum(stop - start, 0.0)
     columns = SpanColumns(rank.astype(np.int64), name.astype(np.int64), start, seconds, seconds, num_bytes,
-                          np.ones(len(rows), dtype=np.int64))
+                          np.ones(len(spans), dtype=np.int64))
     return columns.take(np.lexsort((start, rank)))
 
 
