@@ -44,24 +44,25 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind:
     """Fill out and lse where tasks have queries."""
     tables, launches = kind.tables, kind.launches
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
-    k_place, k_stride = k.data_ptr(), k.stride()
-    call = launches.forward(get_ident(), stream, tables.num_parts > 0, q.data_ptr(), k_place,
-                            v.data_ptr(), q.stride(), k_stride, v.stride())
+    k_address, k_stride = memory = k.data_ptr(), k.stride()
+    call = launches.forward(get_ident(), stream, tables.num_parts > 0, (q.data_ptr(), q.stride()), memory,
+                            (v.data_ptr(), v.stride()))
     if call is None:
         run_forward(_contiguous(q), _contiguous(k), _contiguous(v), out, lse, kind, scale)
         return
     launch, merge = call
-    out_place, lse_place, kv_heads, part_sums, part_references = out.data_ptr(), lse.data_ptr(), launches.kv_heads, 0, 0
+    out_address, lse_address, kv_heads = out.data_ptr(), lse.data_ptr(), launches.kv_heads
+    part_sums = part_references = 0
     table, counter, tiles_at, segments_at, merges_at = tables.forward_numbers
     if merge is not None:
         num_rows = tables.num_parts * kv_heads * 2 * BLOCK_ROWS
         workspace = _floats(num_rows * (v.shape[2] + 2), launches.device)
         part_sums = workspace.data_ptr()
         part_references = part_sums + 4 * num_rows * v.shape[2]
-    launch(out_place, lse_place, table, counter, tiles_at, segments_at, kv_heads, scale, kind.window or 0, k_place,
-           k_stride[0], k_stride[1], part_sums, part_references)
+    launch(out_address, lse_address, table, counter, tiles_at, segments_at, kv_heads, scale, kind.window or 0,
+           k_address, k_stride[0], k_stride[1], part_sums, part_references)
     if merge is not None:
-        merge(out_place, lse_place, part_sums, part_references, table, merges_at, kv_heads)
+        merge(out_address, lse_address, part_sums, part_references, table, merges_at, kv_heads)
 
 
 def run_backward(
@@ -79,10 +80,9 @@ def run_backward(
     deterministic = deterministic or kept is not None or launches.tiles.dq_apart
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-    dout_place = dout.data_ptr()
-    call = launches.backward(
-        get_ident(), stream, deterministic, deterministic and num_parts > 0 and kept is None, kept is not None,
-        dout_place, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.stride(), q.stride(), k.stride(), v.stride())
+    mode = deterministic, deterministic and num_parts > 0 and kept is None, kept is not None
+    call = launches.backward(get_ident(), stream, mode, (dout.data_ptr(), dout.stride()), (q.data_ptr(), q.stride()),
+                             (k.data_ptr(), k.stride()), (v.data_ptr(), v.stride()))
     if call is None:
         saved = BackwardInputs(_contiguous(dout), _contiguous(q), _contiguous(k), _contiguous(v), out, lse)
         run_backward(saved, gradients, kind, scale, deterministic)
@@ -91,11 +91,11 @@ def run_backward(
     kv_heads, num_numbers = launches.kv_heads, launches.num_numbers
     num_sums = (2 * num_parts if deterministic else tables.num_blocks) * BLOCK_ROWS * kv_heads * launches.q[2]
     workspace = _floats(num_sums + 2 * num_numbers, launches.device)
-    dq_place, dq_sum = dq.data_ptr(), workspace.data_ptr()
+    dq_address, dq_sum = dq.data_ptr(), workspace.data_ptr()
     lse_log2 = dq_sum + 4 * num_sums
     delta = lse_log2 + 4 * num_numbers
     table, counter, items_at, tasks_at, blocks_at = tables.backward_numbers
-    before(out.data_ptr(), dout_place, lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
+    before(out.data_ptr(), dout.data_ptr(), lse.data_ptr(), lse_log2, delta, num_numbers, dq_sum,
            0 if deterministic else num_sums // 4)
     if kept is not None:
         places = torch.empty(kept.num_bytes, dtype=torch.uint8, device=launches.device)
@@ -104,24 +104,24 @@ def run_backward(
             some = first, min(kept.heads, kv_heads - first)
             main(lse_log2, delta, places.data_ptr(), dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at,
                  kv_heads, scale, window, kept_table + 4 * pairs_at, kept.num_places, *some)
-            after(places.data_ptr(), dq_place, kept_table, counter + 4, pairs_at, kv_heads, scale, *some)
+            after(places.data_ptr(), dq_address, kept_table, counter + 4, pairs_at, kv_heads, scale, *some)
         return
     main(lse_log2, delta, dq_sum, dk.data_ptr(), dv.data_ptr(), table, counter, items_at, tasks_at, kv_heads, scale,
          window, 0, 0, 0, kv_heads)
     if not deterministic:
-        after(dq_place, dq_sum, table, blocks_at, kv_heads, scale)
+        after(dq_address, dq_sum, table, blocks_at, kv_heads, scale)
         return
     table, counter, tiles_at, segments_at, merges_at = tables.dq_numbers
-    after(lse_log2, delta, dq_place, table, counter, tiles_at, segments_at, kv_heads, scale, window, dq_sum)
+    after(lse_log2, delta, dq_address, table, counter, tiles_at, segments_at, kv_heads, scale, window, dq_sum)
     if merge is not None:
-        merge(dq_place, dq_sum, table, merges_at, kv_heads, scale)
+        merge(dq_address, dq_sum, table, merges_at, kv_heads, scale)
 
 
-Stride = tuple[int, ...]
+Memory = tuple[int, tuple[int, ...]]  # where a tensor lies: its address and strides
 
 
 class Launches:
-    """Launches on tensors of the same shapes, kept by their places in memory, to which layers and steps come back.
+    """Launches on tensors of the same shapes, kept by where these lie in memory, to which layers and steps come back.
 
     A thread has launches of its own. `forward` and `backward` give None where a tensor cannot be mapped as it lies.
     """
@@ -135,52 +135,51 @@ class Launches:
         self.backward = functools.lru_cache(CALLS_KEPT)(self._backward)
 
     def _forward(
-        self, thread: int, stream: int, split: bool, q: int, k: int, v: int, q_stride: Stride, k_stride: Stride,
-        v_stride: Stride,
+        self, thread: int, stream: int, split: bool, q: Memory, k: Memory, v: Memory
     ) -> tuple[Launch, Launch | None] | None:
         """The main kernel's and, where keys of tiles are split, that of merging their parts."""
         self._check_dims()
-        if not (_mappable(q, q_stride) and _mappable(k, k_stride) and _mappable(v, v_stride)):
+        if not all(map(_mappable, (q, k, v))):
             return None
         tile_keys = self.tiles.forward_keys
         maps = (
-            _query_map(q, self.q, q_stride, self.kv_heads),
-            _key_map(k, self.k, k_stride, tile_keys),
-            _key_map(v, self.v, v_stride, tile_keys),
-            _key_map(v, self.v, v_stride, 1),
+            _query_map(q, self.q, self.kv_heads),
+            _key_map(k, self.k, tile_keys),
+            _key_map(v, self.v, tile_keys),
+            _key_map(v, self.v, 1),
         )
         kernel, *merge = forward_kernels(self.device, self.q[2], self.q[1] // self.kv_heads, self.windowed, split,
                                          self.is_tall)
         return kernel.launch(self.num_sms, stream, *maps), self._merge(merge, stream)
 
     def _backward(
-        self, thread: int, stream: int, deterministic: bool, split: bool, kept: bool, dout: int, q: int, k: int, v: int,
-        dout_stride: Stride, q_stride: Stride, k_stride: Stride, v_stride: Stride,
+        self, thread: int, stream: int, mode: tuple[bool, bool, bool], dout: Memory, q: Memory, k: Memory, v: Memory
     ) -> tuple[Launch, Launch, Launch, Launch | None] | None:
-        """What runs before, the main kernel's, what runs after it and, where dQ has parts, that of merging them."""
+        """What runs before, the main kernel's, what runs after it and, where dQ has parts, that of merging them.
+
+        `mode` says whether dQ is deterministic, split, and made of kept dS.
+        """
         self._check_dims()
-        places = (dout, dout_stride), (q, q_stride), (k, k_stride), (v, v_stride)
-        if not all(_mappable(place, stride) for place, stride in places):
+        if not all(map(_mappable, (dout, q, k, v))):
             return None
+        deterministic, _, kept = mode
         kv_heads, tiles, group = self.kv_heads, self.tiles, self.q[1] // self.kv_heads
         dout_shape = torch.Size((*self.q[:2], self.v[2]))
         block_len = tokens_per_block(group)
         maps = (
-            _query_map(q, self.q, q_stride, kv_heads, block_len),
-            _query_map(q, self.q, q_stride, kv_heads, 1),
-            _query_map(dout, dout_shape, dout_stride, kv_heads, block_len),
-            _query_map(dout, dout_shape, dout_stride, kv_heads, 1),
-            _key_map(k, self.k, k_stride, tiles.backward_keys),
-            _key_map(k, self.k, k_stride, 1),
-            _key_map(v, self.v, v_stride, tiles.backward_keys),
-            _key_map(v, self.v, v_stride, 1),
+            _query_map(q, self.q, kv_heads, block_len),
+            _query_map(q, self.q, kv_heads, 1),
+            _query_map(dout, dout_shape, kv_heads, block_len),
+            _query_map(dout, dout_shape, kv_heads, 1),
+            _key_map(k, self.k, tiles.backward_keys),
+            _key_map(k, self.k, 1),
+            _key_map(v, self.v, tiles.backward_keys),
+            _key_map(v, self.v, 1),
         )
-        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.windowed, deterministic,
-                                                        split, kept)
+        before, main, after, *merge = backward_kernels(self.device, self.q[2], group, self.windowed, *mode)
         alone = () if not deterministic else maps[4:6] if kept else (
-            _query_map(q, self.q, q_stride, kv_heads), _query_map(dout, dout_shape, dout_stride, kv_heads),
-            _key_map(k, self.k, k_stride, tiles.dq_keys), maps[5], _key_map(v, self.v, v_stride, tiles.dq_keys),
-            maps[7])
+            _query_map(q, self.q, kv_heads), _query_map(dout, dout_shape, kv_heads),
+            _key_map(k, self.k, tiles.dq_keys), maps[5], _key_map(v, self.v, tiles.dq_keys), maps[7])
         ends = 8 * multiprocessors(self.device)
         return (before.launch(ends, stream), main.launch(self.num_sms, stream, *maps),
                 after.launch(self.num_sms if deterministic else ends, stream, *alone), self._merge(merge, stream))
@@ -197,29 +196,28 @@ class Launches:
 launches_of = functools.lru_cache(SHAPES_KEPT)(Launches)
 
 
-def _mappable(place: int, stride: Stride) -> bool:
+def _mappable(memory: Memory) -> bool:
     """Tensor copies want whole heads, and everything at multiples of 16 bytes."""
-    return place % 16 == 0 and stride[2] == 1 and stride[1] % 8 == 0 and stride[0] % 8 == 0
+    address, stride = memory
+    return address % 16 == 0 and stride[2] == 1 and stride[1] % 8 == 0 and stride[0] % 8 == 0
 
 
 def _contiguous(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _query_map(
-    place: int, shape: torch.Size, stride: tuple[int, ...], kv_heads: int, num_tokens: int | None = None
-) -> TensorMap:
+def _query_map(memory: Memory, shape: torch.Size, kv_heads: int, num_tokens: int | None = None) -> TensorMap:
     """Blocks of [tokens, heads, dim] that hold all query heads of a KV head; or of single tokens."""
-    tokens, heads, dim = shape
+    (address, stride), (tokens, heads, dim) = memory, shape
     group, head_bytes = heads // kv_heads, 2 * stride[1]
     sizes, strides = (dim, group, kv_heads, tokens), (head_bytes, group * head_bytes, 2 * stride[0])
-    return tensor_map(place, sizes, strides, (PANEL, group, 1, num_tokens or tokens_per_block(group)))
+    return tensor_map(address, sizes, strides, (PANEL, group, 1, num_tokens or tokens_per_block(group)))
 
 
-def _key_map(place: int, shape: torch.Size, stride: tuple[int, ...], num_tokens: int) -> TensorMap:
+def _key_map(memory: Memory, shape: torch.Size, num_tokens: int) -> TensorMap:
     """Tiles of [tokens, kv_heads, dim] that hold one KV head."""
-    tokens, kv_heads, dim = shape
-    return tensor_map(place, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
+    (address, stride), (tokens, kv_heads, dim) = memory, shape
+    return tensor_map(address, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
 
 
 _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)

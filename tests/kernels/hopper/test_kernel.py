@@ -111,7 +111,7 @@ def test_each_thread_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hopper_launch, "forward_kernels", lambda *_: [kernel])
     q, k = torch.Size([9, 4, 64]), torch.Size([9, 2, 64])
     launches = hopper_launch.Launches(CPU, q, k, k, False, False, 132)
-    place: tuple[Any, ...] = (False, 16, 32, 48, (256, 64, 1), (128, 64, 1), (128, 64, 1))
+    place: Any = False, (16, (256, 64, 1)), (32, (128, 64, 1)), (48, (128, 64, 1))
     first, again, elsewhere, beside = (launches.forward(*whose, *place) for whose in ((1, 5), (1, 5), (2, 5), (1, 6)))
     assert first is not None and again is first
     assert elsewhere is not None and elsewhere[0] is not first[0]

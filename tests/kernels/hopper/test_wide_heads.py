@@ -52,9 +52,9 @@ def test_head_dims_without_tiles_are_refused_by_name(
     q, v = (torch.Size((10, 2, size)) for size in (dim, value_dim))
     launches = hopper_launch.Launches(torch.device("cuda", 0), q, q, v, False, False, 132)
     with pytest.raises(ValueError, match=refusal):
-        launches.forward(1, 0, False, 0, 0, 0, (1,), (1,), (1,))
+        launches.forward(1, 0, False, *[(0, (1,))] * 3)
     with pytest.raises(ValueError, match=refusal):
-        launches.backward(1, 0, False, False, False, 0, 0, 0, 0, (1,), (1,), (1,), (1,))
+        launches.backward(1, 0, (False, False, False), *[(0, (1,))] * 4)
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4"])
