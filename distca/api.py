@@ -41,7 +41,7 @@ def plan(
     """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
 
     `model` is a name or a shape of your own. `speed` names the pool, one relative speed per server: the layout's ranks
-    first, servers that own no tokens after them; all ranks alike by default. Work is causal pairs, or seconds where
+    first, servers that own no tokens after them; all 1 by default. Work is causal pairs, or seconds where
     `cost` gives a latency table. `topology` says which servers share a node: what crosses nodes is then saved first.
     The same arguments give the same plan on every rank.
     """

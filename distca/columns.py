@@ -15,19 +15,19 @@ from distca.validation import UserError, short
 IntArray = npt.NDArray[np.int64]
 
 
-def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64, *, rows: bool = False) -> None:
+def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64, *, same_length: bool = False) -> None:
     """Make the named fields of a frozen record read-only columns; call it from __post_init__.
 
-    Values that the dtype would change are refused, and with `rows` columns of different lengths.
+    Values that the dtype would change are refused, and with `same_length` columns of different lengths.
     """
     for name in names:
         column = _exact(f"{name} of {type(record).__name__}", getattr(record, name), np.dtype(dtype))
         column.setflags(write=False)
         object.__setattr__(record, name, column)
     shapes = [getattr(record, name).shape for name in names]
-    if rows and not all(shape == shapes[0] and len(shape) == 1 for shape in shapes):
+    if same_length and not all(shape == shapes[0] and len(shape) == 1 for shape in shapes):
         raise UserError(f"the columns {', '.join(names)} of {type(record).__name__} have shapes "
-                        f"{', '.join(map(str, shapes))}; give each one entry per row")
+                        f"{', '.join(map(str, shapes))}; give each the same number of entries")
 
 
 def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:

@@ -1,13 +1,13 @@
-"""Conversations as tokens, with the loss on what the assistant says and on nothing else.
+"""Tokenize conversations, with the loss on the assistant's turns alone.
 
-The tokenizer's own chat template writes them, in the sandbox that transformers renders templates in, so that a model is
-trained on what it is asked with. Where a conversation reaches a {% generation %} block of the template, what is written
-there is in the loss. Otherwise a turn is found by asking the template twice: with everything before the turn and the
-prompt to generate, and with the turn; what the second adds is what the model is to say, the end of its turn included.
+The tokenizer's own chat template renders them, in the same sandbox as in transformers, so that a model is trained on
+the prompts that it will get. If a conversation reaches a {% generation %} block of the template, the text of the block
+is in the loss. Otherwise a turn is found by rendering twice: all messages before the turn with the prompt to generate,
+and the same with the turn. The text that the second adds is in the loss, the end of the turn included.
 
-Some templates write earlier turns differently once others follow (they drop what was thought). A conversation that is
-rewritten so becomes one document for each of the assistant's turns, as the model sees it when it takes that turn.
-Templates are not told the date: the same data are the same tokens tomorrow.
+Some templates write earlier turns differently once others follow (they drop thoughts). Such a conversation becomes one
+document for each of the assistant's turns, as the model sees it at that turn. Templates do not get the date, so that
+the same data always give the same tokens.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Rendered(NamedTuple):
-    """A document, and the parts [start, stop) of its text that the assistant says."""
+    """A rendered document, and the spans [start, stop) of its text that are in the loss."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    by_turns: bool = True  # found by asking the template twice, not by generation blocks
+    by_turns: bool = True  # found by rendering twice, not by generation blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template, with the special tokens that it may name."""
+    """A compiled chat template and the special tokens that it may use."""
 
     template: Any
     has_blocks: bool  # generation blocks that Jinja sees, whether a conversation reaches them or not
     special_tokens: dict[str, str]
 
     def documents(self, where: str, messages: Messages) -> list[Rendered]:
-        """The documents of a conversation: one, or one for each turn where later turns rewrite earlier ones."""
+        """Render a conversation as one document, or as one for each turn if later turns rewrite earlier ones."""
         whole = self._render(where, messages)
         marked = self._marked(where, messages, whole) if self.has_blocks else None
         return [marked] if marked is not None else self._turns(where, messages, whole)
 
     def _marked(self, where: str, messages: Messages, whole: str) -> Rendered | None:
-        """What stands in generation blocks; None where the conversation reached none.
+        """Find the text of generation blocks; None if the conversation reaches none.
 
-        Rendered again, with marks around the blocks that do not occur in the text: without the marks it is the same
-        text, however the template passes blocks on (in macros, captured by set), or the template is refused.
+        The conversation is rendered again with marks around blocks that do not occur in the text. Without the marks it
+        must be the same text, however the template passes blocks on (in macros, captured by set).
         """
         number = next(number for number in count() if f"{_MARK}{number}" not in whole)
         marks = f"{_MARK}{number}{_OPEN}", f"{_MARK}{number}{_CLOSE}"
@@ -79,15 +79,15 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self._render(where, messages[:number], prompt=True)
-                said = self._render(where, messages[:number + 1])
-                if not said.startswith(prompt):
+                turn = self._render(where, messages[:number + 1])
+                if not turn.startswith(prompt):
                     raise UserError(f"{where}: the chat template writes message {number} otherwise than its prompt to "
                                     "generate begins it; mark what the assistant says by {% generation %} in a "
                                     "chat_template.jinja beside data.tokenizer")
-                turns.append(Rendered(said, ((len(prompt), len(said)),)))
-                as_written &= whole.startswith(said)
+                turns.append(Rendered(turn, ((len(prompt), len(turn)),)))
+                as_written &= whole.startswith(turn)
         if as_written:
-            return [Rendered(whole, tuple(span for turn in turns for span in turn.spans))]
+            return [Rendered(whole, tuple(span for one in turns for span in one.spans))]
         return turns
 
     def _render(self, where: str, messages: Messages, *, prompt: bool = False,
@@ -107,7 +107,7 @@ class ChatTemplate:
 
 
 def load_chat_template(tokenizer: str) -> ChatTemplate:
-    """The template beside a tokenizer.json: chat_template.jinja, or what tokenizer_config.json says."""
+    """Load the template beside a tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
     folder = tokenizer_file(tokenizer, "data.tokenizer").parent
     config = _object(folder / "tokenizer_config.json")
     source = config.get("chat_template")
@@ -127,7 +127,7 @@ def load_chat_template(tokenizer: str) -> ChatTemplate:
 
 
 def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplate:
-    """The template of a Jinja source, as transformers would compile it."""
+    """Compile a Jinja source as transformers does."""
     try:
         environment = _environment()
     except ImportError:
@@ -145,14 +145,14 @@ def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplat
 
 
 def _environment() -> Any:
-    """The sandbox with what templates may use."""
+    """Return the sandbox with the extensions, filters and globals that templates may use."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import CallBlock
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """{% generation %} … {% endgeneration %}: what stands there comes out between marks."""
+        """{% generation %} … {% endgeneration %}: renders its body between marks."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja2's own form)
 
@@ -195,7 +195,7 @@ def messages_of(records: Iterable[Record], field: str) -> Iterator[tuple[str, Me
 def encoded_chats(
     conversations: Iterable[tuple[str, Messages]], template: ChatTemplate, tokenizer: TextTokenizer
 ) -> Iterator[Tokens]:
-    """The conversations as tokens, some at a time."""
+    """Tokenize conversations, some at a time."""
     num_by_turns = 0
 
     def rendered() -> Iterator[Rendered]:
@@ -214,7 +214,7 @@ def encoded_chats(
 
 
 def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[tokens] whether a token has a character in one of the spans, or stands in one without any."""
+    """Return which tokens overlap one of the spans, [tokens] bool; a token without characters counts as one long."""
     start, stop = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     stop = np.maximum(stop, start + 1)
     found = np.zeros(len(start), dtype=bool)
@@ -224,7 +224,7 @@ def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int
 
 
 def _between(parts: Iterable[str], opening: str, closing: str) -> Rendered | None:
-    """The parts without the marks, and what stands between marks; None where one has no other."""
+    """Join the parts without the marks and return the spans between marks; None if marks are unbalanced."""
     spans, texts, at, depth, start = [], [], 0, 0, 0
     for part in parts:
         if part == opening:
@@ -243,12 +243,12 @@ def _between(parts: Iterable[str], opening: str, closing: str) -> Rendered | Non
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Return the JSON object in a file; empty if there is none."""
     found = read_json(path) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Without the escapes of HTML that Jinja's own filter has."""
+    """Dump JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

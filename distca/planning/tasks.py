@@ -29,7 +29,7 @@ class TaskTable:
     server: np.ndarray    # [tasks] rank that computes this attention
 
     def __post_init__(self) -> None:
-        freeze(self, self.__slots__, rows=True)
+        freeze(self, self.__slots__, same_length=True)
 
     def __len__(self) -> int:
         return len(self.document)

@@ -40,7 +40,7 @@ class KeySlices:
     rank: np.ndarray      # [slices] nondecreasing
 
     def __post_init__(self) -> None:
-        freeze(self, self.__slots__, rows=True)
+        freeze(self, self.__slots__, same_length=True)
 
     def __len__(self) -> int:
         return len(self.document)
@@ -75,7 +75,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         freeze(self, ("lengths",))
-        freeze(self, ("document", "start", "stop", "rank"), rows=True)
+        freeze(self, ("document", "start", "stop", "rank"), same_length=True)
 
     @property
     def num_slices(self) -> int:

@@ -24,7 +24,7 @@ from distca.workload.layout import Layout, layout_from_slices
 
 _GRID = 128  # slices begin on this grid of their document, so that shards of whole tiles fill them
 _DENSITY_STEPS = 6
-_FULL = 1.05                # times its capacity: a rank with more was filled up with what is denser than guessed
+_FULL = 1.05                # times its capacity: a rank with more was filled with tokens denser than guessed
 _PARTS_OF_MEAN = (1.0, 0.5, 0.25)
 _SPREAD_TOKENS = 512  # the fewest tokens of a slice that is cut so that its keys leave by several NICs
 _SLACK = 0.4  # part of what a rank may have above its share that nodes leave to the placement inside them
@@ -33,13 +33,13 @@ Slice = tuple[int, int, int, int]  # document, start, stop, rank
 
 
 class Cuts(NamedTuple):
-    """Slices that suit a server's device, as it takes work item by item; by default any do."""
+    """Slices that suit a server's device, which computes work item by item; by default any do."""
 
-    wave_tokens: int = 1              # queries that it takes at once: longer slices are whole multiples of it
-    queries_per_work: float = inf     # of one document, that no rank has more of for each unit of its work
+    wave_tokens: int = 1              # queries computed at once: longer slices are whole multiples of it
+    queries_per_work: float = inf     # the most queries of one document on a rank, per unit of the rank's work
 
     def longest(self, work_per_rank: float) -> int:
-        """Tokens of a slice."""
+        """Return the most tokens of a slice."""
         tokens = self.queries_per_work * work_per_rank
         return MAX_LENGTH if tokens >= MAX_LENGTH else max(int(tokens) // _GRID, 1) * _GRID
 
@@ -90,7 +90,7 @@ def _columns(slices: list[Slice]) -> np.ndarray:
 
 
 class _Documents(NamedTuple):
-    """Tokens [first, last) of documents, with their work and what it is per token and position."""
+    """Tokens [first, last) of documents, with their work and its rate per pair."""
 
     first: np.ndarray
     last: np.ndarray
@@ -104,7 +104,7 @@ class _Documents(NamedTuple):
         return cls(first, last, work, work / pairs, longest)
 
     def light_densities(self, capacity: np.ndarray, tokens_per_rank: float) -> Iterator[float]:
-        """Guesses of the work per token of what fills up ranks."""
+        """Yield guesses of the work per token of the documents that fill ranks up."""
         lengths = self.last - self.first
         yield _light_density(lengths, self.work, capacity, tokens_per_rank)
         mean = float(self.work.sum() / lengths.sum())
@@ -115,7 +115,7 @@ class _Documents(NamedTuple):
 
 
 def squares(position: np.ndarray) -> np.ndarray:
-    """As products, which every processor rounds alike."""
+    """Return squares as products, whose rounding is the same on every processor."""
     exact = position.astype(np.float64)
     return exact * exact
 
@@ -169,8 +169,8 @@ def _placed(
 
 
 def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -> int:
-    """Where the slice that ends at `stop` begins, so that it uses up the room: on the grid, at most `free` tokens."""
-    squared = (stop - center) * (stop - center) - 2.0 * room     # ** is the C library's pow, rounded as it likes
+    """Return where a slice that ends at `stop` begins to use up the room: on the grid, with at most `free` tokens."""
+    squared = (stop - center) * (stop - center) - 2.0 * room     # ** calls the C library's pow, whose rounding differs
     start = center + sqrt(squared) if squared > 0 and stop > center else 0.0
     start = max(start, stop - free)
     if stop - start > wave_tokens:
@@ -179,9 +179,9 @@ def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -
 
 
 def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: float) -> float:
-    """Work per token of the short documents that will fill up the ranks of long ones.
+    """Return the work per token of the short documents that will fill up the ranks of long ones, by fixed point.
 
-    The denser those are, the more ranks the long documents need and the more short documents it takes: a fixed point.
+    The denser those are, the more ranks the long documents need and the more short documents it takes.
     """
     share = float(capacity.mean())
     heavy = (work > share) | (lengths > tokens_per_rank)
@@ -203,7 +203,7 @@ def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, 
 def _split(
     lengths: np.ndarray, last: np.ndarray, work: np.ndarray, light_density: float
 ) -> tuple[list[tuple[float, int, int]], list[int]]:
-    """Documents denser than the light ones as a heap of (-excess work, document, end); and the others."""
+    """Return the documents denser than light ones, as a heap of (-excess work, document, end), and the others."""
     excess = work - light_density * lengths
     some = np.flatnonzero(excess > 0)
     dense = list(zip((-excess[some]).tolist(), some.tolist(), last[some].tolist(), strict=True))
@@ -215,10 +215,10 @@ def _fill(
     begins: list[int], rates: list[float], longest: list[int], queue: list[tuple[int, int, int]], free: list[int],
     spare: list[float], slices: list[Slice],
 ) -> None:
-    """Fill every rank to its last token: most tokens first, to the rank with the most spare work per token.
+    """Fill every rank to its last token: longest first, to the rank with the most spare work per token.
 
-    The queue holds (-tokens, document, stop): the document's tokens before `stop` that have no home yet. A document of
-    several slices goes round the ranks.
+    The queue holds (-tokens, document, stop): tokens of a document before `stop` without a home. A document of several
+    slices goes to one rank after the other.
     """
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
@@ -268,7 +268,7 @@ def _back(aside: list[int], ranks: list[tuple[float, int]], spare: list[float], 
         heappush(ranks, (-spare[rank] / free[rank], rank))
 
 
-class _Parts(NamedTuple):
+class _WorkParts(NamedTuple):
     """Tokens [start, stop) of documents and their work."""
 
     document: np.ndarray
@@ -276,10 +276,10 @@ class _Parts(NamedTuple):
     stop: np.ndarray
     work: np.ndarray
 
-    def cut(self, part: np.ndarray, start: np.ndarray, stop: np.ndarray) -> _Parts:
-        """Tokens [start, stop) of each named part; work is divided as causal pairs are."""
+    def cut(self, part: np.ndarray, start: np.ndarray, stop: np.ndarray) -> _WorkParts:
+        """Return tokens [start, stop) of the given parts; work is divided by causal pairs."""
         before, after = (squares(column[part]) for column in (self.start, self.stop))
-        return _Parts(self.document[part], start, stop,
+        return _WorkParts(self.document[part], start, stop,
                       self.work[part] * (squares(stop) - squares(start)) / (after - before))
 
 
@@ -297,8 +297,8 @@ def place_by_levels(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, share: np.ndarray,
     tokens_per_rank: int, levels: Sequence[np.ndarray], cuts: Cuts,
 ) -> Layout:
-    """The layout of `place`, by `levels` [ranks] each, outermost first; `share` is a rank's part of all the work."""
-    parts = _Parts(np.arange(len(last)), first, last, np.asarray(work, dtype=np.float64))
+    """Return the layout of `place` by `levels` [ranks] each, outermost first; `share` is a rank's part of all work."""
+    parts = _WorkParts(np.arange(len(last)), first, last, np.asarray(work, dtype=np.float64))
     pool = _Pool(capacity, share, tokens_per_rank, cuts.wave_tokens, cuts.longest(float(share.mean())), last)
     placed = list(_inside(parts, np.arange(len(capacity)), pool, levels))
     document, start, stop = (np.concatenate([getattr(slices, name) for slices, _ in placed])
@@ -307,9 +307,9 @@ def place_by_levels(
 
 
 def _inside(
-    parts: _Parts, members: np.ndarray, pool: _Pool, levels: Sequence[np.ndarray]
-) -> Iterator[tuple[_Parts, np.ndarray]]:
-    """Slices of the parts and their ranks, over the members, whose tokens they fill."""
+    parts: _WorkParts, members: np.ndarray, pool: _Pool, levels: Sequence[np.ndarray]
+) -> Iterator[tuple[_WorkParts, np.ndarray]]:
+    """Yield slices of the parts and their ranks, which are all `members`: the parts fill them."""
     if not levels:
         unit, count, most = np.arange(len(members)), np.ones(len(members), dtype=np.int64), pool.capacity[members]
     else:
@@ -330,4 +330,4 @@ def _inside(
     here = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where, minlength=len(count)))[:-1])
     inside = np.split(np.argsort(unit, kind="stable"), np.cumsum(count)[:-1])
     for some, ranks in zip(here, inside, strict=True):
-        yield from _inside(_Parts(*(column[some] for column in slices)), members[ranks], pool, levels[1:])
+        yield from _inside(_WorkParts(*(column[some] for column in slices)), members[ranks], pool, levels[1:])
