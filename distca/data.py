@@ -105,7 +105,8 @@ class Collator:
                 raise UserError("distca.data.Collator runs in a worker of the loader, which cannot reach other ranks; "
                                 "set num_workers (Trainer: dataloader_num_workers) to 0")
             rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        documents = _documents_of(features) if ranks == 1 else _gathered(features, self.group)
+        documents = _gathered(features, self.group) if ranks > 1 else [
+            document for feature in features for document in _documents_in(feature)]
         return rows([ids for ids, _ in documents], rank, ranks, labels=[labels for _, labels in documents],
                     placement=self.placement, tolerance=self.tolerance).batch()
 
@@ -152,7 +153,7 @@ def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | 
     """
     wrong: ValueError | None = None
     try:
-        mine = _documents_of(features)
+        mine = [document for feature in features for document in _documents_in(feature)]
         lengths = [len(ids) for ids, _ in mine]
         header = [len(lengths), sum(lengths)]
         content = np.concatenate([np.array(lengths, dtype=np.int64), *(ids for ids, _ in mine),
@@ -181,10 +182,6 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> np.ndarr
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone).cpu().numpy()
-
-
-def _documents_of(features: Sequence[Mapping[str, Any]]) -> list[Labelled]:
-    return [document for feature in features for document in _documents_in(feature)]
 
 
 def _documents_in(feature: Mapping[str, Any]) -> list[Labelled]:

@@ -15,7 +15,6 @@ document may stand beside it, if every document stays whole on a rank. Other mod
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 from contextvars import ContextVar
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from distca.cost.latency_table import LatencyTable
 from distca.integrations import check_version, not_installed
 from distca.integrations.document_lengths import DOCUMENTS, RowSlices, from_arguments
-from distca.integrations.packed import PackedAttention, PackedBatch, attach, attached
+from distca.integrations.packed import PackedAttention, PackedBatch, Qkv, attach, attached
 from distca.kernels import kernel_named
 from distca.models import shape_of_config
 from distca.planning.plan import Plan
@@ -163,19 +162,16 @@ class _Forward:
         self.records = torch.is_grad_enabled()                   # of the model; checkpointed layers see otherwise
         return PackedMask(self, window)
 
-    def begin(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, about: dict[str, Any]
-    ) -> PackedBatch:
-        if self.batch is not None:
-            return self.batch
-        slices = self._read(query, about)
-        if not (self.in_pool or (module.training and self.records)):
-            self.batch = self.attention.at_home(slices)
-            return self.batch
-        shapes = Shapes(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
-        self.batch = self.attention.begin(slices, query.device, shapes)
-        if self.served.whole_only is not None and self.batch.spans:
-            raise _refused(module.config, self.served.whole_only)
+    def begin(self, module: torch.nn.Module, qkv: Qkv, about: dict[str, Any]) -> PackedBatch:
+        if self.batch is None:
+            query, slices = qkv[0], self._read(qkv[0], about)
+            if not (self.in_pool or (module.training and self.records)):
+                self.batch = self.attention.at_home(slices)
+                return self.batch
+            shapes = Shapes(query.shape[1], qkv[1].shape[1], query.shape[3], query.dtype, query.device)
+            self.batch = self.attention.begin(slices, query.device, shapes)
+            if self.served.whole_only is not None and self.batch.spans:
+                raise _refused(module.config, self.served.whole_only)
         return self.batch
 
     def _read(self, query: torch.Tensor, about: dict[str, Any]) -> RowSlices | ValueError:
@@ -222,11 +218,8 @@ class _Served:
     def latest(self) -> Plan | None:
         return self.attention.latest
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Served:
-        """A copy of a model has the same group and options, but its own forwards."""
-        return memo.setdefault(id(self), _Served(copy.deepcopy(self.attention), self.pool_evaluation, self.whole_only))
-
     def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model has the same options, but its own forwards."""
         return _Served, (self.attention, self.pool_evaluation, self.whole_only)
 
 
@@ -273,24 +266,24 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface: query [rows, heads, tokens, dim] -> out [rows, tokens, heads, dim]."""
     if not isinstance(attention_mask, PackedMask):
-        return _ordinary(module, query, key, value, attention_mask, dropout, scaling, about)
-    return _attend(module, query, key, value, attention_mask, dropout, scaling, about), None
+        return _ordinary(module, (query, key, value), attention_mask, dropout, scaling, about)
+    return _attend(module, (query, key, value), attention_mask, dropout, scaling, about), None
 
 
 @torch.compiler.disable(reason="distca's attention exchanges with other ranks, by lengths that change with every batch")
 def _attend(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: PackedMask,
-    dropout: float, scaling: float | None, about: dict[str, Any],
+    module: torch.nn.Module, qkv: Qkv, mask: PackedMask, dropout: float, scaling: float | None, about: dict[str, Any]
 ) -> torch.Tensor:
     _RUNNING.set(None)                                           # all masks are made
-    _check_call(module, key, query, dropout, about)
-    forward = mask.forward
-    query, key, value = _one_dtype(query, key, value)
-    batch = forward.begin(module, query, key, about)
-    q, k, v = (_flat(x, forward.kept) for x in (query, key, value))  # [tokens, heads, dim]
+    _check_call(module, qkv, dropout, about)
+    device, forward = qkv[0].device.type, mask.forward
+    if torch.is_autocast_enabled(device):                        # rotary embeddings may leave q and k wider than v
+        qkv = tuple(x.to(torch.get_autocast_dtype(device)) for x in qkv)  # type: ignore[assignment]
+    batch = forward.begin(module, qkv, about)
+    q, k, v = (_flat(x, forward.kept) for x in qkv)              # [tokens, heads, dim]
     out = forward.attention.attend(q, k, v, batch, scale=scaling, window=mask.window, softcap=about.get("softcap"),
                                    sinks=about.get("s_aux"))
-    rows, heads, row_len, dim = query.shape
+    rows, heads, row_len, dim = qkv[0].shape
     if forward.kept is not None:
         out = out.new_zeros(rows * row_len, heads, dim).index_copy(0, forward.kept, out)
     return out.view(rows, row_len, heads, dim)
@@ -298,37 +291,28 @@ def _attend(
 
 def _flat(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """[rows, heads, tokens, dim] -> [tokens of all rows, heads, dim], without padding."""
-    rows, heads, row_len, dim = x.shape
-    tokens = x.transpose(1, 2).reshape(rows * row_len, heads, dim)
+    tokens = x.transpose(1, 2).flatten(0, 1)
     return tokens if kept is None else tokens.index_select(0, kept)
 
 
-def _one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast as autocast does for torch's own attention: rotary embeddings may leave q and k wider than v."""
-    device = tensors[0].device.type
-    return [x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x for x in tensors]
-
-
-def _check_call(
-    module: torch.nn.Module, key: torch.Tensor, query: torch.Tensor, dropout: float, about: dict[str, Any]
-) -> None:
-    config = module.config
+def _check_call(module: torch.nn.Module, qkv: Qkv, dropout: float, about: dict[str, Any]) -> None:
+    config, num_queries, num_keys = module.config, qkv[0].shape[2], qkv[1].shape[2]
     if about.get("position_bias") is not None:
         raise _refused(config, "it passes position_bias to attention")
     if about.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise _refused(config, "its attention is not causal")
     if dropout:
         raise _refused(config, f"attention dropout is {dropout}; set it to 0")
-    if key.shape[2] != query.shape[2]:
-        raise _refused(config, f"{query.shape[2]} queries meet {key.shape[2]} keys under a mask for as many")
+    if num_keys != num_queries:
+        raise _refused(config, f"{num_queries} queries meet {num_keys} keys under a mask for as many")
 
 
 def _ordinary(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float, scaling: float | None, about: dict[str, Any],
+    module: torch.nn.Module, qkv: Qkv, attention_mask: torch.Tensor | None, dropout: float, scaling: float | None,
+    about: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own attention, for decoding with a cache and for masks of the user."""
-    if module.training and query.shape[2] == key.shape[2]:
+    if module.training and qkv[0].shape[2] == qkv[1].shape[2]:
         given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
         error = UserError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
                            "give attention_mask [rows, tokens] or nothing, and documents by position_ids or "
@@ -336,20 +320,19 @@ def _ordinary(
         served = _RUNNING.get()
         _RUNNING.set(None)
         if served is not None and torch.is_grad_enabled():
-            served.attention.begin(error, query.device)          # other ranks are waiting for a batch
+            served.attention.begin(error, qkv[0].device)         # other ranks are waiting for a batch
         raise error
     unread = next((name for name in DOCUMENTS if about.get(name) is not None), None)
     if unread is not None:
         raise UserError(f"{unread} came with a cache or with a mask of your own, which alone say what is seen; leave "
                         f"out {unread}, or the mask or cache")
     if not torch.compiler.is_compiling():
-        _say_decoding()
+        _log_decoding()
     if about.get("softcap") is None and about.get("s_aux") is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **about)
+        return sdpa_attention_forward(module, *qkv, attention_mask, dropout, scaling, **about)
     if attention_mask is not None and attention_mask.dtype is torch.bool:
-        attention_mask = attention_mask.logical_not() * torch.finfo(query.dtype).min
-    out, _ = _formula(type(module))(module, query, key, value, attention_mask, scaling=scaling,
-                                    dropout=dropout, **about)
+        attention_mask = attention_mask.logical_not() * torch.finfo(qkv[0].dtype).min
+    out, _ = _formula(type(module))(module, *qkv, attention_mask, scaling=scaling, dropout=dropout, **about)
     return out, None
 
 
@@ -360,7 +343,7 @@ def _formula(kind: type[torch.nn.Module]) -> Any:
 
 
 @cache
-def _say_decoding() -> None:
+def _log_decoding() -> None:
     _LOG.info("queries meet keys of a cache or under a given mask: attention runs at home as transformers' sdpa")
 
 
