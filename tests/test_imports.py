@@ -4,6 +4,8 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,28 @@ def test_layers_have_no_cycle() -> None:
     for layer, allowed in MAY_IMPORT.items():
         for other in allowed:
             assert layer not in MAY_IMPORT[other]
+
+
+def _imports_at_the_top(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """Modules that a file imports when it is loaded, or for types; functions may import later."""
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.ImportFrom):
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else str(node.module) for name in named)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif not isinstance(node, ast.FunctionDef):
+            nodes += ast.iter_child_nodes(node)
+
+
+def test_modules_have_no_cycle() -> None:
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+               for path in _modules()}
+    graph = {name: set(_imports_at_the_top(path, modules)) & modules.keys() - {name} for name, path in modules.items()}
+    assert len(graph["distca.planning.balance"]) > 3
+    TopologicalSorter(graph).prepare()                           # raises CycleError, which names the modules
 
 
 def test_planning_and_report_import_without_torch() -> None:
