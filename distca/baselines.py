@@ -30,8 +30,8 @@ def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTi
     Where documents span ranks, the keys of a slice's prefix still travel to it.
     """
     plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
-    level = max_over_mean(plan.work(), plan.speed) <= 1.0
-    return plan if level else replace(plan, limit="attention stays where its queries live")
+    is_balanced = max_over_mean(plan.work(), plan.speed) <= 1.0
+    return plan if is_balanced else replace(plan, limit="attention stays where its queries live")
 
 
 def at_home_step(

@@ -69,7 +69,7 @@ def outline_of_nodes(
     layout: Layout, model: ModelShape, topology: Topology, *, tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None, tp: int = 1,
 ) -> Plan:
-    """What `balance` gives each node in causal pairs, all on its first rank: as much crosses nodes, sooner."""
+    """Outline `balance` in causal pairs: all that a node gets is on its first rank, and the same crosses nodes."""
     pool = check_pool(speed, layout.num_ranks)
     levels = check_topology(topology, len(pool))
     at_home = Plan(layout, tasks_at_home(layout), pool, tolerance, model, tp, topology=topology)

@@ -1,18 +1,18 @@
 """Plan a step: lay out its micro-batches, balance every attention call, choose placement and tolerance by the plans.
 
-Attention has no weights, so a stage's tasks are as good as any other's: the pool of a tick is every rank of every
-stage. Active stages bring the documents of their micro-batches, idle stages bring none and serve, and the work of a
-tick is level over all of them. Backward ticks have plans of their own, as other stages are idle in them and backward's
-seconds are not forward's.
+Attention has no weights, so any rank can compute any stage's tasks: the pool of a tick is every rank of every stage.
+Active stages bring the documents of their micro-batches, idle stages bring none and serve, and the work of a tick is
+balanced over all of them. Backward ticks have their own plans, as other stages are idle in them and backward's seconds
+are not forward's.
 
 Balanced placement saves bytes by keeping queries at home, which pays where short documents fill up the ranks of long
 ones. Where nearly all documents are long there is nothing to fill up with: the slices of a document then have equal
 work but unequal length, late ranks gather almost all of its keys, and moving a few rectangles out of the loader's
-order is cheaper. No bound known before planning tells the two apart in general. So both are planned, unless a look at
-the given order that takes a small part of the time is enough.
+order is cheaper. No bound known before planning separates the two cases in general. So both are planned, unless an
+outline of the given order, which takes a small part of the time, is enough.
 
 Where exchanges hide behind computing, tighter balance is free; where they do not, the bytes that looser balance saves
-are time. Only a whole step's predicted seconds tell which, so `auto` plans at a few tolerances and keeps the quickest.
+are time. Only a whole step's predicted seconds decide it, so `auto` plans at a few tolerances and keeps the quickest.
 """
 
 from __future__ import annotations
@@ -129,10 +129,10 @@ def _planned(inputs: _Inputs, placement: str) -> StepPlan:
 def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
     """The step of a placement, or given's where that sends less and is known to compute no longer.
 
-    To send more is to send more bytes, in all or from each call's busiest sender. Where the pool has nodes these are
-    the bytes between them, which everybody waits for, and the busiest node's. Lower bounds or outlines of given's plans
-    are enough where they send as much already. In seconds, plans in causal pairs are: they send about as much and take
-    a tenth of the time to make.
+    Compared are the bytes of all calls, and those of each call's busiest sender: between nodes where the pool has
+    nodes, as everybody waits for these. Given need not be planned where a lower bound on its bytes, or an outline of
+    its plans, sends as much already. Outlines are in causal pairs, which send about as much as plans in seconds and
+    take a tenth of the time to make.
     """
     step, in_seconds = _planned(inputs, placement), inputs.cost is not None
     sent, has_nodes = _sent(step.forward_plans()), inputs.topology is not None and len(inputs.topology.levels()) > 0

@@ -3,7 +3,7 @@
 A unit is a rank, or a node or pod whose ranks share what it gets. Units over the cap shed just what is over, into the
 units with the most room, in as few and as large shards as possible, because a shard's bytes grow with the square root
 of its work. A unit whose cap is 0 must be emptied: a rank that serves nothing, or all that a node got from outside. An
-outer level stops a little below the tolerance, so that a full node's ranks can still be level within whole tiles.
+outer level stops a little below the tolerance, so that a full node can still be balanced inside in whole tiles.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Plan:
         return traffic(self.layout, self.tasks, self.num_servers)
 
     def traffic_between_nodes(self) -> Traffic | None:
-        """What crosses nodes, with nodes in the place of ranks; None where the topology is unknown."""
+        """What crosses nodes, with nodes instead of ranks; None where the topology is unknown."""
         return None if self.topology is None else traffic_between_nodes(self.layout, self.tasks, self.topology.node)
 
     def validate(self) -> None:

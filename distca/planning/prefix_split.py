@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from distca.columns import Positions, added
-from distca.planning.shard_cut import Prices
+from distca.planning.shard_cut import Piece, Prices
 from distca.planning.tasks import TILE, TaskTable, joined
 from distca.planning.traffic import key_ranges, query_ranges
 from distca.workload.layout import Layout
@@ -143,7 +143,8 @@ def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[flo
         if kv_stop <= kv_start:
             return None
         own = prices.measure(int(layout.stop[i] - layout.start[i]), int(layout.stop[i]))
-        now = added(_part_work(first, last, kv_start, kv_stop, prices) for first, last in zip(begin, end, strict=True))
+        now = added(Piece(0, first, last, kv_start, first, kv_stop if kv_stop <= first else None).work(prices.measure)
+                    for first, last in zip(begin, end, strict=True))
         change.append((int(layout.rank[i]), now - own))
         shares.append((i, kv_start, kv_stop))
     if any(extra > max(spare[rank], 0.0) for rank, extra in change):
@@ -151,11 +152,3 @@ def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[flo
     for rank, extra in change:
         spare[rank] -= max(extra, 0.0)                           # room that a band frees is not given away again
     return shares
-
-
-def _part_work(q_start: int, q_stop: int, kv_start: int, kv_stop: int, prices: Prices) -> float:
-    """A slice's queries against one part of the keys: a rectangle, or up to the diagonal in the last part."""
-    q_len = q_stop - q_start
-    if kv_stop <= q_start:
-        return prices.measure(q_len, kv_stop - kv_start + 0.5 * (q_len - 1))
-    return prices.measure(q_len, q_stop - kv_start)

@@ -149,7 +149,7 @@ class StepPlan:
                 for nanos in self.calls[stage].tolist()]
 
     def forward_plans(self) -> list[Plan]:
-        """Every plan of a forward tick once, in the order of ticks; of stages that share attention."""
+        """The distinct plans of forward ticks, in the order of ticks, where stages share attention."""
         return [plan for plan, _ in self._counts(self.calls[0, self.ticks.forward_ticks()])]
 
     def server_work(self) -> np.ndarray:
@@ -192,12 +192,13 @@ class StepPlan:
         at_home = [tasks_at_home(pack(micro_batch.lengths, ranks=self.num_data)) for micro_batch in self.micro_batches]
         speeds = 1.0 if cost is None else cost.speeds(self.num_data)
         windows = Counter(self.model.layer_windows)
-        before = servers * _level(in_order, [[count * server_work(tasks, self.num_data, cost, window=window) / speeds
-                                              for window, count in windows.items()] for tasks in at_home])
+        before = servers * _imbalance(in_order, [
+            [count * server_work(tasks, self.num_data, cost, window=window) / speeds
+             for window, count in windows.items()] for tasks in at_home])
         if not self.is_shared:
             calls = [[call for nano in range(self.num_nano_batches) for call in self._forward_calls(number, nano)]
                      for number in range(len(self.micro_batches))]
-            after = _level(in_order, [[count * plan.work() for plan, count in plans] for plans in calls])
+            after = _imbalance(in_order, [[count * plan.work() for plan, count in plans] for plans in calls])
             crossing = sum(count * _bytes(plan) for plans in calls for plan, count in plans)
             return StepSummary(before, after, crossing // sum(self.layers), 0.0)
         largest, mean, served = self.work_over_ticks()
@@ -226,12 +227,12 @@ class StepPlan:
             largest = mean = served = total = 0.0
             for active, depths in zip(self.ticks.active, self.calls[0, :, nano].tolist(), strict=True):
                 for at, run in groupby(at for at in depths if at != NO_CALL):
-                    plan, much = self.plans[at], len(list(run)) * work[at]
-                    level = float(much.sum() / plan.speed.sum())
-                    largest += level * max_over_mean(much, plan.speed)
-                    mean += level
-                    served += float(much[:plan.layout.num_ranks].reshape(self.num_stages, -1)[~active].sum())
-                    total += float(much.sum())
+                    plan, done = self.plans[at], len(list(run)) * work[at]
+                    share = float(done.sum() / plan.speed.sum())
+                    largest += share * max_over_mean(done, plan.speed)
+                    mean += share
+                    served += float(done[:plan.layout.num_ranks].reshape(self.num_stages, -1)[~active].sum())
+                    total += float(done.sum())
             found.append((largest, mean, served / total if total else 0.0))
         largest, mean, _ = np.sum(found, axis=0)
         return largest, mean, sum(share for *_, share in found) / len(found)
@@ -241,7 +242,7 @@ def step_among_data_ranks(
     micro_batches: Sequence[MicroBatch], planner: Callable[[Layout], Plan], model: ModelShape, *, layers: Sequence[int],
     tp: int = 1, gather_ranks: int = 1,
 ) -> StepPlan:
-    """1F1B, in which the data ranks of a stage keep their attention to themselves, as `planner` says."""
+    """A step in 1F1B, whose attention stays among the data ranks of a stage, as `planner` plans it."""
     ticks = one_forward_one_backward(len(layers), len(micro_batches))
     plans = tuple(planner(layout) for micro_batch in micro_batches for layout in micro_batch.layouts)
     number = np.arange(len(plans)).reshape(len(micro_batches), -1)  # [micro-batches, nano-batches]
@@ -252,7 +253,7 @@ def step_among_data_ranks(
 
 
 def same_columns(one: Layout, other: Layout) -> bool:
-    """Whether two layouts hold the same tokens in the same places."""
+    """Whether two layouts put the same tokens on the same ranks, in the same order."""
     return one.num_ranks == other.num_ranks and all(
         np.array_equal(getattr(a, name), getattr(b, name))
         for a, b, names in ((one, other, ("lengths", "document", "start", "stop", "rank")),
@@ -260,13 +261,13 @@ def same_columns(one: Layout, other: Layout) -> bool:
 
 
 def _check_fields(step: StepPlan) -> None:
-    """Fields are in range, and micro-batches have as many nano-batches and ranks."""
+    """Fields are in range, and all micro-batches have the same numbers of nano-batches and ranks."""
     for number_of_layers in step.layers:
         check_whole("layers of a stage", number_of_layers)
     step.model.kv_heads_per_rank(step.tp)
     shapes = {(len(one.nano_batches), one.layouts[0].num_ranks) for one in step.micro_batches}
     if len(shapes) != 1:
-        raise UserError(f"micro-batches have (nano-batches, ranks) {sorted(shapes)}; cut and lay all alike")
+        raise UserError(f"micro-batches have (nano-batches, ranks) {sorted(shapes)}; give all as many of both")
     if step.num_data % check_whole("gather_ranks", step.gather_ranks):
         raise UserError(f"gather_ranks is {step.gather_ranks}, which does not divide {step.num_data} data ranks; give "
                         "groups of equal size")
@@ -334,8 +335,11 @@ def _check_documents(step: StepPlan, stage: int, tick: int, nano: int, depth: in
         raise UserError(f"{where} is balanced by the other direction's seconds; plan forward and backward apart")
 
 
-def _level(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
-    """Largest over mean, summed over ticks, when each stage does its own work[micro-batch][nano-batch][data rank]."""
+def _imbalance(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
+    """Largest work over the mean, both summed over ticks, if each stage does its own.
+
+    `work` is [micro-batch][nano-batch][data rank].
+    """
     largest = mean = 0.0
     for running in ticks.micro_batch.tolist():
         active = [work[number] for number in running if number != IDLE]

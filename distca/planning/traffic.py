@@ -44,15 +44,11 @@ class Traffic:
 
     def sent_bytes(self, model: ModelShape, tp: int = 1) -> np.ndarray:
         """Forward bytes each rank sends: Q and KV as a home, O as a server."""
-        return (self._sum(self.q_home, self.q_tokens) * model.q_token_bytes(tp)
-                + self._sum(self.kv_home, self.kv_tokens) * model.kv_token_bytes(tp)
-                + self._sum(self.q_server, self.q_tokens) * model.out_token_bytes(tp))
+        return self._bytes(self.q_home, self.kv_home, self.q_server, model, tp)
 
     def received_bytes(self, model: ModelShape, tp: int = 1) -> np.ndarray:
         """Forward bytes each rank receives: Q and KV as a server, O as a home."""
-        return (self._sum(self.q_server, self.q_tokens) * model.q_token_bytes(tp)
-                + self._sum(self.kv_server, self.kv_tokens) * model.kv_token_bytes(tp)
-                + self._sum(self.q_home, self.q_tokens) * model.out_token_bytes(tp))
+        return self._bytes(self.q_server, self.kv_server, self.q_home, model, tp)
 
     def matrix_bytes(self, model: ModelShape, tp: int = 1) -> np.ndarray:
         """Forward bytes as a [source, destination] matrix: who sends how much to whom."""
@@ -69,8 +65,11 @@ class Traffic:
         return Traffic(self.q_home[q], self.q_server[q], self.q_tokens[q], self.kv_home[kv], self.kv_server[kv],
                        self.kv_tokens[kv], self.num_ranks)
 
-    def _sum(self, rank: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        return np.bincount(rank, weights=tokens, minlength=self.num_ranks)
+    def _bytes(self, q: np.ndarray, kv: np.ndarray, out: np.ndarray, model: ModelShape, tp: int) -> np.ndarray:
+        """[ranks] the sum over messages, where `q`, `kv` and `out` name each message's rank."""
+        return sum((np.bincount(rank, weights=tokens, minlength=self.num_ranks) * size(tp) for rank, tokens, size in (
+            (q, self.q_tokens, model.q_token_bytes), (kv, self.kv_tokens, model.kv_token_bytes),
+            (out, self.q_tokens, model.out_token_bytes))), np.zeros(self.num_ranks))
 
 
 def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
@@ -110,7 +109,7 @@ def traffic(layout: Layout, tasks: TaskTable, num_ranks: int) -> Traffic:
 
 
 def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) -> Traffic:
-    """Count what crosses nodes, with nodes in the place of ranks; `node` [servers] names each server's.
+    """Count what crosses nodes, with nodes instead of ranks; `node` [servers] names each server's.
 
     A key or a query that several ranks of a node need crosses to it once, and what they computed of it is merged
     inside the node before it crosses back.

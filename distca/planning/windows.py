@@ -1,9 +1,9 @@
 """Plans of layers whose queries see a window of keys, in a step that was planned for all keys.
 
-A window makes attention linear in tokens, and ranks have equal tokens: mostly it is level where its queries live, and
-only the keys of a window before a slice travel. Where documents are so short, or the window so long, that this is not
-level, the causal plan's servers take it, without the keys that nobody sees. A window that holds a whole document hides
-nothing, and its plan stays as it is.
+A window makes attention linear in tokens, and ranks have equal tokens: mostly it is balanced where its queries live,
+and only the keys of a window before a slice travel. If documents are too short, or the window too long, for that, the
+servers of the full-attention plan compute it, without the keys that no query sees. A window that holds a whole document
+hides nothing, and its plan stays as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
 
 
 def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -> list[list[int | None]]:
-    """[stage][depth] windows; where stages share their calls, those of one depth must agree and all are listed."""
+    """[stage][depth] windows; where stages share their calls, layer i of every stage must have the same window."""
     if len(windows) != sum(layers):
         raise UserError(f"windows are of {len(windows)} layers but the step has {sum(layers)}; give one for each")
     begin = np.cumsum(layers) - np.asarray(layers)
@@ -62,20 +62,16 @@ def windowed(causal: Plan, window: int) -> Plan:
     """The plan of the same documents in which a query sees `window` keys, itself included."""
     if window >= int(causal.layout.lengths.max()):
         return causal
-    home = replace(causal, tasks=_seen(tasks_at_home(causal.layout), window), window=window, limit=None)
-    moved = replace(causal, tasks=_seen(causal.tasks, window), window=window, limit=None)
-    at_home, elsewhere = (_level(plan) for plan in (home, moved))
+    home, moved = (replace(causal, tasks=_seen(tasks, window), window=window, limit=None)
+                   for tasks in (tasks_at_home(causal.layout), causal.tasks))
+    at_home, elsewhere = (max_over_mean(plan.work(), plan.speed) for plan in (home, moved))
     if elsewhere * (1 + causal.tolerance) < at_home:
         return replace(moved, limit=None if elsewhere <= 1 + causal.tolerance else "servers are those of all keys")
     return replace(home, limit=None if at_home <= 1 + causal.tolerance else AT_HOME)
 
 
 def _seen(tasks: TaskTable, window: int) -> TaskTable:
-    """The tasks without keys before the first query's window, and without those that are left none."""
+    """Drop keys before the first query's window, and tasks that then have none."""
     kv_start = np.maximum(tasks.kv_start, tasks.q_start - window + 1)
     return replace(tasks, kv_start=kv_start).take(kv_start < tasks.kv_stop)
-
-
-def _level(plan: Plan) -> float:
-    return max_over_mean(plan.work(), plan.speed)
 
