@@ -67,9 +67,11 @@ class Traffic:
 
     def _bytes(self, q: np.ndarray, kv: np.ndarray, out: np.ndarray, model: ModelShape, tp: int) -> np.ndarray:
         """[ranks] the sum over messages, where `q`, `kv` and `out` name each message's rank."""
-        return sum((np.bincount(rank, weights=tokens, minlength=self.num_ranks) * size(tp) for rank, tokens, size in (
-            (q, self.q_tokens, model.q_token_bytes), (kv, self.kv_tokens, model.kv_token_bytes),
-            (out, self.q_tokens, model.out_token_bytes))), np.zeros(self.num_ranks))
+        of_q, of_kv, of_out = (np.bincount(rank, weights=tokens, minlength=self.num_ranks) * size(tp)
+                               for rank, tokens, size in ((q, self.q_tokens, model.q_token_bytes),
+                                                          (kv, self.kv_tokens, model.kv_token_bytes),
+                                                          (out, self.q_tokens, model.out_token_bytes)))
+        return of_q + of_kv + of_out
 
 
 def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
