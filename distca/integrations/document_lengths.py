@@ -175,8 +175,8 @@ def from_edges(
         wrong = np.where(cut, (flat != 0) & ~(follows if from_zero else first), (flat == 0) & _counted(flat, cut))
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        said = ("begins" if cut[at] else "does not begin"), ("go on with" if cut[at] else "begin one with")
-        raise UserError(f"{field} {said[0]} a document at token {at} but {names} {said[1]} position {flat[at]} there; "
+        does, they = ("begins" if cut[at] else "does not begin"), ("go on with" if cut[at] else "begin one with")
+        raise UserError(f"{field} {does} a document at token {at} but {names} {they} position {flat[at]} there; "
                         "let them say the same, or give one of them")
     if document is None and from_zero:
         return whole_documents(lengths)

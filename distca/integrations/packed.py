@@ -199,7 +199,7 @@ class PackedAttention:
         mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
         if mine.start and mine.start[0] > 0 and mine.document is None:
             raise UserError(f"position_ids begin with {mine.start[0]}, in a document whose beginning is on another "
-                            "rank, and this forward talks to nobody; begin it on every rank (Transformers: "
+                            "rank, and this forward does not communicate; begin it on every rank (Transformers: "
                             "enable(model, evaluation='pool')), or give whole documents")
         return PackedBatch(mine, None)
 

@@ -321,7 +321,7 @@ def test_two_ranks_equal_one_document_at_a_time() -> None:
     expected = ["attention_dropout is 0.1", "softmax_type is 'learnable'", "window_size is (4, 4)",
                 "give the spec of a", "qkv_format is 'sbhd'", "of keys differ from those of queries",
                 "[0, 3] for 4 tokens"]
-    trainers.assert_told(first["told"], expected)
+    trainers.assert_refused(first["told"], expected)
 
 
 @needs_megatron

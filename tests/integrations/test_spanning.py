@@ -171,7 +171,7 @@ def test_what_continues_nothing_is_refused_by_every_rank_in_the_same_line() -> N
 
 
 def test_at_home_nothing_may_continue() -> None:
-    with pytest.raises(ValueError, match=r"position_ids begin with 5.*talks to nobody"):
+    with pytest.raises(ValueError, match=r"position_ids begin with 5.*does not communicate"):
         distca.PackedAttention().at_home(RowSlices((5,), (3,)))
     q, k, v = (torch.randn(3, heads, 16) for heads in HEADS)
     with pytest.raises(ValueError, match="a position for each token"):

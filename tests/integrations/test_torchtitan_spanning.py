@@ -64,4 +64,4 @@ def every_case(transport: Transport) -> list[str]:
 def test_ranks_equal_one_document_at_a_time(ranks: int) -> None:
     first, *others = values(run_processes(ranks, every_case, deadline_seconds=200.0, timeout_seconds=60.0))
     assert all(other == first for other in others)
-    trainers.assert_told(first, ["rank 1 begins at position 9 but rank 0, before it, ended at position 3"])
+    trainers.assert_refused(first, ["rank 1 begins at position 9 but rank 0, before it, ended at position 3"])

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 def random_qkv(
     seed: int, num_tokens: int, heads: int = 4, kv_heads: int = 2, dim: int = 8, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v and dout of documents laid end to end, float64 unless told otherwise."""
+    """q, k, v and dout of documents laid end to end, float64 by default."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, dim))
     q, k, v, dout = (torch.randn(num_tokens, *shape, generator=generator, dtype=dtype or torch.float64)

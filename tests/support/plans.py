@@ -68,7 +68,7 @@ def scattered_layout(seed: int, lengths: np.ndarray, ranks: int) -> Layout:
 
 
 def random_speeds(seed: int, ranks: int, dedicated: int = 0) -> np.ndarray:
-    """Speeds of a pool of `ranks + dedicated` servers: all alike, unequal, or some ranks that serve nothing."""
+    """Speeds of a pool of `ranks + dedicated` servers: equal, unequal, or zero for some ranks."""
     rng = np.random.default_rng(seed)
     num_servers = ranks + dedicated
     if rng.random() < 0.25:

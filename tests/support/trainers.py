@@ -52,18 +52,18 @@ def assert_balanced(result: tuple[list[float], bool]) -> None:
 
 
 def refusals(wrong: list[Callable[..., Any]]) -> list[str]:
-    """What each call says that is refused."""
-    told = []
+    """The messages of the calls that are refused."""
+    messages = []
     for call in wrong:
         try:
             call()
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
-def assert_told(told: list[str], expected: list[str]) -> None:
-    assert all(part in line for part, line in zip(expected, told, strict=True)), told
+def assert_refused(messages: list[str], expected: list[str]) -> None:
+    assert all(part in line for part, line in zip(expected, messages, strict=True)), messages
 
 
 def run_example(framework: str, script: str, folder: Path, ranks: int, *arguments: str) -> tuple[float, float]:
