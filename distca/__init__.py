@@ -1,7 +1,7 @@
-"""Long-context training without attention stragglers: pack documents over ranks, then plan who computes what.
+"""Long-context training without attention stragglers: pack documents over ranks, then plan which rank computes what.
 
-Planning needs numpy alone and runs on a laptop. Whatever needs torch is imported on first use, so that `import distca`
-stays quick and works without it.
+Planning needs numpy alone and runs on a laptop. Names that need torch are imported on first use, so that
+`import distca` stays quick and works without torch.
 """
 
 from __future__ import annotations
@@ -41,23 +41,18 @@ __all__ = [
     "shipped_table", "stop_servers",
 ]
 
-_NEED_TORCH = {  # public name -> the module that is, or defines, it
-    "C10dTransport": "distca.runtime.transport",
-    "CoreAttention": "distca.runtime.attention",
-    "LoopbackWorld": "distca.runtime.transport",
-    "PackedAttention": "distca.integrations.packed",
-    "SymmetricTransport": "distca.runtime.transport.symmetric",
-    "Transport": "distca.runtime.transport",
-    "TransportError": "distca.runtime.transport",
-    "data": "distca.data",
-    "end_process": "distca.runtime.liveness",
-    "kernels": "distca.kernels",
-    "latest_plan": "distca.integrations.packed",
-    "serve_until_stopped": "distca.runtime.dedicated",
-    "stop_servers": "distca.runtime.dedicated",
-}
+_NEED_TORCH = {name: module for module, names in {  # public name -> the module that defines it, or that it is
+    "distca.data": ("data",),
+    "distca.kernels": ("kernels",),
+    "distca.integrations.packed": ("PackedAttention", "latest_plan"),
+    "distca.runtime.attention": ("CoreAttention",),
+    "distca.runtime.dedicated": ("serve_until_stopped", "stop_servers"),
+    "distca.runtime.liveness": ("end_process",),
+    "distca.runtime.transport": ("C10dTransport", "LoopbackWorld", "Transport", "TransportError"),
+    "distca.runtime.transport.symmetric": ("SymmetricTransport",),
+}.items() for name in names}
 
-if not TYPE_CHECKING:  # type checkers see the imports above, and unknown names as errors
+if not TYPE_CHECKING:  # type checkers use the imports above and report unknown names as errors
 
     def __getattr__(name: str) -> Any:
         if name not in _NEED_TORCH:

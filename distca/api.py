@@ -1,7 +1,6 @@
-"""The questions that users ask in one call: a plan, a step's plan, and how strategies compare.
+"""Public entry points that need no torch: plan one attention call, plan a step, compare strategies.
 
-Each takes names where a name will do and fills in what was left out; the packages behind them take objects and nothing
-is implicit there. Nothing here needs torch.
+They accept names of models and clusters and have defaults; the modules that they call take objects and have none.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ def plan(
     cost: Cost | None = None,
     topology: Topology | None = None,
 ) -> Plan:
-    """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
+    """Assign the attention of every query to a server: max/mean work is at most 1 + tolerance, with few bytes sent.
 
-    `model` is a name or a shape of your own. `speed` names the pool, one relative speed per server: the layout's ranks
-    first, servers that own no tokens after them; all 1 by default. Work is causal pairs, or seconds where
-    `cost` gives a latency table. `topology` says which servers share a node: what crosses nodes is then saved first.
-    The same arguments give the same plan on every rank.
+    `speed` defines the pool: one relative speed per server, the layout's ranks first, dedicated servers (which own no
+    tokens) after them; by default the ranks, all with speed 1. Work is counted in causal pairs, or in seconds if `cost`
+    is a latency table. `topology` says which servers share a node; bytes between nodes are then avoided first. The same
+    arguments give the same plan on every rank.
     """
     shape = _shape(model)
     return balance(layout, shape, tolerance=tolerance, speed=speed, tp=tp, cost=_time(cost, shape, tp),
@@ -65,12 +64,12 @@ def plan_step(
     topology: Topology | None = None,
     cluster: str | ClusterShape = "dgx-h200",
 ) -> StepPlan:
-    """Everything one optimizer step does: nano-batches, ticks, and the plan of every attention call, both ways.
+    """Plan one optimizer step: its nano-batches, its ticks, and every attention call, forward and backward.
 
-    `micro_batches` are the lengths of each micro-batch's documents, which fill the `ranks` data ranks of every stage.
-    The other arguments are those of `plan` and `pack`; with `cost`, forward and backward are balanced each in its own
-    seconds. What this returns is what `distca train` runs and `distca simulate` times. With `tolerance` "auto" the step
-    is planned at a few and the one kept that is predicted to be quickest on `cluster`, by the seconds of `cost`.
+    `micro_batches` has the document lengths of each micro-batch, which fill the `ranks` data ranks of every stage. The
+    other arguments are those of `plan` and `pack`. With `cost`, forward and backward are balanced separately, each by
+    its measured seconds. `distca train` runs such a plan and `distca simulate` predicts its time. With `tolerance`
+    "auto", the step is planned at several tolerances; the plan with the shortest predicted time on `cluster` is kept.
     """
     shape = _shape(model)
     asked: float | StepSeconds | str = asked_tolerance(tolerance)
@@ -99,8 +98,8 @@ def compare(
 ) -> Comparison:
     """Predict a training step under several strategies on the same documents, as `distca simulate` does.
 
-    `lengths` names a sampler or gives document lengths to draw from. `cost` None is the table measured on an H200.
-    Where `tolerance` is "auto", `distca` chooses it for the run, on the first batches.
+    `lengths` is the name of a sampler, or document lengths to draw from. `cost` defaults to the table measured on an
+    H200. With `tolerance` "auto", the strategy `distca` chooses a tolerance on the first batches and keeps it.
     """
     from distca.simulate.setting import setting
     from distca.simulate.sweep import Question

@@ -1,4 +1,4 @@
-"""Columns of numbers: read-only records, expanded counts, positions looked up in documents, text as numbers."""
+"""Helpers for columns of numbers: freeze records, expand counts, look up positions in documents, encode text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IntArray = npt.NDArray[np.int64]
 def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64, *, same_length: bool = False) -> None:
     """Make the named fields of a frozen record read-only columns; call it from __post_init__.
 
-    Values that the dtype would change are refused, and with `same_length` columns of different lengths.
+    Refuse values that the dtype cannot represent and, with `same_length`, columns of different lengths.
     """
     for name in names:
         column = _exact(f"{name} of {type(record).__name__}", getattr(record, name), np.dtype(dtype))
@@ -31,6 +31,7 @@ def freeze(record: object, names: Sequence[str], dtype: npt.DTypeLike = np.int64
 
 
 def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return values as a contiguous array of the dtype; refuse a conversion that changes a value."""
     if isinstance(given, np.ndarray) and given.dtype == dtype:
         return np.ascontiguousarray(given)
     try:
@@ -45,33 +46,33 @@ def _exact(what: str, given: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def spread(counts: np.ndarray) -> tuple[IntArray, IntArray]:
-    """Return the owner of every part, and its index within the owner, given the number of parts per owner."""
+    """Return the owner of every part and the part's index within its owner, given the number of parts per owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def added(values: Iterable[float]) -> float:
-    """Return the sum, rounded after every addition: plans must have the same bits, and `sum` differs since 3.12."""
+    """Return the sum, rounded after every addition: plans need these exact bits, and `sum` differs since 3.12."""
     return reduce(add, values, 0)
 
 
 def from_text(text: str, most: int) -> IntArray:
-    """Encode text as at most `most` numbers, for ranks that exchange nothing else."""
+    """Encode text as at most `most` numbers, for exchanges that carry only numbers."""
     raw = text.encode()[:8 * most]
     return np.frombuffer(raw + bytes(-len(raw) % 8), dtype=np.int64)
 
 
 def to_text(column: Sequence[int] | np.ndarray) -> str:
-    """Decode the text that `from_text` encoded, without a last character that was cut."""
+    """Decode the text that `from_text` encoded; drop an incomplete last character."""
     return np.asarray(column, dtype=np.int64).tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
 class Positions(NamedTuple):
     """Intervals of documents, sorted by (document, start), in which positions are looked up."""
 
-    span: int         # more than any position
-    key: np.ndarray   # [intervals] document and start as one number, ascending
-    order: np.ndarray  # [intervals] their indices as given
+    span: int          # greater than every position
+    key: np.ndarray    # [intervals] document * span + start, ascending
+    order: np.ndarray  # [intervals] index of each in the arguments of `of`
 
     @classmethod
     def of(cls, document: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> Positions:
@@ -85,5 +86,8 @@ class Positions(NamedTuple):
         return np.searchsorted(self.key, document * self.span + position, side=side)
 
     def holding(self, document: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the last interval, as given, that begins at or before a position; the first one if none does."""
+        """Return the index, in the arguments of `of`, of the last interval that begins at or before a position.
+
+        If no interval does, return the index of the first one.
+        """
         return self.order[np.maximum(self.first(document, position, side="right") - 1, 0)]

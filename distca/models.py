@@ -1,7 +1,7 @@
 """Models by name: a catalogue of the common families, and any Hugging Face config.json.
 
-Families use different names for the same things. A missing field is named, with what the file would have to state.
-Nothing is guessed that a config does not state: a feed-forward without gate, or attention without heads, is refused.
+Families use different field names for the same thing. Nothing is guessed: an error names the field that is missing,
+and architectures without a gated feed-forward are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ARCHITECTURES = (  # model_type: decoders with gated feed-forwards
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3", "mixtral", "qwen3_moe",
     "gpt_oss", "deepseek_v2", "deepseek_v3")
 
-_MODELS = (  # name, layers, hidden, heads, KV heads, head dim, feed-forward, vocabulary, as their config.json say
+_MODELS = (  # name, layers, hidden, heads, KV heads, head dim, feed-forward, vocabulary: values of their config.json
     ("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000), ("llama2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
     ("llama2-70b", 80, 8192, 64, 8, 128, 28672, 32000), ("llama-34b", 48, 8192, 64, 8, 128, 22016, 32016),
     ("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256), ("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
@@ -59,22 +59,17 @@ TRAINABLE = tuple(name for name, model in MODELS.items()
 
 
 def model_named(name: str) -> ModelShape:
-    """Return a model of the catalogue, or of a Hugging Face config.json: the file or its folder."""
+    """Return the shape of a model: by its name in the catalogue, or by the path of a config.json or its folder."""
     if name in MODELS:
         return MODELS[name]
     if Path(name).exists() or name.endswith(".json") or len(Path(name).parts) > 1:
-        return model_of_folder(name)
+        path = Path(name).resolve()
+        return shape_of_config(read_config(name), (path if path.is_dir() else path.parent).name)
     raise UserError(f"{unknown_name('model', name, MODELS)}; or give a folder with a config.json")
 
 
-def model_of_folder(path: str | Path) -> ModelShape:
-    """Return the shape that a config.json states, with the name of its folder."""
-    folder = Path(path).resolve()
-    return shape_of_config(read_config(path), (folder if folder.is_dir() else folder.parent).name)
-
-
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read a config.json, or that of a folder."""
+    """Read a config.json, given the file or its folder."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if Path(path).is_dir() and not file.is_file():
         raise UserError(f"{path} has no {CONFIG}; give the folder of a Hugging Face model")
@@ -87,12 +82,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def shape_of_config(
     config: Mapping[str, Any], name: str, *, any_type: bool = False, windows: tuple[int | None, ...] = ()
 ) -> ModelShape:
-    """Return the shape of a config's decoder; for a model of text and images, of its text decoder.
+    """Return the shape of a config's decoder; for a multimodal model, of its text decoder.
 
-    With `any_type` only its attention matters: the feed-forward of an unknown type is a guess. The caller reads
-    `windows`.
+    With `any_type`, a model_type that is not in ARCHITECTURES is accepted and a missing feed-forward size is guessed:
+    such callers need only the attention. Sliding windows are not read from the config; pass them as `windows`.
     """
-    config = _text(config)
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
     kind = config.get("model_type")
     if kind not in ARCHITECTURES and not any_type:
         raise UserError(f"model {name!r}: model_type is {kind!r}; supported are: {', '.join(ARCHITECTURES)}")
@@ -115,7 +111,7 @@ def shape_of_config(
 
 
 def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
-    """Read the experts, by the names that Mixtral, Qwen, gpt-oss and DeepSeek use."""
+    """Read the experts, by the field names that Mixtral, Qwen, gpt-oss and DeepSeek use."""
     num = next((field for field in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(field)), None)
     if num is None:
         return None
@@ -124,11 +120,6 @@ def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
     ffn = _number(config, name, each)
     return Experts(_number(config, name, num), _number(config, name, "num_experts_per_tok"), ffn,
                    int(config.get("n_shared_experts") or 0) * ffn, int(config.get("first_k_dense_replace") or 0))
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
 
 
 def _number(config: Mapping[str, Any], name: str, field: str, default: int | None = None) -> int:

@@ -1,7 +1,7 @@
 """Shapes of models and clusters, from which every cost is derived.
 
-All byte counts are per token, per layer and per tensor-parallel rank. Heads are sharded under tensor parallelism;
-once there are more ranks than KV heads, each rank keeps a whole KV head of its own and KV bytes stop shrinking.
+All byte counts are per token, per layer and per tensor-parallel rank. Tensor parallelism shards the heads. With more
+ranks than KV heads, KV heads are replicated: each rank has one, and KV bytes per rank stop shrinking.
 """
 
 import difflib
@@ -10,15 +10,15 @@ from dataclasses import dataclass, fields
 
 from distca.validation import UserError, check_number, check_whole, short
 
-MAX_SIZE = 2**31  # of a model's dimensions and a node's GPUs: products of a few fit an int64
-MAX_RATE = 1e30   # of bytes, operations and seconds
+MAX_SIZE = 2**31  # for dimensions of models and GPUs per node; some products of them must fit an int64
+MAX_RATE = 1e30   # for sizes, rates and latencies of clusters
 MOST_NAMED = 20   # names that an error lists
 BF16_BYTES = 2
 FLOAT32_BYTES = 4
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """Return the error for a name that is not in a registry, with the nearest known one."""
+    """Return the error for a name that is not among the known names; it suggests the most similar one."""
     names, text = list(known), str(name).lower()[:100]
     near = difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -30,27 +30,27 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts: every token takes a few of many feed-forwards."""
+    """Mixture of experts: every token is routed to a few of many feed-forwards."""
 
     num: int
     per_token: int
-    ffn: int               # of one expert
-    shared_ffn: int = 0    # of the experts that every token takes, together
-    dense_layers: int = 0  # layers that have the model's plain feed-forward instead
+    ffn: int               # feed-forward size of one expert
+    shared_ffn: int = 0    # total feed-forward size of the shared experts, which every token uses
+    dense_layers: int = 0  # layers that have the model's dense feed-forward instead of experts
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention: queries, keys and values are made from a few compressed numbers of a token."""
+    """Multi-head latent attention: queries, keys and values are projected from a low-rank latent of each token."""
 
     kv_rank: int
-    rope_dim: int     # of a key, shared by all heads
-    q_rank: int = 0   # 0: queries come straight from the hidden state
+    rope_dim: int     # part of head_dim with RoPE; all heads share this part of a key
+    q_rank: int = 0   # 0: queries are projected from the hidden state directly
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with grouped-query or latent attention and a SwiGLU feed-forward, or experts with one each."""
+    """A decoder with grouped-query or latent attention and SwiGLU feed-forwards, dense or mixture-of-experts."""
 
     name: str
     num_layers: int
@@ -63,7 +63,7 @@ class ModelShape:
     value_dim: int = 0    # of a head's values; 0: head_dim
     experts: Experts | None = None
     latent: Latent | None = None
-    windows: tuple[int | None, ...] = ()  # [layers] keys that a query sees, itself included; empty: no layer has one
+    windows: tuple[int | None, ...] = ()  # [layers] keys that a query attends to, its own included; empty: no windows
 
     def __post_init__(self) -> None:
         if self.value_dim == 0:
@@ -87,6 +87,7 @@ class ModelShape:
                             f"{self.head_dim}; give less")
 
     def _numbers(self) -> Iterable[tuple[str, object]]:
+        """Yield the name and value of every field that must be a positive whole number."""
         for field in fields(self):
             if field.name not in ("name", "experts", "latent", "windows"):
                 yield field.name, getattr(self, field.name)
@@ -136,25 +137,25 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Nodes of equal GPUs: rates that kernels reach, and what one GPU can send (or receive) per second."""
+    """Nodes of equal GPUs: the rates that kernels reach, and the bandwidth of one GPU per direction."""
 
     name: str
     gpu: str
     gpus_per_node: int
-    peak_flops_per_second: float  # dense bf16, by the data sheet
-    gemm_flops_per_second: float  # reached by bf16 matrix products, not the data sheet's peak
-    attention_flops_per_second: float  # reached by causal attention forward
+    peak_flops_per_second: float       # dense bf16, from the data sheet
+    gemm_flops_per_second: float       # achieved by bf16 matrix products
+    attention_flops_per_second: float  # achieved by causal attention, forward
     memory_bytes: float
     memory_bandwidth: float
     intra_node_bandwidth: float  # bytes/s one way over NVLink
     inter_node_bandwidth: float  # bytes/s one way over the GPU's own NIC
     intra_node_latency_seconds: float
     inter_node_latency_seconds: float
-    nodes_per_pod: int = 0       # nodes that plans keep work among before it leaves for others; 0: all of them
-    inter_pod_bandwidth: float = 0.0  # bytes/s one way that reach another pod, of one GPU; 0: as between nodes
+    nodes_per_pod: int = 0       # plans avoid traffic between pods first; 0: one pod
+    inter_pod_bandwidth: float = 0.0  # bytes/s one way per GPU between pods; 0: as between nodes
 
     def ranks_per_node(self, tp: int = 1) -> int:
-        """Return the ranks of one tensor-parallel index on a node."""
+        """Return the number of tensor-parallel groups on a node."""
         return max(self.gpus_per_node // tp, 1)
 
     def __post_init__(self) -> None:
@@ -169,8 +170,8 @@ class ClusterShape:
             check_number(f"cluster {self.name!r}: {field.name}", value, most=MAX_RATE, **bound)
 
 
-# The H200's GEMM and attention rates are measured. The H100 has the same compute die, so it gets the same rates; the
-# others are taken to reach the same part of their peak. Peaks, memory and links are the vendor's published figures.
+# The H200's GEMM and attention rates are measured. The H100 has the same die and gets the same rates; the others
+# are assumed to reach the same fraction of their peak. Peaks, memory and links are the vendor's published figures.
 # Latencies are typical of NVLink and of RDMA writes between nodes, not measured.
 CLUSTERS = {
     cluster.name: cluster

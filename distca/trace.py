@@ -1,7 +1,7 @@
 """The trace of a step, measured or simulated: spans of time on the lanes of each rank.
 
-The runtime and the simulator both write StepTrace, so that one report shows measured and predicted side by side, and a
-Chrome or Perfetto trace shows each rank's computation and communication in lanes of their own.
+The runtime and the simulator both write StepTrace, so that one report shows measured and predicted steps side by side.
+A Chrome or Perfetto trace shows each lane of a rank as a thread.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from typing import Any
 
 from distca.validation import UserError, check_name, check_number, check_whole, short, write_own
 
-MAX_COUNT = 2**53    # of bytes, and the largest rank or step: pages count in doubles
-MAX_SECONDS = 1e9    # of a step: thirty years
+MAX_COUNT = 2**53    # for bytes, ranks and steps: JavaScript computes in doubles
+MAX_SECONDS = 1e9    # for a step
 
-# meaning of each lane, in display order; lanes of one rank overlap only where their meanings say so
-LANES = {
-    "pipeline": "a tick with a micro-batch of this rank's own; what it does meanwhile is on the lanes below",
-    "bubble": "a tick without one, in which the rank only serves attention",
+LANES = {  # lane -> meaning, in display order
+    "pipeline": "a tick with a micro-batch of this rank; the lanes below show its parts",
+    "bubble": "a tick without a micro-batch of this rank, which only serves attention",
     "linear": "everything of the model but core attention",
-    "attention": "core attention, whoever's queries they are",
-    "wait": "computing stands still for something that travels",
-    "optimizer": "gradient clipping and the parameters' update",
-    "network": "something travels, hidden or not",
+    "attention": "core attention, for queries of this and other ranks",
+    "wait": "computation waits for communication",
+    "optimizer": "gradient clipping and the update of the parameters",
+    "network": "communication, overlapped with computation or not",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of work on one lane of one rank."""
+    """A time interval on one lane of a rank."""
 
     name: str
     lane: str
@@ -59,7 +58,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """The spans of one rank in one step, from the step's start."""
+    """The spans of one rank in one step, in seconds since the step began."""
 
     rank: int
     step: int
@@ -71,7 +70,7 @@ class StepTrace:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time spent waiting for an exchange: communication that was not hidden."""
+        """Time spent waiting for communication that computation did not overlap."""
         return self.seconds("wait")
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +78,7 @@ class StepTrace:
 
     @classmethod
     def from_json(cls, content: Any) -> StepTrace:
-        """Read what `to_json` wrote; anything else is refused."""
+        """Return the trace that `to_json` wrote; refuse any other content."""
         if not isinstance(content, dict) or not isinstance(content.get("spans"), list):
             raise UserError("not a list of step traces; give a step_N.json that a run wrote")
         rank = check_whole("rank", content.get("rank"), least=0, most=MAX_COUNT)

@@ -1,11 +1,10 @@
-"""Shared checks of user input: numbers, names, files and sizes, refused where they are read.
+"""Shared checks of user input: numbers, names, files and sizes.
 
-Options, files and arguments of functions come from outside. A wrong one raises a UserError of one line that names the
-field, its value and the remedy, before anything is allocated or started for it. The command line prints that line; any
-other exception is a mistake of ours.
+Wrong options, files and arguments raise a UserError before anything is allocated or started. Its message is one line
+that names the field, its value and the remedy, and the command line prints it. Any other exception is a bug.
 
-Tokens, GPUs and ranks may be typed as 128k, 1.5M or 64_000. k, M and G are powers of 1024, as the field counts context:
-64K tokens are 65,536. A number with a unit must be whole; nothing is rounded silently.
+Tokens, GPUs and ranks may be typed as 128k, 1.5M or 64_000. k, M and G are powers of 1024, as is usual for context
+lengths: 64K tokens are 65,536. A number with a unit must be whole; nothing is rounded silently.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 
-MAX_RANKS = 65_536            # of a pool: planning time and memory grow with it; larger clusters are several pools
+MAX_RANKS = 65_536            # of a pool: planning time and memory grow with it; split larger clusters into pools
 MAX_DOCUMENTS = 2**22         # of a batch
 DOCUMENTS_WHY = "whose plan takes a core a minute and 2 GB"
-MAX_CORPUS_DOCUMENTS = 2**25  # of a file of lengths that batches are dealt from
+MAX_CORPUS_DOCUMENTS = 2**25  # of a file of lengths from which batches are drawn
 CORPUS_WHY = "which is held in memory; a sample of its lengths, such as every tenth, says as much"
 MAX_NAME = 200                # characters of a name
-MAX_NUMBER = 1e200            # sums, and products with a unit, still are finite
+MAX_NUMBER = 1e200            # sums, and products with a unit, are still finite
 MAX_TEXT_BYTES = 2**25        # of a file of lengths, a table or a log
 MAX_TOML_BYTES = 2**17
 MAX_LOCAL_RANKS = 512         # processes of one machine
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-MAX_DOTS = 32                 # of a line of TOML: a key of many parts opens a table for each
+MAX_DOTS = 32                 # of a line of TOML: a dotted key creates a table for each of its parts
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 UNITS_HELP = "Numbers may be written as 64_000, 128k or 1.5M; k is 1024, M is 1024 k."
 MAX_DIGITS = 30
@@ -81,7 +80,7 @@ def check_number(
 
 
 def check_name(field: str, value: Any) -> str:
-    """Return text that pages and terminals can show unchanged."""
+    """Return a name: short, printable text, safe for pages and terminals."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME or not value.isprintable():
         raise UserError(f"{field} is {short(value)}; give text of 1 to {MAX_NAME} characters that can be printed")
     return value
@@ -106,7 +105,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
-    """Open our own text file for writing, never through a symbolic link: others may write to the folder too."""
+    """Open a text file for writing; refuse a symbolic link, which other users of a shared folder may have put there."""
     try:
         return open(path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | NO_FOLLOW, 0o666))
     except OSError as error:
@@ -117,13 +116,13 @@ def open_own(path: str | Path, mode: Literal["w", "a"] = "w") -> TextIO:
 
 
 def write_own(path: str | Path, text: str) -> None:
-    """Write our own text file; see `open_own`."""
+    """Write a text file; refuse a symbolic link (see `open_own`)."""
     with open_own(path) as file:
         file.write(text)
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text, or raise a UserError that says where it is broken."""
+    """Return the value of a JSON text, or raise a UserError that names the broken line and column."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -157,12 +156,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def is_count(text: str) -> bool:
-    """Return whether a text is written as a number, valid or not."""
+    """Return whether a text has the form of a number; `parse_count` may still refuse it."""
     return _COUNT.fullmatch(text) is not None
 
 
 def parse_count(field: str, text: str) -> int:
-    """Return the whole number that a text denotes, of any size."""
+    """Return the whole number of any size that a text such as 128k stands for."""
     found = _COUNT.fullmatch(text)
     if found is None or len(text) > MAX_DIGITS or (found[3] and not found[4]):
         raise UserError(f"{field} is {short(text)}; give a whole number, such as 64_000, 128k or 1.5M")

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from distca.columns import IntArray
 from distca.corpus.files import STDIN
 from distca.corpus.lengths import Progress, Reading, length_of_text, read_source, standard_library_lengths
 from distca.report.figures import count_text
 from distca.spec import unknown_name
 from distca.validation import DOCUMENTS_WHY, MAX_DOCUMENTS, MAX_RANKS, UserError, check_whole, is_count, plain, short
-from distca.workload.documents import SAMPLERS, IntArray, Workload, check_lengths, fill, sample_lengths
+from distca.workload.documents import SAMPLERS, Workload, check_lengths, fill, sample_lengths
 from distca.workload.packing import cut_at_ranks
 from distca.workload.sequences import CorpusFigures, Source, deal_batches
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.columns import IntArray
 from distca.corpus import files, tables
 from distca.corpus.files import STDIN, LineBlock, format_of
 from distca.corpus.tokenizers import TextTokenizer, in_groups, open_tokenizer
@@ -35,7 +36,7 @@ from distca.validation import (
     parse_json,
     short,
 )
-from distca.workload.documents import MAX_LENGTH, IntArray, Workload, bad_length, check_lengths, workload_from_json
+from distca.workload.documents import MAX_LENGTH, Workload, bad_length, check_lengths, workload_from_json
 
 FORMATS = ("lines", "csv", "tsv", "json", "jsonl", "npy", "parquet", "arrow")
 DELIMITERS = {"csv": ",", "tsv": "\t"}

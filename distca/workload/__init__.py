@@ -1,1 +1,1 @@
-"""What a batch holds: the lengths of its documents, and the rank on which each of their tokens lives."""
+"""Batches: the lengths of their documents, and the rank on which each token lives."""

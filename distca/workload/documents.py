@@ -1,7 +1,7 @@
-"""Document lengths: checked, sampled, and in workloads, which fix one batch.
+"""Document lengths: check them, sample them, and keep those of one batch as a Workload.
 
-Lengths are all that planning needs to know of the data, and a wrong one would only show as a wrong mask much later. So
-every way in ends in `check_lengths`, and every error names the field, its value and the remedy.
+Planning needs nothing else of the data, and a wrong length would show only much later, as a wrong mask. So every reader
+of lengths calls `check_lengths`, whose errors name the field, its value and the remedy.
 """
 
 import json
@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from distca.columns import IntArray
 from distca.spec import unknown_name
 from distca.validation import CORPUS_WHY, DOCUMENTS_WHY, MAX_DOCUMENTS, UserError, check_name, check_whole, short
 
-IntArray = npt.NDArray[np.int64]
-
 MAX_TOKENS = 2**40      # of a workload
-IGNORED = -100          # the label of a token that has no next one, or whose next one is not in the loss
-MAX_LENGTH = 2**31 - 1  # the pairs of one document then fit an int64
+IGNORED = -100          # label of a token whose next token does not exist or is not in the loss
+MAX_LENGTH = 2**31 - 1  # so that the causal pairs of one document fit an int64
 
 QUANTILE_LEVELS = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.975, 0.99, 0.995, 0.999, 1.0)
 QUANTILES = {
@@ -31,9 +30,9 @@ LOGNORMAL_MEDIAN = 2000.0
 LOGNORMAL_SIGMA = 1.2
 SAMPLERS = (*QUANTILES, "lognormal")
 
-LONG_DOCUMENT = 65_536  # upsampling repeats documents over this and thins the others
+LONG_DOCUMENT = 65_536  # upsampling repeats documents over this length LONG_REPEATS times
 LONG_REPEATS = 4
-SHORT_KEPT = 0.5
+SHORT_KEPT = 0.5        # the fraction of the other documents that upsampling keeps
 
 _DRAWS_PER_CHUNK = 16_384
 WORKLOAD_KEYS = ("name", "ranks", "tokens_per_rank", "sequences")
@@ -43,9 +42,9 @@ def check_lengths(
     lengths: Iterable[int] | npt.NDArray[Any], field: str = "lengths", *, most: int = MAX_DOCUMENTS,
     where: Callable[[int], str] | None = None,
 ) -> IntArray:
-    """Return the lengths as int64, or raise a UserError that names the first that is not a whole number of 1 or more.
+    """Return the lengths as int64, or raise a UserError that names the first one that is not a positive whole number.
 
-    `most` limits their number; `where` gives the name of an entry by its index, `field[index]` by default.
+    `most` limits the number of lengths. `where` names the length with an index in errors, by default `field[index]`.
     """
     where = where or (lambda index: f"{field}[{index}]")
     if isinstance(lengths, np.ndarray):
@@ -70,11 +69,11 @@ def check_lengths(
 def sample_lengths(
     name: str, num_tokens: int, *, seed: int, max_document: int | None = None, upsample: bool = True
 ) -> IntArray:
-    """Sample documents of exactly `num_tokens` tokens in all; the last one is cut to fit.
+    """Sample documents with exactly `num_tokens` tokens in total; the last one is cut to fit.
 
-    With `upsample`, documents over 64K tokens come four times and half of the shorter ones not at all, in shuffled
-    order. `max_document` cuts longer documents, after upsampling. The same seed gives the same documents, and asking
-    for more tokens only adds to them.
+    With `upsample`, documents over 64K tokens are repeated four times, half of the shorter ones are dropped, and all
+    are shuffled. Then documents longer than `max_document` are cut to it. The same seed gives the same documents; more
+    tokens only append to them.
     """
     if name not in SAMPLERS:
         raise unknown_name("sampler", name, SAMPLERS)
@@ -95,28 +94,25 @@ def sample_lengths(
 
 
 def quantile_lengths(rng: np.random.Generator, count: int, name: str) -> IntArray:
-    """Draw from a quantile table; between quantiles the logarithm of the length is linear in probability."""
+    """Draw from a quantile table, with the logarithm of the length interpolated linearly between quantiles."""
     log_length = np.interp(rng.random(count), QUANTILE_LEVELS, np.log(QUANTILES[name]))
     return np.rint(np.exp(log_length)).astype(np.int64)
 
 
-def lognormal_lengths(
-    rng: np.random.Generator, count: int, *, median: float = LOGNORMAL_MEDIAN, sigma: float = LOGNORMAL_SIGMA
-) -> IntArray:
-    """Draw lengths whose logarithm is normal around log(median) with standard deviation sigma."""
-    lengths = np.rint(rng.lognormal(np.log(median), sigma, count))
+def lognormal_lengths(rng: np.random.Generator, count: int) -> IntArray:
+    lengths = np.rint(rng.lognormal(np.log(LOGNORMAL_MEDIAN), LOGNORMAL_SIGMA, count))
     return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
 
 
 def upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:
-    """Repeat long documents, thin the others, and shuffle them."""
+    """Repeat long documents, drop a part of the others, and shuffle."""
     is_long = lengths > LONG_DOCUMENT
     repeats = np.where(is_long, LONG_REPEATS, rng.random(lengths.size) < SHORT_KEPT)
     return rng.permutation(np.repeat(lengths, repeats))
 
 
 def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray:
-    """Return the leading documents that hold exactly `num_tokens` tokens, the last one cut."""
+    """Return the first documents, with exactly `num_tokens` tokens in total; the last one is cut to fit."""
     num_tokens = check_whole("num_tokens", num_tokens)
     values = check_lengths(lengths)
     ends = np.cumsum(values)
@@ -131,12 +127,12 @@ def fill(lengths: Iterable[int] | npt.NDArray[Any], num_tokens: int) -> IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Sequences of documents, each sequence over whole consecutive ranks of `tokens_per_rank` tokens."""
+    """A batch: sequences of documents, each of which fills consecutive ranks of `tokens_per_rank` tokens."""
 
     name: str
     ranks: int
     tokens_per_rank: int
-    sequences: tuple[IntArray, ...]  # document lengths in order
+    sequences: tuple[IntArray, ...]  # document lengths, in order
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -166,7 +162,6 @@ class Workload:
 
 
 def workload_from_json(content: Mapping[str, Any]) -> Workload:
-    """Return the workload in a JSON object."""
     missing = [key for key in WORKLOAD_KEYS if key not in content]
     if missing:
         raise UserError(
@@ -188,5 +183,5 @@ def _whole_numbers(values: list[Any], where: Callable[[int], str]) -> IntArray:
 
 
 def bad_length(field: str, value: object) -> UserError:
-    """Return the error for a value that is no length."""
+    """Return the error for a value that is not a length."""
     return UserError(f"{field} is {short(value)}; a document length is a whole number of tokens from 1 to {MAX_LENGTH}")

@@ -1,11 +1,11 @@
 """Layouts: which slice of which document lives on which rank, in order.
 
-Linear layers want equal tokens on every rank; attention needs the slices. A layout also gives each token its document,
-its position there (RoPE) and the home of the token after it (labels), so a document may be cut anywhere without a
-change to the model.
+Linear layers need equal tokens on every rank; attention needs the slices. A layout also gives each token's document,
+its position there (for RoPE) and the home of the next token (for labels), so that a document may be cut anywhere
+without changes to the model.
 
-A layout may name tokens that are keys here and queries elsewhere: if two nano-batches share a document, the queries of
-the second read the keys of the first. Their keys and values stand behind a rank's own in its key row.
+If two nano-batches share a document, queries of the second attend to keys of the first. The second layout then lists
+these tokens as `key_only`. In a rank's key row, their keys and values follow those of the rank's own tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distca.workload.documents import check_lengths
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """Columns of the tokens of one rank, in the order of its row."""
+    """The tokens of one rank as columns, in the order of its row."""
 
     document: np.ndarray    # [tokens]
     position: np.ndarray    # [tokens] position inside the document
@@ -32,7 +32,7 @@ class TokenColumns:
 
 @dataclass(frozen=True, slots=True)
 class KeySlices:
-    """Columns of slices, rank by rank: the keys of tokens [start, stop) of a document lie on `rank`."""
+    """Slices as columns, ordered by rank: the keys of tokens [start, stop) of `document` are on `rank`."""
 
     document: np.ndarray  # [slices]
     start: np.ndarray     # [slices]
@@ -49,7 +49,7 @@ class KeySlices:
         return np.bincount(self.rank, weights=self.stop - self.start, minlength=num_ranks).astype(np.int64)
 
     def row_offset(self, num_ranks: int) -> np.ndarray:
-        """Return the offset of each slice among those of its rank, in tokens."""
+        """Return the number of tokens before each slice on its rank."""
         length, tokens = self.stop - self.start, self.tokens_per_rank(num_ranks)
         return np.cumsum(length) - length - (np.cumsum(tokens) - tokens)[self.rank]
 
@@ -63,15 +63,15 @@ NO_KEYS = KeySlices(*(np.empty(0),) * 4)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Columns of slices, rank by rank in the order of its row: tokens [start, stop) of a document lie on `rank`."""
+    """Slices as columns, by rank and in row order: tokens [start, stop) of `document` are on `rank`."""
 
-    lengths: np.ndarray   # [documents] up to the last token that this layout holds
+    lengths: np.ndarray   # [documents] tokens up to the last one in this layout
     document: np.ndarray  # [slices]
     start: np.ndarray     # [slices]
     stop: np.ndarray      # [slices]
     rank: np.ndarray      # [slices] nondecreasing
     num_ranks: int
-    key_only: KeySlices = NO_KEYS  # tokens of another nano-batch that this one's queries read
+    key_only: KeySlices = NO_KEYS  # tokens of the other nano-batch to which queries of this one attend
 
     def __post_init__(self) -> None:
         freeze(self, ("lengths",))
@@ -87,11 +87,11 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are queries here."""
+        """Tokens without the key-only ones."""
         return int((self.stop - self.start).sum())
 
     def _own(self) -> KeySlices:
-        """Return the slices without those that are keys only."""
+        """Return the slices without the key-only ones."""
         return KeySlices(self.document, self.start, self.stop, self.rank)
 
     def tokens_per_rank(self) -> np.ndarray:
@@ -102,17 +102,17 @@ class Layout:
         return self._own().row_offset(self.num_ranks)
 
     def keys(self) -> KeySlices:
-        """Return all slices whose keys this layout's queries may read: its own, then those that are keys only."""
+        """Return all slices to whose keys this layout's queries may attend: its own, then the key-only ones."""
         own = self._own()
         return own if len(self.key_only) == 0 else KeySlices(*(
             np.concatenate([getattr(own, name), getattr(self.key_only, name)]) for name in own.__slots__))
 
     def key_tokens_per_rank(self) -> np.ndarray:
-        """Return the tokens of each rank's key row."""
+        """Return the length of each rank's key row."""
         return self.tokens_per_rank() + self.key_only.tokens_per_rank(self.num_ranks)
 
     def key_row_offset(self) -> np.ndarray:
-        """Return the offset of each slice of `keys` in its rank's key row: own tokens first, then keys only."""
+        """Return the offset of each slice of `keys` in its rank's key row: own tokens first, then key-only ones."""
         behind = self.tokens_per_rank()[self.key_only.rank] + self.key_only.row_offset(self.num_ranks)
         return np.concatenate([self.row_offset(), behind])
 
@@ -121,12 +121,11 @@ class Layout:
         return self._own().by_document()
 
     def ranks_per_document(self) -> np.ndarray:
-        """Return the number of distinct ranks that hold a part of each document."""
+        """Return the number of ranks that have a slice of each document."""
         pairs = np.unique(self.document * self.num_ranks + self.rank)
         return np.bincount(pairs // self.num_ranks, minlength=self.num_documents)
 
     def tokens(self, rank: int) -> TokenColumns:
-        """Return the columns of one rank's tokens."""
         order = self.by_document()
         offset = self.row_offset()
         next_rank = np.full(self.num_slices, -1)                 # home of the token right after each slice
@@ -147,7 +146,7 @@ class Layout:
         return TokenColumns(np.repeat(self.document[mine], length), position, token_next_rank, token_next_index)
 
     def validate(self) -> None:
-        """Prove that every token of every document has exactly one home, as a query or as a key only."""
+        """Check that every token of every document has exactly one home, key-only tokens included."""
         check_lengths(self.lengths)
         check_whole("num_ranks", self.num_ranks)
         if np.any(np.diff(self.rank) < 0) or np.any(np.diff(self.key_only.rank) < 0):
@@ -178,13 +177,13 @@ class Layout:
 def layout_from_slices(
     lengths: np.ndarray, document: np.ndarray, start: np.ndarray, stop: np.ndarray, rank: np.ndarray, num_ranks: int
 ) -> Layout:
-    """Build a layout from slices in any order; row order within a rank follows the order given."""
+    """Build a layout from slices of ranks in any order; slices of one rank keep their order."""
     order = np.argsort(rank, kind="stable")
     return Layout(lengths, document[order], start[order], stop[order], rank[order], num_ranks)
 
 
 def layout_from_rows(rows: Sequence[Sequence[int]]) -> Layout:
-    """Build a layout from each rank's own packed documents; ranks may hold unequal tokens."""
+    """Build a layout from the document lengths of each rank; ranks may have different numbers of tokens."""
     counts = np.array([len(row) for row in rows], dtype=np.int64)
     if counts.sum() == 0:
         raise UserError(f"rows holds {len(rows)} ranks and no document; give at least one document length")

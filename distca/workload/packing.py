@@ -1,11 +1,11 @@
 """Pack documents into rows of equal tokens per rank.
 
-`given` keeps documents where a loader would put them: in order, one rank after the other. `balanced` lets placement
-choose. A document that does not fit is cut. With spanning its parts still attend to each other; without spanning the
-part behind the cut becomes a document of its own, as in packed loaders.
+The placement `given` fills one rank after the other in the order of the documents, as a loader would; `balanced`
+chooses the rank of every slice. A document that does not fit is cut. With spanning, its parts still attend to each
+other; without spanning, the part after the cut becomes a separate document, as in packed loaders.
 
-A micro-batch may be two nano-batches, ping and pong, each with half of every rank's tokens. A document that both hold
-is still one: ping has its beginning, and pong's queries read ping's keys, which pong's layout names as keys only.
+A micro-batch may be split into two nano-batches, ping and pong, each with half of every rank's tokens. If both have a
+part of one document, ping has its beginning, and pong's layout lists these tokens as key-only: pong attends to them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from distca.workload.placement import Cuts, place, place_by_levels
 from distca.workload.topology import Topology
 
 NO_CUTS = Cuts()
-_AIM = 0.9  # part of the tolerance that placement uses; the scheduler rounds to whole tiles within the rest
+_AIM = 0.9  # fraction of the tolerance that placement uses; the rest is for rounding to whole tiles in balancing
 
 
 @dataclass(frozen=True, slots=True)
 class NanoBatch:
-    """A layout over some of a micro-batch's documents, or parts of them, and which those are."""
+    """The layout of some documents of a micro-batch, or parts of them."""
 
     layout: Layout        # its documents are numbered from 0, in the micro-batch's order
-    document: np.ndarray  # [documents of the layout] number in the micro-batch
+    document: np.ndarray  # [documents of the layout] index of each in the micro-batch
 
     def __post_init__(self) -> None:
         freeze(self, ("document",))
@@ -42,7 +42,7 @@ DocumentWork = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [start, 
 
 
 def causal_work(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Return the causal pairs of tokens [start, stop) with all tokens before them."""
+    """Return the number of causal (query, key) pairs whose query is in [start, stop)."""
     begin, end = start.astype(np.float64), stop.astype(np.float64)
     return 0.5 * (end * (end + 1.0) - begin * (begin + 1.0))
 
@@ -60,11 +60,11 @@ def pack(
     cuts: Cuts = NO_CUTS,
     topology: Topology | None = None,
 ) -> Layout:
-    """Lay documents over ranks with equal tokens on each.
+    """Place documents on ranks, with equal tokens per rank.
 
-    The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Balanced
-    placement takes the pool's `speed` (as in planning), the work of documents (causal pairs by default), which `cuts`
-    suit a server's device, and the pool's `topology`, which keeps documents inside nodes.
+    The documents must fill the ranks exactly; `tokens_per_rank` defaults to their tokens divided by `ranks`. Only
+    balanced placement uses the other arguments: the `speed` of the pool (as in planning), the work of documents (causal
+    pairs by default), the `cuts` that suit a server's device, and the `topology`, to keep documents inside nodes.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
@@ -83,7 +83,7 @@ class _Parts(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """What balanced placement aims at; see `pack`."""
+    """Options of balanced placement; see `pack`."""
 
     tolerance: float = 0.05
     speed: Sequence[float] | np.ndarray | None = None
@@ -96,7 +96,7 @@ DEFAULT_AIM = Aim()
 
 
 def _laid(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
-    """Lay parts over ranks, with equal tokens on each; documents are numbered as the parts are."""
+    """Place parts on ranks, with equal tokens per rank; part i becomes document i of the layout."""
     check_tolerance(aim.tolerance)
     if placement not in PLACEMENTS:
         raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
@@ -104,7 +104,7 @@ def _laid(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
 
 
 def _balanced(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layout:
-    """Place documents so that most queries stay home, with the work of each rank within the tolerance."""
+    """Place documents so that most queries can be computed at home with the work of each rank within the tolerance."""
     work = np.asarray(aim.document_work(parts.start, parts.stop), dtype=np.float64)
     capacity = share_of_work(work, ranks, aim.tolerance, aim.speed)
     levels = () if aim.topology is None else aim.topology.first(ranks).levels()
@@ -125,10 +125,9 @@ def pack_whole(
 def pack_ping_pong(
     lengths: Sequence[int] | np.ndarray, *, ranks: int, placement: str = "given", aim: Aim = DEFAULT_AIM
 ) -> tuple[NanoBatch, NanoBatch]:
-    """Pack two nano-batches with half of every rank's tokens each, in the order in which they run.
+    """Pack two nano-batches, each with half of every rank's tokens, in the order in which they run.
 
-    Which half a document is in depends on the documents alone, not on the number of ranks. At most one document lies
-    in both.
+    The documents of each depend on the lengths alone, not on the number of ranks. At most one document is in both.
     """
     lengths = check_lengths(lengths)
     tokens_per_rank = _row_tokens(lengths, ranks, None)
@@ -144,7 +143,7 @@ def pack_ping_pong(
 
 
 def _halves(lengths: np.ndarray) -> tuple[_Parts, _Parts]:
-    """Assign documents, longest first, to the half with fewer pairs; at most one is cut, its beginning in ping."""
+    """Assign documents, longest first, to the half with fewer pairs. At most one is cut; ping gets its beginning."""
     half = int(lengths.sum()) // 2
     parts: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])  # (document, start, stop)
     work, free, early = [0.0, 0.0], [half, half], 0
@@ -166,7 +165,7 @@ def _halves(lengths: np.ndarray) -> tuple[_Parts, _Parts]:
 
 
 def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
-    """Cut documents at the end of every row; the part behind a cut is a document of its own."""
+    """Cut documents at the end of every row; the part after a cut becomes a separate document."""
     longest = int(lengths.argmax())
     if lengths[longest] > tokens_per_rank:
         raise UserError(f"document {longest} has {lengths[longest]} tokens but a rank holds {tokens_per_rank}; raise "
@@ -179,7 +178,7 @@ def cut_at_ranks(lengths: np.ndarray, tokens_per_rank: int) -> np.ndarray:
 def share_of_work(
     work: np.ndarray, ranks: int, tolerance: float, speed: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
-    """Return the most work that placement gives each rank: its share of the pool plus most of the tolerance."""
+    """Return the work that placement may give each rank: its share by speed, plus most of the tolerance."""
     pool = check_pool(speed, ranks)
     return (1.0 + _AIM * tolerance) * work.sum() * pool[:ranks] / pool.sum()
 
@@ -218,7 +217,7 @@ def _row_tokens(lengths: np.ndarray, ranks: int, tokens_per_rank: int | None) ->
 
 
 def _in_order(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layout:
-    """Lay documents end to end and cut them wherever a rank's row is full."""
+    """Concatenate the documents and cut them wherever a row is full."""
     stops = np.cumsum(parts.stop - parts.start)
     edges = np.unique(np.concatenate([stops, tokens_per_rank * np.arange(1, ranks + 1)]))
     begins = edges - np.diff(edges, prepend=0)
@@ -228,13 +227,13 @@ def _in_order(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layo
 
 
 class Placement(NamedTuple):
-    """A way to lay parts of documents over ranks, and its help text."""
+    """A placement function and its help text."""
 
     lay: Callable[[_Parts, int, int, Aim], Layout]  # parts, ranks, tokens per rank, aim
     help: str
 
 
-# A new placement is added here and nowhere else. planning.choose compares steps of all but `given` with given's.
+# Add a new placement here only. planning.choose compares each of the others with `given`.
 PLACEMENTS = {
     "given": Placement(_in_order, "documents stay where the loader puts them"),
     "balanced": Placement(_balanced, "placement chooses"),

@@ -1,19 +1,19 @@
-"""Choose which slice of which document lives where, so that queries can be computed at home.
+"""Choose which slice of which document lives on which rank, so that queries can be computed at home.
 
-A long document is cut into contiguous slices, each about one rank's share of work: early slices long, late ones short,
-with short documents filling up the tokens. Then every query stays home and only keys travel, once per slice. Slices
-are carved from the document's end, so that the remainder is its beginning, whose queries need no keys of other ranks.
+A long document is cut into contiguous slices with about one rank's share of work each: early slices are long, late ones
+short, and short documents fill up the ranks. Then no query moves and keys are sent only once per slice. Slices are cut
+off at the end of a document, so that its beginning remains, whose queries need no keys of other ranks.
 
-With several nodes, documents are placed over nodes as if each were one rank, then inside every node over its ranks. A
-document that fits a node stays in it, so that none of its keys cross nodes; a longer one is cut into as few parts as
-its work demands.
+With several nodes, documents are placed on nodes as if each node were one rank, then on the ranks inside each node. A
+document that fits a node stays in it, so that none of its keys cross nodes. A longer one is cut into as few parts as
+its work requires.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -22,36 +22,35 @@ import numpy as np
 from distca.workload.documents import MAX_LENGTH
 from distca.workload.layout import Layout, layout_from_slices
 
-_GRID = 128  # slices begin on this grid of their document, so that shards of whole tiles fill them
-_DENSITY_STEPS = 6
-_FULL = 1.05                # times its capacity: a rank with more was filled with tokens denser than guessed
+_GRID = 128            # slices begin at multiples of this position, so that they consist of whole kernel tiles
+_DENSITY_ITERATIONS = 6
+_FULL = 1.05           # work over capacity above which a placement is tried again with another guess of the density
 _PARTS_OF_MEAN = (1.0, 0.5, 0.25)
-_SPREAD_TOKENS = 512  # the fewest tokens of a slice that is cut so that its keys leave by several NICs
-_SLACK = 0.4  # part of what a rank may have above its share that nodes leave to the placement inside them
+_SPREAD_TOKENS = 512   # minimum length of slices that are cut to send their keys through several NICs
+_SLACK = 0.4           # fraction of capacity - share that placement on nodes reserves for placement inside nodes
 
 Slice = tuple[int, int, int, int]  # document, start, stop, rank
 
 
 class Cuts(NamedTuple):
-    """Slices that suit a server's device, which computes work item by item; by default any do."""
+    """Lengths of slices that a server's device computes efficiently; by default any length."""
 
-    wave_tokens: int = 1              # queries computed at once: longer slices are whole multiples of it
-    queries_per_work: float = inf     # the most queries of one document on a rank, per unit of the rank's work
+    wave_tokens: int = 1           # queries that the device computes at once; longer slices are multiples of it
+    queries_per_work: float = inf  # maximum length of a slice, per unit of a rank's work
 
     def longest(self, work_per_rank: float) -> int:
-        """Return the most tokens of a slice."""
+        """Return the maximum length of a slice, a multiple of the grid."""
         tokens = self.queries_per_work * work_per_rank
         return MAX_LENGTH if tokens >= MAX_LENGTH else max(int(tokens) // _GRID, 1) * _GRID
 
 
 def place(
-    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int,
-    cuts: Cuts,
+    first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: int, cuts: Cuts
 ) -> Layout:
-    """Lay documents over len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity where it can.
+    """Place documents on len(capacity) ranks: exactly tokens_per_rank tokens each, work within capacity if possible.
 
-    Of each document tokens [first, last) are laid, `work` is their attention work with all that is before them, and
-    `capacity` the most that each rank should get. The tokens must fill the ranks exactly.
+    Tokens [first, last) of each document are placed; `work` is the attention work of these queries. `capacity` is the
+    maximum work of each rank. The tokens must fill the ranks exactly.
     """
     slices = place_slices(first, last, work, capacity, np.full(len(capacity), tokens_per_rank), cuts.wave_tokens,
                           np.full(len(last), cuts.longest(float(work.sum()) / len(capacity))))
@@ -63,11 +62,11 @@ def place_slices(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int,
     longest: np.ndarray,
 ) -> list[Slice]:
-    """Return the slices of `place` over units of `tokens` each: ranks, or nodes whose ranks share what they get.
+    """Return slices as in `place`, on units with `tokens` tokens each: ranks, or nodes as a whole.
 
-    `longest` [documents] is the most tokens of each that a slice has. The density of the tokens that fill units up is
-    guessed: from whole documents first, then from tokens if that overfills a unit because documents are long. The
-    guess that overfills units least is taken.
+    `longest` [documents] is the maximum length of a slice. The algorithm needs a guess of the density (work per token)
+    of the light tokens that fill up units. The first guess assumes whole documents; if it overfills a unit because
+    documents are long, other guesses follow. The placement that overfills units least is returned.
     """
     assert int((last - first).sum()) == int(tokens.sum())
     documents = _Documents.of(first, last, work, longest)
@@ -86,17 +85,17 @@ def place_slices(
 
 def _columns(slices: list[Slice]) -> np.ndarray:
     """Return document, start, stop and rank as columns, [4, slices]."""
-    return np.array(slices, dtype=np.int64).reshape(-1, 4).T
+    return np.fromiter(chain.from_iterable(slices), np.int64, 4 * len(slices)).reshape(-1, 4).T
 
 
 class _Documents(NamedTuple):
-    """Tokens [first, last) of documents, with their work and its rate per pair."""
+    """Tokens [first, last) of documents, with their work."""
 
     first: np.ndarray
     last: np.ndarray
     work: np.ndarray
-    rate: np.ndarray     # work per pair
-    longest: np.ndarray  # tokens of a slice
+    rate: np.ndarray     # work per causal pair
+    longest: np.ndarray  # maximum length of a slice
 
     @classmethod
     def of(cls, first: np.ndarray, last: np.ndarray, work: np.ndarray, longest: np.ndarray) -> _Documents:
@@ -104,18 +103,18 @@ class _Documents(NamedTuple):
         return cls(first, last, work, work / pairs, longest)
 
     def light_densities(self, capacity: np.ndarray, tokens_per_rank: float) -> Iterator[float]:
-        """Yield guesses of the work per token of the documents that fill ranks up."""
+        """Yield guesses of the work per token of the light tokens that fill up ranks."""
         lengths = self.last - self.first
         yield _light_density(lengths, self.work, capacity, tokens_per_rank)
         mean = float(self.work.sum() / lengths.sum())
-        for part in _PARTS_OF_MEAN:                              # tokens with less work than this part of the mean
+        for part in _PARTS_OF_MEAN:                              # assume tokens with less work than part * mean
             stop = np.clip(part * mean / self.rate, self.first, self.last)
             tokens = float((stop - self.first).sum())
             yield float((0.5 * self.rate * (squares(stop) - squares(self.first))).sum()) / max(tokens, 1.0)
 
 
 def squares(position: np.ndarray) -> np.ndarray:
-    """Return squares as products, whose rounding is the same on every processor."""
+    """Return squares as products: unlike those of pow, their roundings are the same on every processor."""
     exact = position.astype(np.float64)
     return exact * exact
 
@@ -123,7 +122,7 @@ def squares(position: np.ndarray) -> np.ndarray:
 def _placed(
     documents: _Documents, light_density: float, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
 ) -> tuple[list[Slice], list[float]]:
-    """Return slices, and the work that each rank could still take, if light tokens of that density fill ranks up."""
+    """Return slices and the spare capacity of each rank, given the density of the light tokens that fill up ranks."""
     slices: list[Slice] = []
     rates, begins, longest = documents.rate.tolist(), documents.first.tolist(), documents.longest.tolist()
     dense, light = _split(documents.last - documents.first, documents.last, documents.work, light_density)
@@ -136,14 +135,14 @@ def _placed(
     while dense:
         _, document, stop = heappop(dense)
         begin, rate = begins[document], rates[document]
-        center = light_density / rate                            # tokens past this position are denser than light ones
+        center = light_density / rate                            # tokens after this position are denser than light ones
         excess = rate * 0.5 * (stop * stop - begin * begin) - light_density * (stop - begin)
         if excess <= 0 or not budget:
             leftover.append((begin - stop, document, stop))
             continue
         room, rank = -budget[0][0], budget[0][1]
         if free[rank] < min(stop - begin, _GRID) or room <= 0:
-            heappop(budget)                                      # full: its other tokens are for light documents
+            heappop(budget)                                      # no room for dense tokens; light ones fill it up
             heappush(dense, (-excess, document, stop))
             continue
         start, most = begin, min(free[rank], longest[document])
@@ -169,8 +168,8 @@ def _placed(
 
 
 def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -> int:
-    """Return where a slice that ends at `stop` begins to use up the room: on the grid, with at most `free` tokens."""
-    squared = (stop - center) * (stop - center) - 2.0 * room     # ** calls the C library's pow, whose rounding differs
+    """Return the start of a slice up to `stop` that uses up the room: on the grid, with at most `free` tokens."""
+    squared = (stop - center) * (stop - center) - 2.0 * room     # not **: roundings of pow depend on the C library
     start = center + sqrt(squared) if squared > 0 and stop > center else 0.0
     start = max(start, stop - free)
     if stop - start > wave_tokens:
@@ -179,9 +178,9 @@ def _carve(stop: int, center: float, room: float, free: int, wave_tokens: int) -
 
 
 def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, tokens_per_rank: float) -> float:
-    """Return the work per token of the short documents that will fill up the ranks of long ones, by fixed point.
+    """Return the work per token of the short documents that fill up the ranks of long ones, by fixed-point iteration.
 
-    The denser those are, the more ranks the long documents need and the more short documents it takes.
+    The denser short documents are, the more ranks the long ones need, and the more short ones fill these ranks up.
     """
     share = float(capacity.mean())
     heavy = (work > share) | (lengths > tokens_per_rank)
@@ -191,7 +190,7 @@ def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, 
     filled, filled_work = np.cumsum(light), np.cumsum(np.sort(work[~heavy]))
     heavy_work, heavy_tokens = float(work[heavy].sum()), float(lengths[heavy].sum())
     density = 0.0
-    for _ in range(_DENSITY_STEPS):
+    for _ in range(_DENSITY_ITERATIONS):
         budget = max(share - density * tokens_per_rank, 0.1 * share)
         ranks = min((heavy_work - density * heavy_tokens) / budget, len(capacity))
         tokens = max(ranks * tokens_per_rank - heavy_tokens, 0.05 * float(lengths.sum()))
@@ -203,7 +202,7 @@ def _light_density(lengths: np.ndarray, work: np.ndarray, capacity: np.ndarray, 
 def _split(
     lengths: np.ndarray, last: np.ndarray, work: np.ndarray, light_density: float
 ) -> tuple[list[tuple[float, int, int]], list[int]]:
-    """Return the documents denser than light ones, as a heap of (-excess work, document, end), and the others."""
+    """Return a heap (-excess work, document, end) of the documents denser than light_density, and the others."""
     excess = work - light_density * lengths
     some = np.flatnonzero(excess > 0)
     dense = list(zip((-excess[some]).tolist(), some.tolist(), last[some].tolist(), strict=True))
@@ -215,14 +214,14 @@ def _fill(
     begins: list[int], rates: list[float], longest: list[int], queue: list[tuple[int, int, int]], free: list[int],
     spare: list[float], slices: list[Slice],
 ) -> None:
-    """Fill every rank to its last token: longest first, to the rank with the most spare work per token.
+    """Fill all ranks: documents longest first, each to the rank with the most spare capacity per free token.
 
-    The queue holds (-tokens, document, stop): tokens of a document before `stop` without a home. A document of several
-    slices goes to one rank after the other.
+    Entries (-tokens, document, stop) of the queue are tokens of a document before `stop` that have no home yet. If a
+    document needs several slices, each is placed on another rank as long as there are ranks without one.
     """
     ranks = [(-spare[rank] / tokens, rank) for rank, tokens in enumerate(free) if tokens > 0]
     heapify(ranks)
-    narrow: list[tuple[int, int]] = []                           # (-free, rank): too narrow for the current document
+    narrow: list[tuple[int, int]] = []                           # (-free, rank): too few for the current document
     aside: list[int] = []                                        # ranks with a slice of the current document
     for _, document, stop in sorted(queue):
         rate, start = rates[document], begins[document]
@@ -263,13 +262,14 @@ def _fill(
 
 
 def _back(aside: list[int], ranks: list[tuple[float, int]], spare: list[float], free: list[int]) -> None:
+    """Move the ranks of `aside` back to the heap."""
     while aside:
         rank = aside.pop()
         heappush(ranks, (-spare[rank] / free[rank], rank))
 
 
 class _WorkParts(NamedTuple):
-    """Tokens [start, stop) of documents and their work."""
+    """Tokens [start, stop) of documents, with their work."""
 
     document: np.ndarray
     start: np.ndarray
@@ -277,19 +277,18 @@ class _WorkParts(NamedTuple):
     work: np.ndarray
 
     def cut(self, part: np.ndarray, start: np.ndarray, stop: np.ndarray) -> _WorkParts:
-        """Return tokens [start, stop) of the given parts; work is divided by causal pairs."""
+        """Return tokens [start, stop) of the given parts, with work in proportion to causal pairs."""
         before, after = (squares(column[part]) for column in (self.start, self.stop))
-        return _WorkParts(self.document[part], start, stop,
-                      self.work[part] * (squares(stop) - squares(start)) / (after - before))
+        work = self.work[part] * (squares(stop) - squares(start)) / (after - before)
+        return _WorkParts(self.document[part], start, stop, work)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pool:
-    capacity: np.ndarray  # [ranks] the most work that each should get
-    share: np.ndarray     # [ranks] its part of all the work
+class _Pool(NamedTuple):
+    capacity: np.ndarray  # [ranks] maximum work of each
+    share: np.ndarray     # [ranks] fair share of the total work
     tokens_per_rank: int
     wave_tokens: int
-    longest: int          # tokens of a slice
+    longest: int          # maximum length of a slice
     length: np.ndarray    # [documents]
 
 
@@ -297,7 +296,10 @@ def place_by_levels(
     first: np.ndarray, last: np.ndarray, work: np.ndarray, capacity: np.ndarray, share: np.ndarray,
     tokens_per_rank: int, levels: Sequence[np.ndarray], cuts: Cuts,
 ) -> Layout:
-    """Return the layout of `place` by `levels` [ranks] each, outermost first; `share` is a rank's part of all work."""
+    """Place documents on nodes, then inside them: `levels` has a group index per rank for each, outermost first.
+
+    `share` is each rank's fair share of the total work; see `place` for the other arguments.
+    """
     parts = _WorkParts(np.arange(len(last)), first, last, np.asarray(work, dtype=np.float64))
     pool = _Pool(capacity, share, tokens_per_rank, cuts.wave_tokens, cuts.longest(float(share.mean())), last)
     placed = list(_inside(parts, np.arange(len(capacity)), pool, levels))
@@ -309,14 +311,14 @@ def place_by_levels(
 def _inside(
     parts: _WorkParts, members: np.ndarray, pool: _Pool, levels: Sequence[np.ndarray]
 ) -> Iterator[tuple[_WorkParts, np.ndarray]]:
-    """Yield slices of the parts and their ranks, which are all `members`: the parts fill them."""
+    """Place parts on the ranks `members`, which they fill, level by level; yield slices and their ranks."""
     if not levels:
         unit, count, most = np.arange(len(members)), np.ones(len(members), dtype=np.int64), pool.capacity[members]
     else:
         _, unit, count = np.unique(levels[0][members], return_inverse=True, return_counts=True)
         most = np.bincount(unit, weights=(1.0 - _SLACK) * pool.capacity[members] + _SLACK * pool.share[members])
     longest = np.full(len(parts.start), MAX_LENGTH)
-    if not levels:                                               # what other nodes read leaves by all NICs of its node
+    if not levels:                                               # keys that other nodes need leave through all NICs
         is_part = (parts.start > 0) | (parts.stop < pool.length[parts.document])
         even = np.maximum(-(-(parts.stop - parts.start) // len(members)), _SPREAD_TOKENS)
         longest = np.minimum(np.where(is_part, even, MAX_LENGTH), pool.longest)

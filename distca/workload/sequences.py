@@ -1,13 +1,13 @@
-"""Make batches from a distribution of lengths: sequences of one context length, or batches dealt from a corpus.
+"""Draw batches from a distribution of lengths: sequences of one context length, or the batches of a corpus.
 
-Long contexts are trained on long documents. Beyond the samplers' own upsampling, `pretrain` lengths grow with the
-context, times context / 64K, and in `prolong` a long document becomes as long as the context with a chance of 0.3.
-Users' lengths are drawn with replacement, so that a small file fills any number of batches. A document exactly as long
-as the context is a sequence by itself; others are packed in order.
+Long contexts are trained on long documents. So, besides the samplers' upsampling, `pretrain` lengths are multiplied by
+context / 64K, and in `prolong` a long document becomes as long as the context with probability 0.3. Users' lengths are
+drawn with replacement, so that a small file fills any number of batches. A document as long as the context is a
+sequence by itself; others are packed in order.
 
-No training step sees a whole corpus: what balancing saves depends on the few documents that share a batch. So a file
-of lengths is shuffled and dealt into batches of the size that a step has. As in packed loaders, a document that crosses
-the end of a sequence or batch is cut there, and the part behind the cut is a document of its own.
+How much balancing saves depends on the few documents that share a batch. So `deal_batches` shuffles the lengths of a
+corpus and cuts them into batches of the size of a step. As in packed loaders, a document that crosses the end of a
+sequence or batch is cut there, and the part after the cut becomes a separate document.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from distca.columns import IntArray
 from distca.validation import MAX_CORPUS_DOCUMENTS, UserError, check_whole
 from distca.workload.documents import (
     LONG_DOCUMENT,
     QUANTILES,
-    IntArray,
     check_lengths,
     fill,
     lognormal_lengths,
@@ -30,7 +30,7 @@ from distca.workload.documents import (
 )
 from distca.workload.packing import causal_work
 
-CONTEXT_LONG_CHANCE = 0.3  # of a long document of `prolong` to fill the whole context
+CONTEXT_LONG_CHANCE = 0.3  # probability that a long document of `prolong` fills the whole context
 _DRAWS = 4096
 
 
@@ -46,17 +46,16 @@ class Source:
             object.__setattr__(self, "lengths", check_lengths(self.lengths, most=MAX_CORPUS_DOCUMENTS))
 
     def check_context(self, context: int) -> None:
-        """Refuse a context that no document would ever fill."""
+        """Refuse a context longer than every document."""
         if self.lengths is not None and int(self.lengths.max()) < context:
             raise UserError(f"context is {context} but the longest document of {self.name} has "
                             f"{self.lengths.max()} tokens; give --context {self.lengths.max()} or less")
 
 
 def batch_sequences(source: Source, context: int, num_sequences: int, seed: tuple[int, ...]) -> list[np.ndarray]:
-    """Draw `num_sequences` lists of document lengths of `context` tokens each, the same for the same seed."""
-    for field, value in (("context", context), ("num_sequences", num_sequences)):
-        if value < 1:
-            raise UserError(f"{field} is {value}; give a whole number of at least 1")
+    """Draw `num_sequences` sequences of `context` tokens, as document lengths; the same seed gives the same ones."""
+    check_whole("context", context)
+    check_whole("num_sequences", num_sequences)
     rng = np.random.default_rng(seed)
     chunks: list[np.ndarray] = []
     total, wanted = 0, context * num_sequences
@@ -99,7 +98,7 @@ LONG_FROM = (8_192, 32_768, 131_072, 524_288, 2_097_152)
 
 @dataclass(frozen=True, slots=True)
 class LongDocuments:
-    """Documents of at least `least` tokens, and their shares of the corpus."""
+    """The number of documents of at least `least` tokens, and their shares of the corpus."""
 
     least: int
     documents: int
@@ -113,7 +112,7 @@ class CorpusFigures:
 
     documents: int
     tokens: int
-    quantiles: tuple[tuple[float, int], ...]  # probability and length: that share of documents is no longer
+    quantiles: tuple[tuple[float, int], ...]  # (probability, length)
     longest: int
     long_documents: tuple[LongDocuments, ...]
 
@@ -138,7 +137,7 @@ def _pairs(lengths: IntArray) -> float:
 
 
 def deal_batches(lengths: IntArray, batch_tokens: int, num_batches: int, seed: int | None) -> list[IntArray]:
-    """Deal `num_batches` batches, or as many as the documents fill; the seed shuffles them, None keeps their order."""
+    """Return `num_batches` batches, or fewer if the documents do not fill them; a seed shuffles the documents."""
     check_whole("batch_tokens", batch_tokens)
     check_whole("num_batches", num_batches)
     if seed is not None:

@@ -1,8 +1,8 @@
 """Topology of a pool: which servers share a node, and which nodes a pod.
 
-NVLink inside a node carries ten times what a NIC carries between nodes, and between pods there is less again.
-Placement and balancing therefore go level by level, from the outside in, and bytes that cross nodes are counted once
-per node. A pool of one node, or of nodes with one rank each, has no levels and is planned flat.
+NVLink has about ten times the bandwidth of a NIC, and between pods there is less than between nodes. Placement and
+balancing therefore work level by level, pods first, and bytes between nodes are counted once per node. A pool of one
+node, or of nodes with one rank each, has no levels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from distca.validation import UserError, check_whole
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
-    """The node and the pod of every server: the ranks that own tokens first, dedicated servers after them."""
+    """The node and the pod of every server: first the ranks that own tokens, then dedicated servers."""
 
     node: np.ndarray  # [servers] numbered from 0 in the order of their first server
-    pod: np.ndarray   # [servers] the same; all 0 where there is one pod
+    pod: np.ndarray   # [servers] numbered in the same way; all 0 if there is one pod
 
     def __post_init__(self) -> None:
         freeze(self, ("node", "pod"))
@@ -38,7 +38,7 @@ class Topology:
 
     @classmethod
     def regular(cls, num_servers: int, ranks_per_node: int, nodes_per_pod: int = 0) -> Topology:
-        """Number servers node by node and nodes pod by pod; the last of either may be smaller. 0: one pod."""
+        """Return nodes of consecutive servers and pods of consecutive nodes (0: one pod); the last may be smaller."""
         servers = np.arange(check_whole("num_servers", num_servers))
         node = servers // check_whole("ranks_per_node", ranks_per_node)
         if check_whole("nodes_per_pod", nodes_per_pod, least=0) == 0:
@@ -47,12 +47,12 @@ class Topology:
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str], pods: Sequence[str] | None = None) -> Topology:
-        """Put servers of the same host into one node."""
+        """Return a topology whose nodes are the servers with the same host name; pods likewise."""
         return cls(_numbered(hosts), _numbered(pods) if pods is not None else np.zeros(len(hosts)))
 
     @classmethod
     def of_cluster(cls, cluster: ClusterShape, num_servers: int, tp: int = 1) -> Topology:
-        """Return the topology of the pool of one tensor-parallel index, whose TP groups lie inside nodes."""
+        """Return the topology of a pool with one rank of every tensor-parallel group; groups are inside nodes."""
         return cls.regular(num_servers, cluster.ranks_per_node(tp), cluster.nodes_per_pod)
 
     @property
@@ -75,7 +75,7 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of the largest node."""
+        """Ranks on the largest node."""
         return int(np.bincount(self.node).max())
 
     def levels(self) -> tuple[np.ndarray, ...]:
@@ -88,12 +88,12 @@ class Topology:
         return tuple(found)
 
     def first(self, num_servers: int) -> Topology:
-        """Return the topology of the first servers alone."""
+        """Return the topology of the first `num_servers` servers."""
         return Topology(self.node[:num_servers], self.pod[:num_servers])
 
 
 def check_topology(topology: Topology | None, num_servers: int) -> tuple[np.ndarray, ...]:
-    """Return the levels of a pool's topology; none if it is unknown."""
+    """Check that a topology has `num_servers` servers and return its levels; none if the topology is None."""
     if topology is None:
         return ()
     if topology.num_servers != num_servers:
