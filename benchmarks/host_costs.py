@@ -215,7 +215,7 @@ class HostPlanCosts(PlanCosts):
         machine, found = self.costs.machine, self.messages(at, backward)
         assert machine is not None
         moved = FLOAT32_OVER_BF16 * sum(np.bincount(
-            rank, weights=found.going_bytes + found.coming_bytes, minlength=self.plans[at].num_servers)
+            rank, weights=found.dispatch_bytes + found.combine_bytes, minlength=self.plans[at].num_servers)
             for rank in (found.home, found.server))              # a byte is sent by one core and received by another
         host = self.costs.launches.exchange[backward] if len(found.home) else 0.0
         return super().seconds(at, backward) + host + moved * (

@@ -1,1 +1,1 @@
-"""What a step would take on a cluster that nobody has rented yet: timelines from plans, measured costs and links."""
+"""Predict training steps on clusters that need not exist: timelines from plans, measured costs and links."""

@@ -1,11 +1,11 @@
-"""Costs of attention calls on every rank: seconds as a server, messages, keys that go round a group.
+"""Costs of attention calls per rank: compute seconds of servers, messages, and keys passed around a ring.
 
 Plans repeat over layers and ticks. Seconds and messages of a plan do not depend on links and are computed once for each
-plan and direction (`PlanCosts`). Plans that run at the same time are one call, made once for each such set (`Calls`).
+plan and direction (`PlanCosts`). Plans that run at the same time form one call, built once per set of plans (`Calls`).
 
-A context-parallel group may wait for all its keys and then attend, or attend chunk by chunk while the next chunk
-travels, as in ring attention. Chunking lowers the kernel's efficiency, so each group does what ends sooner. Documents
-whose slices do not fill a tile are not cut again: they wait for the last chunk.
+A context-parallel group either receives all its keys and then attends, or attends chunk by chunk while the next chunk
+travels, as in ring attention. Chunking lowers the kernel's efficiency, so each group uses whichever finishes first.
+Documents whose slices are shorter than a tile are not chunked: their attention runs after the last chunk has arrived.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from distca.simulate.costs import Costs
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
-MOST_CHUNKS = 8        # of a ring; a group of more ranks passes several ranks' keys in one
-_MOST_PIECES = 50_000  # of one call's chunks: the longest documents are cut first
+MOST_CHUNKS = 8        # per ring; in larger groups a chunk holds the keys of several ranks
+_MOST_PIECES = 50_000  # per call; the longest documents are chunked first
 
-Placed = tuple[tuple[int, int, bool], ...]  # (first rank, plan, whether backward) of plans that run at the same time
+PlanSet = tuple[tuple[int, int, bool], ...]  # (first rank, plan, is backward) of plans that run at the same time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
     """Messages between homes and servers of one plan."""
 
-    home: np.ndarray          # [messages]
-    server: np.ndarray        # [messages]
-    going_bytes: np.ndarray   # [messages] home to server
-    coming_bytes: np.ndarray  # [messages] server to home
+    home: np.ndarray            # [messages]
+    server: np.ndarray          # [messages]
+    dispatch_bytes: np.ndarray  # [messages] home to server
+    combine_bytes: np.ndarray   # [messages] server to home
 
     @classmethod
     def of(cls, moved: Traffic, plan: Plan, backward: bool) -> Messages:
         home, server = (np.concatenate(pair) for pair in ((moved.q_home, moved.kv_home),
                                                           (moved.q_server, moved.kv_server)))
-        going, coming = (np.concatenate([moved.q_tokens * per_q, moved.kv_tokens * per_kv])
-                         for per_q, per_kv in token_bytes(plan.model, plan.tp, backward))
-        return cls(home, server, going, coming)
+        dispatch, combine = (np.concatenate([moved.q_tokens * per_q, moved.kv_tokens * per_kv])
+                             for per_q, per_kv in token_bytes(plan.model, plan.tp, backward))
+        return cls(home, server, dispatch, combine)
 
 
 class PlanCosts:
@@ -60,10 +60,10 @@ class PlanCosts:
         self._chunks: dict[int, ChunkTasks] = {}
         self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._hops: dict[tuple[int, bool], tuple[Messages, ...]] = {}
-        self._exchanges: dict[Placed, tuple[tuple[Exchange, Exchange], ...]] = {}
+        self._exchanges: dict[PlanSet, tuple[tuple[Exchange, Exchange], ...]] = {}
 
     def seconds(self, at: int, backward: bool) -> np.ndarray:
-        """[servers]"""
+        """[servers] seconds of attention."""
         key, plan = (at, backward), self.plans[at]
         if key not in self._seconds:
             self._seconds[key] = server_work(plan.tasks, plan.num_servers, self.attention, backward) / (
@@ -71,7 +71,7 @@ class PlanCosts:
         return self._seconds[key]
 
     def chunk_seconds(self, at: int, backward: bool) -> np.ndarray:
-        """[ranks, chunks] seconds of attention that takes a rank's own keys first, then the chunks of its ring."""
+        """[ranks, chunks] seconds of attention to a rank's own keys (chunk 0) and to each chunk of its ring."""
         key = at, backward
         if at not in self._chunks:
             self._chunks[at] = ChunkTasks.of(self.plans[at].layout, self.gather_ranks)
@@ -80,7 +80,7 @@ class PlanCosts:
         return self._chunk_seconds[key]
 
     def hops(self, at: int, backward: bool) -> tuple[Messages, ...]:
-        """Messages of one hop, or of two if ranks of a node share many keys: between nodes, then inside them."""
+        """Messages per hop: one hop, or two (between nodes, then inside nodes) if ranks of a node share many keys."""
         key, plan = (at, backward), self.plans[at]
         if key not in self._hops:
             nodes = None if plan.topology is None or not plan.topology.levels() else plan.topology.node
@@ -96,25 +96,25 @@ class PlanCosts:
         return Messages(*(np.concatenate([getattr(hop, name) for hop in hops]) for name in Messages.__slots__))
 
     def exchanges(
-        self, placed: Placed, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
+        self, plan_set: PlanSet, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
     ) -> tuple[tuple[Exchange, Exchange], ...]:
-        """Exchanges of each hop, homes to servers and back, of plans that run at the same time."""
-        if placed not in self._exchanges:
+        """Exchanges per hop, from homes to servers and back, for a set of plans."""
+        if plan_set not in self._exchanges:
             hops: list[tuple[Exchange, Exchange]] = []
             for parts in zip_longest(*([(first, hop) for hop in self.hops(at, backward)]
-                                       for first, at, backward in placed)):
-                home, server, going, coming = map(np.concatenate, zip(*(
-                    (hop.home + first, hop.server + first, hop.going_bytes, hop.coming_bytes)
+                                       for first, at, backward in plan_set)):
+                home, server, dispatch, combine = map(np.concatenate, zip(*(
+                    (hop.home + first, hop.server + first, hop.dispatch_bytes, hop.combine_bytes)
                     for first, hop in filter(None, parts)), strict=True))
-                hops.append((Exchange.of(home, server, going, num_ranks, ranks_per_node, ranks_per_pod),
-                             Exchange.of(server, home, coming, num_ranks, ranks_per_node, ranks_per_pod)))
-            self._exchanges[placed] = tuple(hops)
-        return self._exchanges[placed]
+                hops.append((Exchange.of(home, server, dispatch, num_ranks, ranks_per_node, ranks_per_pod),
+                             Exchange.of(server, home, combine, num_ranks, ranks_per_node, ranks_per_pod)))
+            self._exchanges[plan_set] = tuple(hops)
+        return self._exchanges[plan_set]
 
     def buffer_bytes(self, at: int, backward: bool) -> np.ndarray:
-        """[servers] bytes that a call holds for other ranks: what they sent, and what goes back to them."""
+        """[servers] bytes of the buffers for messages from and to other ranks."""
         found = self.messages(at, backward)
-        return np.bincount(found.server, weights=found.going_bytes + found.coming_bytes,
+        return np.bincount(found.server, weights=found.dispatch_bytes + found.combine_bytes,
                            minlength=self.plans[at].num_servers)
 
 
@@ -122,9 +122,8 @@ PerToken = tuple[int, int]  # bytes of a moved query, of a moved key
 
 
 def token_bytes(model: ModelShape, tp: int, backward: bool) -> tuple[PerToken, PerToken]:
-    """Bytes to servers and back. Forward: Q, K, V, then O and log-sum-exp. Backward, as `resend` does it: Q, K, V, O,
-    dO and log-sum-exp, then gradients.
-    """
+    """Bytes per query and key to servers and back: Q, K, V, then O and LSE; backward Q, K, V, O, dO, LSE, then
+    gradients."""
     q, kv, out, lse = (size(tp) for size in (model.q_token_bytes, model.kv_token_bytes, model.out_token_bytes,
                                              model.lse_token_bytes))
     return ((q + 2 * out + lse, kv), (q, kv)) if backward else ((q, kv), (out + lse, 0))
@@ -132,56 +131,56 @@ def token_bytes(model: ModelShape, tp: int, backward: bool) -> tuple[PerToken, P
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolCall:
-    """One attention call whose homes send to servers; without sharing, stages may be in different phases."""
+    """One attention call with servers. Stages that do not share attention may be in different phases of it."""
 
-    seconds: tuple[tuple[str, np.ndarray], ...]  # of each phase: its name, and [ranks]
-    going: Exchange
-    coming: Exchange
-    inside: tuple[Exchange, Exchange] | None = None  # the hop inside nodes: after `going`, and before `coming`
+    seconds: tuple[tuple[str, np.ndarray], ...]  # per phase: its name and [ranks] seconds
+    dispatch: Exchange
+    combine: Exchange
+    inside: tuple[Exchange, Exchange] | None = None  # hop inside nodes: after `dispatch`, and before `combine`
 
     def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
-        """Dispatch: homes send, gateways relay; return when servers have received."""
-        there = clock.exchange("to servers", ready, self.going)
+        """Send from homes to servers, relayed by gateways if there are two hops; return when servers have received."""
+        there = clock.exchange("to servers", ready, self.dispatch)
         return there if self.inside is None else clock.exchange("inside nodes", there, self.inside[0])
 
     def serve(self, clock: Clock, there: np.ndarray) -> np.ndarray:
-        """Combine: servers compute and send back; return when homes have received."""
+        """Compute on servers and send results back; return when homes have received."""
         for name, seconds in self.seconds:
             there = clock.compute(name, "attention", there, seconds)
         if self.inside is not None:
             there = clock.exchange("inside nodes", there, self.inside[1])
-        return clock.exchange("to homes", there, self.coming)
+        return clock.exchange("to homes", there, self.combine)
 
 
 class Calls:
-    """Attention calls of all ranks, over given links."""
+    """Attention calls of all ranks over given links, one per set of plans."""
 
     def __init__(self, plan_costs: PlanCosts, costs: Costs, num_ranks: int) -> None:
         self.plan_costs, self.costs, self.num_ranks = plan_costs, costs, num_ranks
-        self._made: dict[Placed, PoolCall | Ring] = {}
+        self._made: dict[PlanSet, PoolCall | Ring] = {}
         self._rings: dict[tuple[int, bool], np.ndarray] = {}
 
-    def of(self, placed: Placed) -> PoolCall | Ring:
-        if placed not in self._made:
+    def of(self, plan_set: PlanSet) -> PoolCall | Ring:
+        if plan_set not in self._made:
             pool = self.plan_costs.gather_ranks == 1
-            self._made[placed] = self._pool_call(placed) if pool else self._ring_call(placed)
-        return self._made[placed]
+            self._made[plan_set] = self._pool_call(plan_set) if pool else self._ring_call(plan_set)
+        return self._made[plan_set]
 
-    def _pool_call(self, placed: Placed) -> PoolCall:
+    def _pool_call(self, plan_set: PlanSet) -> PoolCall:
         seconds: dict[bool, np.ndarray] = {}
-        for first, at, backward in placed:
+        for first, at, backward in plan_set:
             phase, own = seconds.setdefault(backward, np.zeros(self.num_ranks)), self.plan_costs.seconds(at, backward)
             phase[first:first + len(own)] = own
         named = tuple(("attention backward" if phase else "attention forward", part) for phase, part in seconds.items())
         links = self.costs.attention_links
-        hops = [(going.over(links), coming.over(links)) for going, coming in self.plan_costs.exchanges(
-            placed, self.num_ranks, self.costs.ranks_per_node, self.costs.ranks_per_pod)]
+        hops = [(dispatch.over(links), combine.over(links)) for dispatch, combine in self.plan_costs.exchanges(
+            plan_set, self.num_ranks, self.costs.ranks_per_node, self.costs.ranks_per_pod)]
         return PoolCall(named, *hops[0], hops[1] if len(hops) > 1 else None)
 
-    def _ring_call(self, placed: Placed) -> Ring:
+    def _ring_call(self, plan_set: PlanSet) -> Ring:
         runs, backwards = np.zeros((2, self.num_ranks), dtype=bool)
         columns = np.zeros((4, self.num_ranks))
-        for first, at, backward in placed:
+        for first, at, backward in plan_set:
             ranks = slice(first, first + self.plan_costs.plans[at].num_servers)
             runs[ranks], backwards[ranks] = True, backward
             if (key := (at, backward)) not in self._rings:
@@ -190,7 +189,7 @@ class Calls:
         return Ring(self.plan_costs.gather_ranks, runs, backwards, *columns)
 
     def _rings_of(self, at: int, backward: bool) -> np.ndarray:
-        """[seconds, lead, tail and travel; data ranks] of a ring that waits or that attends chunk by chunk."""
+        """[4, data ranks] seconds, lead, tail and travel of `Ring`, with or without chunks per group, as is faster."""
         size, plan = self.plan_costs.gather_ranks, self.plan_costs.plans[at]
         tokens = plan.layout.tokens_per_rank().reshape(-1, size).sum(axis=1).tolist()  # [groups]
         per_token = plan.model.kv_token_bytes(plan.tp)
@@ -201,7 +200,7 @@ class Calls:
         if not (travel.any() and self.plan_costs.hides):
             return waiting
         chunks = self.plan_costs.chunk_seconds(at, backward)   # [ranks, chunks]
-        left = np.cumsum(chunks[:, ::-1], axis=1)[:, ::-1]       # from each chunk on
+        left = np.cumsum(chunks[:, ::-1], axis=1)[:, ::-1]     # seconds from each chunk on
         lead = (travel[:, None] * _arrives(size, chunks.shape[1]) + left)[:, 1:].max(axis=1)
         slowest = group_max(np.maximum(lead, left[:, 0]), size)
         tail = np.maximum(group_max(lead, size) - group_max(left[:, 0], size), 0.0)
@@ -211,14 +210,14 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTasks:
-    """Attention on home ranks whose group's keys arrive chunk by chunk, a rank's own first: one entry per shard.
+    """Attention on home ranks, chunk by chunk, a rank's own keys first: one entry per shard.
 
-    Backward takes the chunks in reverse, so that gradients of other ranks' keys travel while the rest is computed.
+    Backward runs the chunks in reverse, so that gradients of other ranks' keys travel while the rest is computed.
     """
 
     q_len: np.ndarray
     kv_len: np.ndarray
-    is_aligned: np.ndarray  # with the end of their keys
+    is_aligned: np.ndarray  # whether queries are at the end of their keys
     rank: np.ndarray
     chunk: np.ndarray
     num_ranks: int
@@ -241,7 +240,7 @@ class ChunkTasks:
         opens[1:] = (task[1:] != task[:-1]) | (chunk[1:] != chunk[:-1])
         closes = np.append(np.flatnonzero(opens)[1:], len(task)) - 1 if len(task) else np.zeros(0, dtype=np.int64)
         task, chunk, kv_start, kv_stop = task[opens], chunk[opens], start[key[opens]], stop[key[closes]]
-        last = np.where(count[document[whole]] > 1, num_chunks - 1, 0)  # a document on one rank waits for nobody
+        last = np.where(count[document[whole]] > 1, num_chunks - 1, 0)  # a document on one rank waits for no keys
         return cls(
             np.concatenate([(stop - start)[task], (stop - start)[whole]]),
             np.concatenate([kv_stop - kv_start, stop[whole]]),
@@ -249,7 +248,7 @@ class ChunkTasks:
             np.concatenate([rank[task], rank[whole]]), np.concatenate([chunk, last]), layout.num_ranks, num_chunks)
 
     def seconds(self, attention: AttentionTime, backward: bool) -> np.ndarray:
-        """[ranks, chunks]"""
+        """[ranks, chunks] seconds of attention."""
         each, num_servers = attention.repeated(self.num_chunks), self.num_ranks * self.num_chunks
         found = each.servers(self.q_len, self.kv_len, self.rank * self.num_chunks + self.chunk, num_servers, backward,
                              aligned=self.is_aligned) / each.speeds(num_servers)
@@ -257,7 +256,7 @@ class ChunkTasks:
 
 
 def _cut_documents(layout: Layout, count: np.ndarray) -> np.ndarray:
-    """[documents] whether keys are taken chunk by chunk: slices fill a tile; the longest documents come first."""
+    """[documents] whether to chunk: slices fill a tile, and longer documents leave room within _MOST_PIECES."""
     worth = (count > 1) & (layout.lengths >= count * TILE)
     longest = np.argsort(-layout.lengths, kind="stable")
     pieces = np.where(worth, count * (count + 1) // 2, 0)[longest]
@@ -266,12 +265,12 @@ def _cut_documents(layout: Layout, count: np.ndarray) -> np.ndarray:
 
 
 def _chunk_of_distance(size: int, num_chunks: int) -> np.ndarray:
-    """[distance] chunk in which keys arrive from the rank at that distance in the ring."""
+    """[distances] chunk with the keys of the rank at each distance in the ring."""
     distance = np.arange(size)
     return np.where(distance == 0, 0, 1 + (distance - 1) * (num_chunks - 1) // max(size - 1, 1))
 
 
 def _arrives(size: int, num_chunks: int) -> np.ndarray:
-    """[chunks] share of the ring's time after which a chunk has arrived."""
+    """[chunks] share of the ring's time after which each chunk has arrived."""
     ranks = np.bincount(_chunk_of_distance(size, num_chunks), minlength=num_chunks)
     return (np.cumsum(ranks) - 1) / (size - 1)

@@ -1,13 +1,13 @@
 """Simulate time as events on streams: when each rank computes, sends and waits.
 
 Every pool rank has one computing stream and two full-duplex links: NVLink to the ranks of its own node and the NIC to
-all others. Operations take a link or the stream in the order in which they are issued. A transfer starts when its data
+all others. Operations use a link or the stream in the order in which they are issued. A transfer starts when its data
 is ready and its sender's link is free. A receiver is done once its own link has received everything and the last of its
 senders is done. Overlap is not assumed anywhere: it results where the order allows it.
 
 State is one number per rank, and each operation works on all ranks at once, so a step of thousands of GPUs is a few
-thousand numpy calls. Spans are only kept when a trace is asked for, on the lanes of the runtime's recorder; transfers,
-which the runtime cannot see, have a lane of their own.
+thousand numpy calls. Spans are kept only for a trace, on the lanes of the runtime's recorder; transfers, which the
+runtime cannot see, have a separate lane.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Edges:
 
     senders: np.ndarray    # [senders] ranks that send anything
     receivers: np.ndarray  # [receivers] ranks that receive anything
-    source: np.ndarray     # [messages] index of the sender, in the order of the receivers
-    first: np.ndarray      # [receivers] first message of each
+    source: np.ndarray     # [messages] index into senders; messages are sorted by receiver
+    first: np.ndarray      # [receivers] index of each one's first message
     num_bytes: np.ndarray  # [sent or received, inside a pod or between pods, ranks]
     out: np.ndarray        # [senders] seconds
     taken: np.ndarray      # [receivers] seconds
@@ -56,7 +56,7 @@ class Exchange:
         cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, ranks_per_node: int,
         ranks_per_pod: int = 0,
     ) -> Exchange:
-        """Join messages of the same pair of ranks, drop those to the rank itself; ranks_per_pod 0 is a single pod."""
+        """Join messages of the same pair of ranks and drop local ones; ranks_per_pod 0 means a single pod."""
         away = (source != target) & (num_bytes > 0)
         pair, at = np.unique(target[away] * num_ranks + source[away], return_inverse=True)
         size = np.bincount(at, weights=num_bytes[away], minlength=len(pair))
@@ -85,8 +85,8 @@ class Ring:
     """Attention call of groups of `size` neighbours, which gather keys in forward and scatter gradients in backward.
 
     A group either waits for all its keys or computes chunk by chunk as they arrive; `lead` and `tail` describe both.
-    Forward attention ends `lead` after the ring began, or after its own `seconds` if that is later. The backward ring
-    ends `tail` after the group's last attention.
+    Forward attention ends `lead` after the ring began, or `seconds` after attention could start if that is later. The
+    backward ring ends `tail` after the group's last attention.
     """
 
     size: int
@@ -105,7 +105,7 @@ class Ring:
 
 
 class Clock:
-    """State of each rank: when its stream and links are free, and what they did."""
+    """Per rank, when its stream and links become free, and totals of their work."""
 
     def __init__(self, num_ranks: int, record: bool = False) -> None:
         self.num_ranks = num_ranks
@@ -114,7 +114,7 @@ class Clock:
         self.receive_free = np.zeros((2, num_ranks))
         self.nic_busy = np.zeros(num_ranks)           # seconds of the NIC's busier direction, not counting background
         self.busy = np.zeros(num_ranks)
-        self.attention = np.zeros(num_ranks)          # of busy
+        self.attention = np.zeros(num_ranks)          # part of busy
         self.sent_bytes = np.zeros(num_ranks)         # by exchanges
         self._background: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._spans: list[tuple[str, str, np.ndarray, np.ndarray, np.ndarray | None]] | None = [] if record else None
@@ -134,14 +134,14 @@ class Clock:
         return np.where(runs, stop, ready)
 
     def hold(self, until: np.ndarray, name: str | None = None) -> None:
-        """Make the stream wait; a name records what for."""
+        """Make the stream wait until the given times; a name records the wait as a span."""
         held = np.maximum(self.compute_free, until)
         if name is not None:
             self.span(name, "wait", self.compute_free, held)
         self.compute_free = held
 
     def exchange(self, name: str, ready: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """Send messages; return when each rank has received its own and is ready itself."""
+        """Send messages; return when each rank has received all of its messages and is ready."""
         arrival = ready.copy()
         self.sent_bytes += exchange.sent_bytes
         for link, edges in exchange.links:
@@ -161,7 +161,7 @@ class Clock:
         return arrival
 
     def ring(self, ready: np.ndarray, ring: Ring) -> np.ndarray:
-        """Run attention while keys go round; return when each rank has finished both."""
+        """Run attention while keys travel around the ring; return when each rank has finished both."""
         start = np.maximum(ready, self.compute_free)
         link_free = np.maximum(self.send_free[NIC], self.receive_free[NIC])
         begin, last, open_link = (group_max(column, ring.size) for column in (
@@ -188,17 +188,17 @@ class Clock:
         return stop
 
     def shift(
-        self, name: str, ready: np.ndarray, posted: np.ndarray, seconds: np.ndarray, sends: np.ndarray, step: int
+        self, name: str, ready: np.ndarray, posted: np.ndarray, seconds: np.ndarray, sends: np.ndarray, offset: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Send from rank r to r + step where r `sends`, once r is ready, its link free and the receive posted.
+        """Send from each rank r in `sends` to r + offset, once r is ready, its link free and the receive posted.
 
-        Return when each rank has received and when each has sent, or 0.
+        Return when each rank has received and when each has sent; 0 for ranks that do not.
         """
         source = np.flatnonzero(sends)
         arrival, sent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         if len(source) == 0:
             return arrival, sent
-        target = source + step
+        target = source + offset
         start = np.max([ready[source], posted[target], self.receive_free[NIC][target]], axis=0)
         stop = start + seconds[source]
         self.send_free[NIC][source] = np.maximum(self.send_free[NIC][source], ready[source]) + seconds[source]
@@ -212,7 +212,7 @@ class Clock:
         return arrival, sent
 
     def background(self, name: str, ready: np.ndarray, seconds: np.ndarray) -> None:
-        """Send weights or gradients in the background, with what foreground traffic leaves of the NIC."""
+        """Send weights or gradients over the NIC whenever no foreground traffic uses it."""
         if seconds.any():
             self._background.append((ready, seconds, self.nic_busy.copy()))
             self.span(name, "network", ready, ready + seconds)
@@ -226,7 +226,7 @@ class Clock:
         return done
 
     def finish(self, seconds: np.ndarray) -> float:
-        """End the step: all streams and links are done, then the optimizer runs; return its end."""
+        """Run the optimizer after all streams and links are done; return when it ends."""
         done = max(float(self.compute_free.max()), float(self.send_free[NIC].max()),
                    float(self.receive_free[NIC].max()), float(self._background_done().max()))
         self.span("optimizer", "optimizer", self.compute_free, np.where(seconds > 0, done + seconds, 0))
@@ -234,7 +234,7 @@ class Clock:
         return done + float(seconds.max())
 
     def traces(self, step: int = 0) -> list[StepTrace]:
-        """Recorded traces, one per pool rank."""
+        """Return the recorded traces, one per pool rank."""
         assert self._spans is not None, "ask for a recording clock"
         of_rank: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         for name, lane, start, stop, num_bytes in self._spans:
@@ -247,11 +247,11 @@ class Clock:
     def span(
         self, name: str, lane: str, start: np.ndarray, stop: np.ndarray, num_bytes: np.ndarray | None = None
     ) -> None:
-        """Record a span of every rank that stops after it starts, if traces are asked for."""
+        """Record a span on every rank where stop > start, if the clock records."""
         if self._spans is not None:
             self._spans.append((name, lane, start, stop, num_bytes))
 
 
 def group_max(values: np.ndarray, group: int) -> np.ndarray:
-    """Maximum over every `group` neighbours, for each of them."""
+    """Maximum over each group of `group` neighbours, repeated for every member."""
     return np.repeat(values.reshape(-1, group).max(axis=1), group)

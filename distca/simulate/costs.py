@@ -1,16 +1,16 @@
 """Seconds and bytes of everything a layer does on one pool rank, from a latency table, a cluster and a model.
 
-Attention takes `AttentionTime`'s seconds, which plans balance too. Linear layers run at the table's measured rate. On
-a cluster other than the table's, both scale with the cluster's rates. Links are the cluster's, or as the table's
-profile measured them. Tensor-parallel traffic (sequence parallelism: an all-gather before and a reduce-scatter after
-each half of a layer) overlaps chunk by chunk with the products that make or use it: the longer of the two counts, and
-one chunk of the shorter. It is the same for all strategies and stays on the computing stream.
+Attention is charged by `AttentionTime`, as in planning. Linear layers run at the table's measured rate. On a cluster
+other than the table's, both scale with the cluster's rates. Links are the cluster's, or as the table's profile measured
+them. Tensor-parallel traffic (sequence parallelism: an all-gather before and a reduce-scatter after each half of a
+layer) overlaps chunk by chunk with the products that make or use it: the longer of the two counts, and one chunk of the
+shorter. It is the same for all strategies and stays on the computing stream.
 
-Memory is that of the fullest moment. Weights stay in bf16 on every rank of a stage; the float32 master copy and Adam's
+Memory is the peak over the step. Weights stay in bf16 on every rank of a stage; the float32 master copy and Adam's
 moments are sharded over its data ranks. Float32 gradients are sharded too if a step is one micro-batch, and whole
 otherwise. Activations are kept from forward to backward, without recomputation, and so are the keys that a
 context-parallel group gathers. Exchange buffers live for one layer, two at a time under ping-pong. A dedicated server
-has nothing but buffers.
+has only buffers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: ModelShape, cluster: ClusterShape, tp: int, cost: Cost) -> Costs:
-        """Servers of a mixed pool differ only in attention; linear layers and links are those of its first table."""
+        """Combine a table with a cluster. In a mixed pool, linear layers and links are those of its first table."""
         table = cost.first if isinstance(cost, MixedPool) else cost
         about: Mapping[str, Any] = table.metadata
         if "num_heads" not in about or "head_dim" not in about:
@@ -80,7 +80,7 @@ class Costs:
         return replace(self, links=FREE, attention_links=FREE)
 
     def with_one_byte(self) -> Costs:
-        """Make attention's messages one byte long: only their latency remains."""
+        """Give attention's links infinite bandwidth: only their latency remains."""
         return replace(self, attention_links=replace(self.attention_links, intra_node_bandwidth=inf,
                                                      inter_node_bandwidth=inf, inter_pod_bandwidth=inf))
 
@@ -108,14 +108,14 @@ class Costs:
         return np.asarray((tp - 1) / tp * num_bytes / bandwidth, dtype=np.float64)
 
     def stage_parameters(self, layers: Sequence[int]) -> np.ndarray:
-        """[stages] weights of one GPU of each stage: its layers, the embedding on the first, the head on the last."""
+        """[stages] parameters on one GPU: the stage's layers, the embedding on the first, the head on the last."""
         parameters = np.array(layers) * layer_parameters(self.model, self.tp)
         for end in (0, -1):
             parameters[end] += self.model.hidden * self.model.vocab / self.tp
         return parameters
 
     def gather_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """Seconds of an all-gather of weights to num_bytes on each rank, or of their reduce-scatter."""
+        """Seconds of an all-gather of weights, num_bytes on each rank in the end, or of their reduce-scatter."""
         return self.links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
 
     def ring_seconds(self, num_bytes: float, num_ranks: int) -> float:
@@ -123,14 +123,14 @@ class Costs:
         return self.attention_links.all_gather_seconds(num_bytes, num_ranks, self.ranks_per_node)
 
     def send_seconds(self, tokens: np.ndarray, num_data: int) -> np.ndarray:
-        """Seconds to send hidden states of a micro-batch `num_data` ranks on; each GPU sends its own share."""
+        """Seconds to send a micro-batch's hidden states to the rank `num_data` further; each GPU sends its share."""
         size = tokens * (self.model.hidden * BF16_BYTES / self.tp)
         links = self.links
         leaves_pods = 0 < self.ranks_per_pod <= num_data
         return np.where(tokens > 0, links.inter_node_latency_seconds + size / links.nic_bandwidths[leaves_pods], 0.0)
 
     def optimizer_seconds(self, layers: Sequence[int], shards: int) -> np.ndarray:
-        """[stages] seconds in which a GPU updates its share of the stage's weights."""
+        """[stages] seconds that a GPU takes to update its share of the stage's weights."""
         return self.stage_parameters(layers) / shards * OPTIMIZER_TRAFFIC / self.memory_bandwidth
 
 
@@ -142,7 +142,7 @@ def _rate(linear: Any, name: str) -> float:
 
 @lru_cache(maxsize=8)
 def _attention_time(cost: Cost, model: ModelShape, tp: int, scale: float) -> AttentionTime:
-    """Cached, because it reads the shipped table of these heads."""
+    """Call `time_of`; cached, because it may load another shipped table."""
     return time_of(cost, model, tp, scale)
 
 
@@ -153,7 +153,7 @@ def _overlapped(compute: np.ndarray, travel: np.ndarray, chunks: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Bytes per pool rank, each on every one of its GPUs."""
+    """Bytes on each GPU of every pool rank."""
 
     states: np.ndarray        # [ranks] weights, gradients, optimizer
     activations: np.ndarray   # [ranks]
@@ -173,7 +173,7 @@ def memory(
     costs: Costs, layers: Sequence[int], ticks: Ticks, tokens: np.ndarray, *, gather_ranks: int = 1,
     buffers: np.ndarray | None = None,
 ) -> Memory:
-    """Memory of a step with [micro-batches, data ranks] tokens, whose groups of `gather_ranks` gather their keys."""
+    """Memory of a step with [micro-batches, data ranks] tokens; groups of `gather_ranks` ranks gather their keys."""
     num_data, depth = tokens.shape[1], np.array(layers)[:, None]  # [stages, 1]
     held = np.zeros(len(layers) * num_data) if buffers is None else buffers
     states = np.broadcast_to(state_bytes(costs, layers, num_data, len(tokens))[:, None], (len(layers), num_data))
@@ -194,7 +194,7 @@ def state_bytes(costs: Costs, layers: Sequence[int], num_data: int, num_micro_ba
 
 
 def peak_live(ticks: Ticks, tokens: np.ndarray) -> np.ndarray:
-    """[stages, data ranks] most tokens alive at once, for [micro-batches, data ranks] tokens."""
+    """[stages, data ranks] peak of tokens whose activations are alive, for [micro-batches, data ranks] tokens."""
     change = np.where(ticks.active, np.where(ticks.backward, -1, 1), 0)[:, :, None] * tokens[ticks.micro_batch]
     return np.cumsum(change, axis=0).max(axis=0)                 # [ticks, stages, data ranks] -> its peak
 
@@ -210,7 +210,7 @@ def check_holds_model(setting: Setting, costs: Costs) -> None:
 
 
 def check_holds_step(setting: Setting, costs: Costs) -> None:
-    """Refuse a step whose activations do not fit even with equal tokens and as few live micro-batches as 1F1B has."""
+    """Refuse a step whose activations do not fit even with equal tokens per rank and the live micro-batches of 1F1B."""
     stages_behind = setting.pp - np.arange(setting.pp)
     alive = setting.tokens_per_rank * np.minimum(stages_behind, setting.num_micro_batches)
     room = max_live_tokens(setting, costs)

@@ -1,13 +1,13 @@
 """Run a step plan on a clock: the same plan that the runtime runs, in the same order.
 
 In every tick a stage waits for its micro-batch's input, runs its layers over all nano-batches in turn, and sends its
-output on. If stages share attention, a stage without a micro-batch, or with fewer layers, only serves: at the last
-depths of a forward tick, at the first of a backward tick. Otherwise stages run their own phases side by side. With two
-nano-batches the stream computes segment, segment, attention, attention, so that the exchange of one overlaps with the
-computation of the other; with one, the stream waits for every exchange.
+output to the next stage. If stages share attention, a stage without a micro-batch only serves, and a stage with fewer
+layers only serves in the last calls of a forward tick and in the first calls of a backward tick. Otherwise each stage
+runs its phase independently. With two nano-batches the stream computes segment, segment, attention, attention, so that
+the exchange of one overlaps with the computation of the other; with one, the stream waits for every exchange.
 
-In the background, weights are gathered with the first micro-batch, a layer at a time, and gradients are reduced with
-the last; both take what attention leaves of the NIC.
+In the background, weights are gathered during the first micro-batch, layer by layer, and gradients are reduced during
+the last. Both use the NIC when attention does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from distca.cost.mixed_pool import Cost
 from distca.planning.schedule import IDLE
 from distca.planning.step import NO_CALL, StepPlan
-from distca.simulate.calls import Calls, Placed, PlanCosts
+from distca.simulate.calls import Calls, PlanCosts, PlanSet
 from distca.simulate.clock import NIC, Clock
 from distca.simulate.costs import Costs, Memory, memory
 from distca.spec import BF16_BYTES, FLOAT32_BYTES, ClusterShape, ModelShape
@@ -60,15 +60,15 @@ _NONE, _FIRST, _MIDDLE, _LAST = range(4)  # segments: none, before the first att
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """What is computed between two attention calls: kinds of work in turn, each for all nano-batches."""
+    """Computation between two attention calls: kinds of work in order, each for all nano-batches."""
 
     computes: tuple[list[np.ndarray], ...]  # [kinds][nano-batches][ranks] seconds
-    leaves: np.ndarray | None               # [ranks] bool: the rank's own layers are done after this
+    leaves: np.ndarray | None               # [ranks] bool: after this the rank's own layers are done
 
     @classmethod
     def of(cls, segment: np.ndarray, backward: np.ndarray, nano_batches: list[tuple[np.ndarray, np.ndarray]],
            at_end: np.ndarray) -> _Slot:
-        """Segments, and the head: backward before the last stage's first segment, forward after its last."""
+        """Collect segments and, on the last stage, the head: before its first segment in backward, else at the end."""
         segments = [table[segment, np.arange(len(segment))] for table, _ in nano_batches]
         ahead, behind = ([np.where(where, head, 0.0) for _, head in nano_batches] if where.any() else None for where in
                          (at_end & (segment == _FIRST) & backward, at_end & (segment == _LAST) & ~backward))
@@ -95,8 +95,8 @@ class _Execution:
         self.weight_seconds = [np.array([costs.gather_seconds(part * size, self.num_data) for part in
                                          costs.stage_parameters(step.layers) / self.layers])
                                for size in (BF16_BYTES, FLOAT32_BYTES)]  # of a layer, [stages]
-        self.arrived = np.zeros((2, len(step.micro_batches), self.num_ranks))  # by phase and micro-batch
-        self.leaving = np.zeros(self.num_ranks)                  # when what went out in the tick before has arrived
+        self.arrived = np.zeros((2, len(step.micro_batches), self.num_ranks))  # when a phase's input has arrived
+        self.leaving = np.zeros(self.num_ranks)                  # when the previous tick's output has been sent
         self.record = record
 
     def run(self) -> Step:
@@ -120,7 +120,7 @@ class _Execution:
         nano_batches, background = self._nano_batches(number, back), self._background(number, back)
         slots: dict[bytes, _Slot] = {}
         ready = [clock.compute_free] * len(nano_batches)
-        done, open_ = clock.compute_free, clock.send_free[NIC].copy()  # end of a rank's own micro-batch; its NIC then
+        done, nic_free = clock.compute_free, clock.send_free[NIC].copy()  # when own layers end; NIC's state then
         layer = self._layers(active, back)
         segment = self._segments(active, layer)
         for turn in range(len(layer)):
@@ -129,38 +129,38 @@ class _Execution:
                 slots[key] = _Slot.of(own, backward, nano_batches, self.at_end)
             slot = slots[key]
             for seconds in slot.computes:
-                ready = [clock.compute("layers", "linear", at, much) for at, much in zip(ready, seconds, strict=True)]
+                ready = [clock.compute("layers", "linear", at, one) for at, one in zip(ready, seconds, strict=True)]
             if slot.leaves is not None:
                 done = np.where(slot.leaves, np.max(ready, axis=0), done)
-                open_ = np.where(slot.leaves, clock.send_free[NIC], open_)
+                nic_free = np.where(slot.leaves, clock.send_free[NIC], nic_free)
             if turn + 1 == len(layer):
                 break
-            calls = [self.calls.of(placed) for placed in self._placed(tick, turn, layer[turn], active)]
+            calls = [self.calls.of(plan_set) for plan_set in self._plan_sets(tick, turn, layer[turn], active)]
             there = [call.start(clock, at) for call, at in zip(calls, ready, strict=True)]
             for name, of_layer in background:
                 inside = active & (layer[turn] >= 0) & (layer[turn] < self.layers)
                 clock.background(name, ready[-1], np.where(inside[self.stage], of_layer, 0.0))
             ready = [call.serve(clock, at) for call, at in zip(calls, there, strict=True)]
-        self._note(number, back, begin)
+        self._record_tick(number, back, begin)
         clock.hold(self.leaving)
-        self._send(number, back, done, open_)
+        self._send(number, back, np.maximum(done, nic_free))
 
     def _layers(self, active: np.ndarray, back: np.ndarray) -> np.ndarray:
-        """[turns + 1, stages] number of its own attention calls that a stage has finished before each call of the tick.
+        """[turns + 1, stages] how many of its own layers' attention calls a stage has finished before each turn.
 
-        Negative before it begins: in backward, if attention is shared, stages with fewer layers serve first.
+        Negative until the stage starts: in backward with shared attention, stages with fewer layers first only serve.
         """
         num_turns = int(self.layers[active].max(initial=0))
         late = num_turns - self.layers if self.step.is_shared else 0 * self.layers
         return np.arange(num_turns + 1)[:, None] - np.where(back, late, 0)
 
     def _segments(self, active: np.ndarray, layer: np.ndarray) -> np.ndarray:
-        """[turns + 1, stages] the segment that each stage runs."""
+        """[turns + 1, stages] segment that each stage runs before each turn's call."""
         inside = np.where(layer < self.layers, np.where(layer == 0, _FIRST, _MIDDLE), _LAST)
         return np.where(active & (layer >= 0) & (layer <= self.layers), inside, _NONE).astype(np.int8)
 
     def _nano_batches(self, number: np.ndarray, back: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """[segments, ranks] seconds and the head's, of each nano-batch in its turn: in backward the last one first."""
+        """[segments, ranks] seconds and the head's, per nano-batch in order of execution: reversed in backward."""
         num_nano, phase = self.tokens.shape[1], back.astype(int)
         found = []
         for position in range(num_nano):
@@ -171,23 +171,23 @@ class _Execution:
             found.append((table, head))
         return found
 
-    def _placed(self, tick: int, turn: int, layer: np.ndarray, active: np.ndarray) -> list[Placed]:
-        """Plans of one call, each with its first rank, for each nano-batch in its turn."""
+    def _plan_sets(self, tick: int, turn: int, layer: np.ndarray, active: np.ndarray) -> list[PlanSet]:
+        """Plans of one turn per nano-batch, in order of execution."""
         step, back = self.step, self.step.ticks.backward[tick].tolist()
         if step.is_shared:                                       # idle stages are in the tick's phase too
             stages = [(0, turn)]
         else:
             stages = [(stage, layer[stage]) for stage in np.flatnonzero(active & (layer < self.layers)).tolist()]
-        placed: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.tokens.shape[1])]
+        plan_sets: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.tokens.shape[1])]
         for stage, nth in stages:
             calls = step.calls[stage, tick]                      # [nano-batches, depths]
             depth = np.count_nonzero(calls[0] != NO_CALL) - 1 - nth if back[stage] else nth
             for position, plan in enumerate(calls[::-1 if back[stage] else 1, depth].tolist()):
-                placed[position].append((stage * self.num_data, plan, back[stage]))
-        return [tuple(one) for one in placed]
+                plan_sets[position].append((stage * self.num_data, plan, back[stage]))
+        return [tuple(one) for one in plan_sets]
 
     def _background(self, number: np.ndarray, back: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """[ranks] seconds to gather a layer's weights, with the first micro-batch, and to reduce its gradients."""
+        """[ranks] seconds of background traffic per layer: weights in the first micro-batch, gradients in the last."""
         found = []
         for name, phase, when in (("gather weights", False, 0),
                                   ("reduce gradients", True, len(self.step.micro_batches) - 1)):
@@ -197,30 +197,28 @@ class _Execution:
                 found.append((name, np.where(self.is_own, seconds, 0.0)))
         return found
 
-    def _send(self, number: np.ndarray, back: np.ndarray, done: np.ndarray, open_: np.ndarray) -> None:
+    def _send(self, number: np.ndarray, back: np.ndarray, ready: np.ndarray) -> None:
         """Send activations to the next stage and gradients to the previous one; receives are posted at a tick's end.
 
-        A rank sends when it is `done` with its own micro-batch, even if it serves other stages after that.
+        A rank sends when its own layers are done and its NIC is free, even if it serves other stages after that.
         """
         clock, stages = self.clock, np.arange(len(number))
         tokens = np.zeros(self.num_ranks)
         tokens[self.is_own] = self.tokens[number].sum(axis=1).ravel()
         seconds, posted = self.costs.send_seconds(tokens, self.num_data), clock.compute_free
         self.leaving = np.zeros(self.num_ranks)
-        for phase, name, end, step in ((False, "send activations", len(stages) - 1, 1),
-                                       (True, "send gradients", 0, -1)):
+        for phase, name, end, way in ((False, "send activations", len(stages) - 1, 1), (True, "send gradients", 0, -1)):
             moves = (number != IDLE) & (back == phase) & (stages != end)
             if not moves.any():
                 continue
             sends = self.is_own & moves[self.stage]
-            arrival, sent = clock.shift(name, np.maximum(done, open_), posted, seconds, sends,
-                                        step * self.num_data)
+            arrival, sent = clock.shift(name, ready, posted, seconds, sends, way * self.num_data)
             self.leaving = np.maximum(self.leaving, sent)
             for stage in np.flatnonzero(moves).tolist():
-                to = self.is_own & (self.stage == stage + step)
+                to = self.is_own & (self.stage == stage + way)
                 self.arrived[int(phase), number[stage], to] = arrival[to]
 
-    def _note(self, number: np.ndarray, back: np.ndarray, begin: np.ndarray) -> None:
+    def _record_tick(self, number: np.ndarray, back: np.ndarray, begin: np.ndarray) -> None:
         if not self.record:
             return
         end = self.clock.compute_free
@@ -230,7 +228,7 @@ class _Execution:
             self.clock.span(name, lane, begin, np.where(self.is_own & (self.stage == stage), end, 0))
 
     def _buffers(self) -> np.ndarray:
-        """[ranks] bytes held for other ranks in the fullest tick, over all its nano-batches."""
+        """[ranks] bytes of exchange buffers, summed over nano-batches, in the tick that needs most."""
         fullest, step = np.zeros(self.num_ranks), self.step
         for stage, tick in np.ndindex(1 if step.is_shared else step.num_stages, step.ticks.num_ticks):
             phase = step.ticks.phase(tick) if step.is_shared else bool(step.ticks.backward[tick, stage])

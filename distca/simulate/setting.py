@@ -1,8 +1,8 @@
-"""What the simulator simulates: a model on a cluster, its parallelism, and the tokens of a step.
+"""Settings of a simulation: a model on a cluster, its parallelism, and the tokens of a step.
 
-A pool rank is one tensor-parallel group: its `tp` GPUs do the same work at the same time, so it stands for them.
-Pool ranks are numbered stage by stage, as in the runtime. A step is `num_micro_batches` micro-batches of
-`sequences_per_micro_batch` sequences of `context` tokens each, for every strategy the same.
+A pool rank is one tensor-parallel group: its `tp` GPUs do the same work at the same time. Pool ranks are numbered stage
+by stage, as in the runtime. A step is `num_micro_batches` micro-batches of `sequences_per_micro_batch` sequences of
+`context` tokens each, the same for every strategy.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from distca.spec import ClusterShape, ModelShape
 from distca.validation import UserError, check_whole
 from distca.workload.documents import MAX_LENGTH
 
-TOKENS_PER_RANK = 65_536  # of a micro-batch, where the context and the data ranks allow it
+TOKENS_PER_RANK = 65_536  # of a micro-batch, if the context and the number of data ranks allow it
 MAX_GPUS = 65_536
 MAX_MICRO_BATCHES = 4_096
-MAX_SLOTS = 2**21
+MAX_SLOTS = 2**21         # pool ranks times micro-batches
 NANO_BATCHES = 2          # ping and pong: rows are cut in halves
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on a cluster."""
-
     model: ModelShape
     cluster: ClusterShape
     gpus: int
@@ -97,8 +95,8 @@ def settings(
 ) -> tuple[Setting, ...]:
     """Make settings of the same step for every pipeline degree and number of micro-batches.
 
-    Defaults: one micro-batch without a pipeline, two per stage with one. As many sequences as give each data rank 64K
-    tokens of a micro-batch, at least one per micro-batch, and a number that divides in every setting.
+    By default there is one micro-batch without a pipeline and two per stage with one. The default number of sequences
+    gives each data rank about 64K tokens per micro-batch, and at least one sequence; it divides evenly in all settings.
     """
     for field, values, most, why in (
         ("gpus", (gpus,), MAX_GPUS, "a plan of more servers takes minutes for each call"),

@@ -1,15 +1,15 @@
 """Training strategies that are compared on the same documents; each turns a batch into step plans.
 
-Baselines choose among groups: dp replicas of cp data ranks. Ours are a pool without groups: `disaggregated` is the
-published method at one tolerance, with documents where the loader puts them; `distca` also places documents, and may
-run without ping-pong. If the tolerance is `auto`, `distca` chooses it for the run. Ours are planned by `plan_step`, as
-in a training run.
+Baselines divide the data ranks into dp replicas of cp ranks and choose dp and cp. Our strategies share attention among
+all ranks: `disaggregated` is the published method at one tolerance, with documents where the loader puts them; `distca`
+also places documents, and may run without ping-pong. If the tolerance is `auto`, `distca` chooses it for the run. Both
+are planned by `plan_step`, as in a training run.
 
 `bound` is a lower bound on the step time of any strategy. The linear layers of a stage (and the head of the last) take
 at least the mean over its ranks. Linear layers and attention together take at least the mean over the pool, with each
-document's attention at the best rate of the table for shapes with no more keys than the document has. Links between
-ranks are free, attention may run in any bubble and be cut anywhere. Seconds of segments are proportional to tokens, so
-how tokens are divided over ranks does not change their sum. The optimizer follows.
+document's attention at the table's best rate for shapes with no more keys than the document has. Links between ranks
+are free, and attention may run in any bubble and be cut anywhere. Seconds of segments are proportional to tokens, so
+how tokens are divided over ranks does not change their sum. The optimizer's seconds are added.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from distca.workload.topology import Topology
 
 BOUND = "bound"           # the lower bound
 _MOST_SHARDS = 4_000_000  # a choice with more is skipped: context parallelism would cut documents too small
-_CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # tokens over a chunk's mean, widest first
+_CAPS = (8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.35, 1.2, 1.1, 1.05, 1.02)  # of a chunk's tokens over the mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,11 +125,11 @@ Choice = PoolChoice | GroupChoice
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A name on the command line, and the choices that it has in a setting; a comparison keeps the best of them."""
+    """A strategy by its name on the command line; a comparison keeps the best of its choices."""
 
     name: str
     is_baseline: bool
-    choices: Callable[[Setting, float | str], Sequence[Choice]]  # of a tolerance, which may be auto
+    choices: Callable[[Setting, float | str], Sequence[Choice]]  # for a setting and a tolerance or auto
 
 
 def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
@@ -144,7 +144,7 @@ def _grouped(name: str, packings: Sequence[str], sharding: str) -> Strategy:
 def _pool(
     name: str, placement: str, tolerances: Sequence[float] = (DEFAULT_TOLERANCE,), may_wait: bool = False
 ) -> Strategy:
-    """`tolerances` are tried if it is auto; `may_wait` also tries no ping-pong, faster if there is little to hide."""
+    """Try `tolerances` for auto, and with `may_wait` also no ping-pong, which is faster if exchanges are short."""
     def choices(setting: Setting, tolerance: float | str) -> list[Choice]:
         tried, one = (tolerances, DEFAULT_TOLERANCE) if isinstance(tolerance, str) else ((tolerance,), tolerance)
         return [*(PoolChoice(placement, value) for value in tried), *[PoolChoice(placement, one, False)] * may_wait]
@@ -164,7 +164,7 @@ NAMES = (*STRATEGIES, BOUND)  # in display order
 
 
 def _chunks_that_fit(cp: int, setting: Setting, costs: Costs, lengths: np.ndarray) -> np.ndarray | None:
-    """Chunk of every document, with tokens as unequal as the memory allows; None if nothing fits."""
+    """[documents] chunk of each, with token counts as unequal as the memory allows; None if nothing fits."""
     num_chunks = setting.num_data // cp * setting.num_micro_batches
     mean = setting.num_tokens / num_chunks
     most = float(max_live_tokens(setting, costs).min()) * cp
@@ -206,7 +206,7 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def bound(setting: Setting, costs: Costs, lengths: np.ndarray) -> Step:
-    """Lower bound on a step that trains on documents of these lengths."""
+    """Return a lower bound on a step that trains on documents of these lengths."""
     layers, tokens = np.array(setting.layers), np.full(1, float(lengths.sum()))
     pairs = causal_pairs(np.zeros_like(lengths), lengths) * setting.model.num_layers
     linear, attention = np.zeros(setting.pp), 0.0                # of all ranks; [stages]

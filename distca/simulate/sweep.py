@@ -1,9 +1,9 @@
 """Run every strategy on the same batches and compare them, each with its best choice.
 
-A baseline's grid of replicas and context parallelism is swept, and every strategy's pipeline degrees and numbers of
-micro-batches. The choice with the best mean over all batches is kept, as it would be fixed for a run. Our strategies,
-whose plans take longest to make, choose on the first batches alone. A choice that does not fit the memory in some batch
-is dropped.
+The sweep covers pipeline degrees and numbers of micro-batches, and for baselines all replicas and context parallelism.
+The choice with the best mean over all batches is kept, because a training run cannot change it. Our strategies, whose
+plans take longest to make, choose on the first batches only. A choice that does not fit the memory in some batch is
+dropped.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from distca.simulate.strategies import BOUND, STRATEGIES, Choice, StepDocuments,
 from distca.validation import UserError
 from distca.workload.sequences import Source, batch_sequences
 
-BATCHES_TO_CHOOSE_ON = 3  # of our own strategies
+BATCHES_TO_CHOOSE_ON = 3  # by our strategies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """What is compared: settings that differ in their pipeline, strategies, and the source of documents."""
+    """A comparison to make: settings that differ only in their pipeline, strategies, and the source of documents."""
 
     settings: tuple[Setting, ...]
     strategies: tuple[str, ...]
     source: Source
     table: Cost
-    tolerance: float | str     # a number for all of ours, or auto: distca chooses it on the first batches
+    tolerance: float | str     # of our strategies; auto: distca chooses it on the first batches
     num_batches: int
     seed: int = 0
 
@@ -96,7 +96,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A strategy over all batches with its best choice, or the bound, which has none."""
+    """A strategy with its best choice over all batches, or the bound, which has no choice."""
 
     name: str
     setting: Setting
@@ -158,12 +158,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Strategies that fit the memory, in display order; the bound, if asked for; and names of those that do not fit."""
+    """Outcomes of strategies that fit the memory, in display order; the bound; names of strategies that do not fit."""
 
     source: str
     setting: Setting
     num_batches: int
-    tolerance: float | str     # a number for all of ours, or auto
+    tolerance: float | str     # of our strategies, or auto
     outcomes: tuple[Outcome, ...]
     bound: Outcome | None
     too_large: tuple[str, ...]
@@ -192,7 +192,7 @@ Found = dict[Key, Figures | float | None]  # see batch_figures
 
 
 def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
-    """Run every strategy over all batches; `step` is called after each batch."""
+    """Run every strategy over all batches; `step` is the progress callback, called after each batch."""
     done: dict[int, Found] = {}
     count, workers = question.num_batches, min(workers, question.num_batches)
     with (nullcontext() if workers <= 1 else
@@ -203,7 +203,7 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
                 done[number] = found
                 step(f"batch {len(done)} of {count}")
     ordered = [done[number] for number in sorted(done)]
-    best = {name: _best(question, name, ordered) for name in question.strategies}
+    best = {name: _best_outcome(question, name, ordered) for name in question.strategies}
     floor = best.pop(BOUND, None)
     too_large = [name for name, outcome in best.items() if outcome is None]
     outcomes = [_with_free_links(question, outcome) for outcome in best.values() if outcome is not None]
@@ -218,7 +218,7 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
 
 
 def replay(question: Question, outcome: Outcome, number: int = 0) -> Step:
-    """Run one batch again under an outcome's choice, and record its timeline: one trace per pool rank."""
+    """Run one batch again under an outcome's choice, and record one trace per pool rank."""
     if outcome.choice is None:
         raise UserError(f"{outcome.name!r} has no timeline; choose a strategy")
     return execute(_plan_again(question, outcome, number), question.costs(outcome.setting), record=True)
@@ -228,14 +228,14 @@ def _plan_again(question: Question, outcome: Outcome, number: int) -> StepPlan:
     setting = outcome.setting
     assert outcome.choice is not None, "the bound has no plan"
     plan = outcome.choice.step_plan(setting, question.costs(setting), question.batch(setting, number))
-    assert plan is not None, "it fitted in the sweep"
+    assert plan is not None, "the choice fitted in the sweep"
     return plan
 
 
 def _run(
     question: Question, numbers: Sequence[int], chosen: frozenset[Key] | None, pool: ProcessPoolExecutor | None
 ) -> Iterator[tuple[int, Found]]:
-    """Run batches here, or in the pool's processes; yield each as it is done."""
+    """Run batches in this process or in the pool's, and yield each as it is done."""
     if pool is None:
         yield from ((number, batch_figures(question, number, chosen)) for number in numbers)
         return
@@ -249,23 +249,23 @@ def _run(
 
 
 def _chosen(question: Question, batches: Sequence[Found]) -> frozenset[Key] | None:
-    """Keys that our own strategies keep after the first batches; None before them."""
+    """Return the choices that our strategies keep after the first batches; None before these have run."""
     best = [_best_key(question, name, batches) for name in question.strategies
             if batches and name != BOUND and not STRATEGIES[name].is_baseline]
     return frozenset(key for key in best if key is not None) if batches else None
 
 
 def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None = None) -> Found:
-    """Run all strategies on one batch with all their choices; ours with those in `chosen`, if given.
+    """Run all strategies on one batch with all their choices; ours only with those in `chosen`, if given.
 
-    The value is None for a choice that does not fit the memory, and for one that was skipped a lower bound on its
-    seconds, which may be infinite.
+    A choice that does not fit the memory maps to None. A choice that was skipped maps to a lower bound on its seconds,
+    which may be infinite.
     """
     found: Found = {}
     best = dict.fromkeys(question.strategies, inf)
     for at, setting in enumerate(question.settings):
         costs, batch = question.costs(setting), question.batch(setting, number)
-        done: dict[bytes, Figures | None] = {}                   # baselines often choose the same
+        done: dict[bytes, Figures | None] = {}                   # baselines often make the same plan
         for name in question.strategies:
             if name == BOUND:
                 floor = bound(setting, costs, batch.lengths())
@@ -277,14 +277,15 @@ def batch_figures(question: Question, number: int, chosen: frozenset[Key] | None
                 key = at, name, choice
                 is_tried = chosen is None or key in chosen or STRATEGIES[name].is_baseline
                 floor_seconds = least if is_tried else inf
-                figures = _one(question, key, batch, done) if floor_seconds < best[name] else floor_seconds
+                figures = _try(question, key, batch, done) if floor_seconds < best[name] else floor_seconds
                 found[key] = figures
                 if isinstance(figures, Figures):
                     best[name] = min(best[name], figures.seconds)
     return found
 
 
-def _one(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, Figures | None]) -> Figures | None:
+def _try(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, Figures | None]) -> Figures | None:
+    """Run one choice on a batch; `done` has the figures of baselines' plans by digest."""
     at, name, choice = key
     setting = question.settings[at]
     costs = question.costs(setting)
@@ -298,7 +299,7 @@ def _one(question: Question, key: Key, batch: StepDocuments, done: dict[bytes, F
 
 
 def _digest(plan: StepPlan) -> bytes:
-    """Digest of where every token of a baseline's step is; nothing else differs between baselines' plans."""
+    """Digest of the placement of a baseline's tokens, in which alone baselines' plans differ."""
     digest = hashlib.blake2b(plan.gather_ranks.to_bytes(4, "little"), digest_size=16)
     for micro_batch in plan.micro_batches:
         for layout in micro_batch.layouts:
@@ -317,7 +318,7 @@ def _figures(plan: StepPlan, setting: Setting, costs: Costs, *, free: bool) -> F
 
 
 def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
-    """Add a baseline's steps with free links, which the sweep leaves out: plans are many and quickly made again."""
+    """Plan a baseline's steps again and time them with free links, which the sweep of its many choices leaves out."""
     if not STRATEGIES[outcome.name].is_baseline:
         return outcome
     costs = question.costs(outcome.setting).without_network()
@@ -326,14 +327,14 @@ def _with_free_links(question: Question, outcome: Outcome) -> Outcome:
         for number, found in enumerate(outcome.figures)))
 
 
-def _best(question: Question, name: str, batches: Sequence[Found]) -> Outcome | None:
+def _best_outcome(question: Question, name: str, batches: Sequence[Found]) -> Outcome | None:
     key = _best_key(question, name, batches)
     return None if key is None else Outcome(name, question.settings[key[0]], key[2], tuple(
         figures for found in batches if isinstance(figures := found[key], Figures)))
 
 
 def _best_key(question: Question, name: str, batches: Sequence[Found]) -> Key | None:
-    """Choice with the best mean; batches that skipped a candidate run it now."""
+    """Return the choice with the best mean; batches that skipped it run it now."""
     keys = [key for key in batches[0] if key[1] == name]
     while keys := [key for key in keys if all(found[key] is not None for found in batches)]:
         best = min(keys, key=lambda key: sum(_seconds(found[key]) for found in batches))
@@ -341,7 +342,7 @@ def _best_key(question: Question, name: str, batches: Sequence[Found]) -> Key | 
         if skipped is None:
             return best
         batch = question.batch(question.settings[best[0]], skipped)
-        batches[skipped][best] = _one(question, best, batch, {})
+        batches[skipped][best] = _try(question, best, batch, {})
     return None
 
 

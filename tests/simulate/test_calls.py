@@ -96,8 +96,8 @@ def test_bytes_are_those_of_the_wire() -> None:
     for at, plan in enumerate(step.plans):
         moved = plan.traffic()
         found = PlanCosts(step, COSTS.attention).messages(at, False)
-        assert found.going_bytes.sum() == moved.q_tokens.sum() * q + moved.kv_tokens.sum() * kv
-        assert found.coming_bytes.sum() == moved.q_tokens.sum() * (out + lse)
+        assert found.dispatch_bytes.sum() == moved.q_tokens.sum() * q + moved.kv_tokens.sum() * kv
+        assert found.combine_bytes.sum() == moved.q_tokens.sum() * (out + lse)
     assert any(len(plan.layout.key_only) for plan in step.plans)  # pong reads ping's keys, from their homes
 
 
@@ -113,8 +113,8 @@ def test_hops_are_those_of_the_plan() -> None:
         between = plan.traffic_between_nodes()
         assert between is not None
         q_bytes, kv_bytes = MODEL.q_token_bytes(), MODEL.kv_token_bytes()
-        assert outer.going_bytes.sum() == between.q_tokens.sum() * q_bytes + between.kv_tokens.sum() * kv_bytes
-        crossing += int(outer.going_bytes.sum())
+        assert outer.dispatch_bytes.sum() == between.q_tokens.sum() * q_bytes + between.kv_tokens.sum() * kv_bytes
+        crossing += int(outer.dispatch_bytes.sum())
         together = costs.messages(at, False)
         assert len(together.home) == len(outer.home) + len(inner.home)
     assert crossing > 0                                          # not vacuous
