@@ -1,1 +1,1 @@
-"""The decoder: its shape, layers, loss, and how it is cut, compiled and loaded."""
+"""The decoder: shape, layers, loss; pipeline stages, sharding, compilation, recomputation; Hugging Face weights."""

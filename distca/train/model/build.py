@@ -1,8 +1,8 @@
-"""Build what a rank trains: its stage of the decoder, the optimizer and its schedule, and the neighbouring stages.
+"""Build a rank's pipeline stage of the decoder, its links to neighbouring stages, and the optimizer.
 
-A stage holds whole layers, from attention's entry to its exit. At a cut the segment that joins two layers falls into
-the half that ends the earlier stage and the half that begins the later one; x travels between them. Every parameter
-keeps its name in the whole decoder, so that a checkpoint knows nothing of stages.
+A stage holds whole layers. The segment between two layers is split at a stage boundary: the earlier stage runs `post`,
+sends x, and the later stage runs `pre`. Parameters keep the names that they have in the whole decoder, so checkpoints
+do not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from distca.train.settings import Settings
 def stage_of(decoder: Decoder, stage: int, layers: Sequence[int]) -> Decoder:
     """Return the part of a whole decoder that one stage runs, with `layers[s]` layers on stage s.
 
-    Its parameters are the decoder's own. Cut first and spread over a mesh then: the whole decoder is of no use after
-    that. Only the first stage takes tokens and only the last has the head; others take and give x.
+    The stage shares its parameters with `decoder`, which must not be used afterwards. Call this before `parallelize`.
+    Only the first stage takes tokens and only the last has the head; stages exchange x.
     """
     if len(layers) == 1:
         return decoder
@@ -41,8 +41,8 @@ def stage_of(decoder: Decoder, stage: int, layers: Sequence[int]) -> Decoder:
         segments[0] = Segment(pre=segments[0].pre)
     if stage < len(layers) - 1:
         segments[-1] = Segment(post=segments[-1].post)
-    part = Decoder(decoder.shape, device="meta")                 # without memory: its own parts are not used
-    part.segments = nn.ModuleList()                              # to iterate over: numbers are those of the whole
+    part = Decoder(decoder.shape, device="meta")                 # an empty shell, filled below
+    part.segments = nn.ModuleList()                              # keys: segment numbers in the whole decoder
     for number, segment in enumerate(segments, start=begin):
         part.segments.add_module(str(number), segment)
     part.head = decoder.head if end == decoder.shape.model.num_layers else None
@@ -59,13 +59,13 @@ def connect(pipeline: DeviceMesh, timeout: timedelta) -> C10dPointToPoint:
 def build_decoder(
     settings: Settings, shape: DecoderShape, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
 ) -> Decoder:
-    """Build this rank's share of the decoder; weights, the same on any mesh, are drawn from the seed or loaded.
+    """Build this rank's shard of the decoder, with weights drawn from the seed or loaded, the same for any mesh.
 
-    No rank ever holds more than its share and one whole tensor.
+    A rank never holds more than its shard and one unsharded tensor.
     """
     layers = layers_of_stages(shape.model.num_layers, settings.parallel.pipeline)
-    own = torch.float64 if dtype == torch.float64 else torch.float32
-    decoder = stage_of(Decoder(shape, device="meta").to(own), mesh["pipeline"].get_local_rank(), layers)
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    decoder = stage_of(Decoder(shape, device="meta").to(parameter_dtype), mesh["pipeline"].get_local_rank(), layers)
     parallelize(decoder, mesh, fsdp=settings.parallel.fsdp, dtype=dtype, recompute=settings.model.recompute)
     decoder.to_empty(device=device)
     if settings.model.load:
@@ -76,7 +76,7 @@ def build_decoder(
 
 
 def build_optimizer(decoder: Decoder, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW, without weight decay on norms."""
+    """Return AdamW without weight decay on norms and biases."""
     chosen = settings.optimizer
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
@@ -85,7 +85,7 @@ def build_optimizer(decoder: Decoder, settings: Settings) -> torch.optim.Optimiz
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then a cosine down to min_lr_ratio at the last step."""
+    """Return the learning rate: linear warm-up, then cosine decay to lr * min_lr_ratio at the last step."""
     chosen = settings.optimizer
     if step < chosen.warmup_steps:
         return chosen.lr * (step + 1) / chosen.warmup_steps

@@ -1,13 +1,13 @@
-"""A decoder of the Llama family cut where attention leaves it, so that attention can run anywhere and at any time.
+"""A decoder of the Llama family, split into segments at its attention calls so that attention can run elsewhere.
 
-Between two attention calls stands one segment: what follows attention in layer i (output projection, feed-forward)
-joined with what precedes it in layer i + 1 (norm, projections, rotation). A decoder of L layers has L + 1 segments:
+A segment is the part of the model between two attention calls: output projection and feed-forward of layer i, then
+norm, projections and rotation of layer i + 1. A decoder of L layers has L + 1 segments:
 
     first   tokens -> x, q, k, v       middle   x, out -> x, q, k, v       last   x, out -> hidden
 
-Rows are packed: no batch dimension, and every token is rotated by its position in its own document. q, k, v and out
-are plain tensors with this rank's heads of all the row's tokens. x belongs to the segments: under tensor parallelism a
-rank holds only its share of the tokens, padded to whole shares.
+Rows are packed: there is no batch dimension, and every token is rotated by its position in its document. q, k, v and
+out are plain tensors with this rank's heads of all the row's tokens. Under tensor parallelism x is sharded by tokens
+(sequence parallel), padded to equal shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from distca.train.model.recompute import again, pad_tokens
+from distca.train.model.recompute import call_with_recompute, pad_tokens
 from distca.train.model.shape import DecoderShape, LinearScaling, Llama3Scaling, YarnScaling
 
 Rotary = tuple[torch.Tensor, torch.Tensor]                       # cos, sin [tokens, dim], float32
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Pre(nn.Module):
-    """What precedes attention: norm, projections, rotation."""
+    """The layer before attention: norm, projections, rotation."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Pre(nn.Module):
         q, k, v = (y[:num_tokens].unflatten(1, (-1, self.head_dim)) for y in self.qkv(self.norm(x)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rotary), rotate(k, rotary), v.clone()   # FSDP wants no views
+        return rotate(q, rotary), rotate(k, rotary), v.clone()   # FSDP accepts no views
 
 
 class Projections(nn.Module):
@@ -61,7 +61,7 @@ class Projections(nn.Module):
 
 
 class Post(nn.Module):
-    """What follows attention: output projection and feed-forward, each added to x."""
+    """The layer after attention: output projection and feed-forward, each added to x."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -88,15 +88,15 @@ class SwiGlu(nn.Module):
 
 
 class Segment(nn.Module):
-    """What runs between two attention calls; `run`, where set, replaces `compute`: compiled, or in tiles.
+    """The part of the model between two attention calls: embed, post, pre, norm in this order, each optional.
 
-    A segment has the parts that it is given, which run in this order. The first has an embedding, the last a norm. One
-    that is cut between two pipeline stages becomes a segment with `post` alone and a segment with `pre` alone.
+    The first segment has an embedding, the last a norm. At a boundary of pipeline stages a segment is split into one
+    with `post` only and one with `pre` only.
     """
 
-    recompute: str = "none"                                      # how much backward computes again
-    num_shares: int = 1                                          # of the tokens: tensor ranks
-    run: Callable[..., Any] | None = None
+    recompute: str = "none"                                      # as the setting model.recompute
+    num_shares: int = 1                                          # token shards of x, one per tensor rank
+    run: Callable[..., Any] | None = None                        # replaces `compute`: compiled, or in tiles
 
     def __init__(
         self, *, embed: nn.Embedding | None = None, post: Post | None = None, pre: Pre | None = None,
@@ -104,7 +104,7 @@ class Segment(nn.Module):
     ) -> None:
         super().__init__()
         self.embed, self.post, self.pre, self.norm = embed, post, pre, norm
-        self.whole = nn.Identity() if norm else None             # where tensor ranks gather their shares of the tokens
+        self.gather = nn.Identity() if norm else None            # tensor parallelism gathers the token shards here
 
     def forward(self, *inputs: Any) -> Any:
         return self.compute(*inputs) if self.run is None else self.run(*inputs)
@@ -114,21 +114,22 @@ class Segment(nn.Module):
         if self.embed is not None:
             x = self.embed(pad_tokens(x, self.num_shares))
         if self.post is not None:
-            x, added = again(self.recompute, self.post, x, pad_tokens(inputs[0], self.num_shares))
+            x, added = call_with_recompute(self.recompute, self.post, x, pad_tokens(inputs[0], self.num_shares))
             x = x + added
-        if self.pre is not None:                                 # of which "selective" would keep all anyway
-            return x, *again("none" if self.recompute == "selective" else self.recompute, self.pre, x, inputs[-1])
-        if self.norm is not None and self.whole is not None:
-            hidden = self.whole(self.norm(x))
+        if self.pre is not None:
+            recompute = "full" if self.recompute == "full" else "none"  # "selective" would keep everything in `pre`
+            return x, *call_with_recompute(recompute, self.pre, x, inputs[-1])
+        if self.norm is not None and self.gather is not None:
+            hidden = self.gather(self.norm(x))
             return hidden if self.num_shares == 1 else hidden[: inputs[0].shape[0]].clone()
         return x
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and head. Run its segments inside `decoder(run)`, where all weights are gathered.
+    """Embedding, layers and head. Run the segments inside `decoder(run)`, which gathers the root's sharded weights.
 
-    Weights are drawn from `generator` (by default one seeded with 0), equal wherever they are drawn; on the "meta"
-    device they are left for `reset_parameters` or `load_hf`.
+    Weights are drawn from `generator` (default: seed 0) and do not depend on the device. On the "meta" device they
+    are set later, by `reset_parameters` or `load_hf`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        with torch.device("meta"):                               # layers then draw no weights of their own
+        with torch.device("meta"):                               # so that modules do not initialize weights
             vocab, hidden = shape.model.vocab, shape.model.hidden
             first = Segment(embed=nn.Embedding(vocab, hidden), pre=Pre(shape))
             middles = [Segment(post=Post(shape), pre=Pre(shape)) for _ in range(shape.model.num_layers - 1)]
@@ -153,12 +154,12 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[vocab, hidden]"""
+        """Weight of the output layer [vocab, hidden]."""
         assert self.head is not None or self.shape.tied, "only the last stage has the head"
         return self.segments[0].embed.weight if self.head is None else self.head.weight  # type: ignore[union-attr,return-value]
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
-        """Return cos and sin by each token's position in its own document."""
+        """Return cos and sin for each token's position in its document."""
         angles = positions[:, None].float() * rotary_frequencies(self.shape, positions.device)  # [tokens, dim / 2]
         angles = torch.cat((angles, angles), dim=1)
         scaling = self.shape.rope_scaling
@@ -169,8 +170,8 @@ class Decoder(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Set norms to one, biases to zero, and draw matrices from a normal distribution.
 
-        Matrices that write to the residual stream get a smaller deviation the more layers add to it. A stage draws the
-        whole decoder's weights and keeps its own.
+        The standard deviation of matrices that write to the residual stream falls with the number of layers. A stage
+        draws all weights of the decoder and keeps those of its parameters.
         """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         narrow = self.shape.init_std / sqrt(2 * self.shape.model.num_layers)
@@ -185,9 +186,9 @@ class Decoder(nn.Module):
 
 
 def write_parameter(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into a parameter, or this rank's share of it where the parameter is sharded.
+    """Copy an unsharded tensor, or this rank's shard of it, into a parameter, without communication.
 
-    Tensor ranks, the mesh's last dimension, cut first; data ranks cut what these leave. Nothing is communicated.
+    Tensor ranks, the last mesh dimension, shard first; data ranks then shard the result.
     """
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -203,14 +204,14 @@ def write_parameter(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate each head's halves [tokens, heads, dim]; in float32 at least, whatever x is in."""
+    """Apply rotary embeddings to x [tokens, heads, dim], computed in at least float32."""
     cos, sin = (table[:, None] for table in rotary)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def rotary_frequencies(shape: DecoderShape, device: torch.device) -> torch.Tensor:
-    """Return radians per position [dim / 2], in float32 as models are trained with."""
+    """Return radians per position [dim / 2], in float32 as in pretraining."""
     dim, scaling = shape.model.head_dim, shape.rope_scaling
     frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
     if scaling is None:
@@ -218,17 +219,17 @@ def rotary_frequencies(shape: DecoderShape, device: torch.device) -> torch.Tenso
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
     if isinstance(scaling, Llama3Scaling):
-        turns = scaling.original_max_positions * frequencies / (2 * pi)  # in the context it was trained with
+        turns = scaling.original_max_positions * frequencies / (2 * pi)  # in the original context
         kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     else:
         low, high = _yarn_range(dim, shape.rope_theta, scaling)
         kept = 1.0 - (torch.arange(dim // 2, device=device).float() - low) / (high - low or 0.001)
-    kept = kept.clamp(0.0, 1.0)                                  # 1: a short wavelength stays; 0: a long one stretches
+    kept = kept.clamp(0.0, 1.0)                                  # 1: wavelength unchanged (short); 0: times `factor`
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
 def _yarn_range(dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
-    """Return the dimensions that turn `beta_fast` and `beta_slow` times in the original context."""
+    """Return the rotary dimensions that make `beta_fast` and `beta_slow` turns in the original context."""
     low, high = (dim * log(scaling.original_max_positions / (turns * 2 * pi)) / (2 * log(theta))
                  for turns in (scaling.beta_fast, scaling.beta_slow))
     if scaling.truncate:

@@ -1,11 +1,8 @@
-"""Hugging Face models: config.json read and written, and weights loaded into a decoder.
+"""Read and write the config.json of Hugging Face models, and load their weights into a decoder.
 
-What a config leaves out is what transformers takes for that model type, and what transformers does not read for it is
-not read here. What this decoder does not compute (experts, latent attention, other activations and biases, dropout,
-other rotary scalings, weights that are quantized) is refused by name.
-
-A folder is config.json and safetensors, one file or several with an index. Weights are read one at a time and every
-rank keeps its own share, so that a sharded decoder never stands whole anywhere.
+Fields are read exactly as transformers reads them for the model type, with its defaults. Features that this decoder
+does not compute (experts, latent attention, other activations, dropout, quantized weights, ...) are refused by name.
+Weights (safetensors) are read one tensor at a time and every rank keeps its shard of each.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from distca.train.model.shape import (
 )
 from distca.validation import UserError, check_number, check_whole, read_json, short
 
-_DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' own, where they are not the same for all
+_DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' defaults that depend on the model type
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
     "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28,
@@ -40,21 +37,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # transformers' own, where they are no
     "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128,
               "num_key_value_heads": 32},
 }
-_NULLABLE = ("sliding_window", "num_key_value_heads")            # no window, as many as heads
-_TRAINED: dict[str, tuple[Any, ...]] = {                         # values that can be trained, the usual one first
+_NULLABLE = ("sliding_window", "num_key_value_heads")            # null: no window; as many KV heads as heads
+_TRAINED: dict[str, tuple[Any, ...]] = {                         # supported values, the default first
     "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
     "partial_rotary_factor": (1.0, None), "is_causal": (True,), "attention_dropout": (0.0, None),
     "per_layer_config": (None, {}), "text_config": (None,), "quantization_config": (None, {}),
     "compression_config": (None, {})}
 _UNREAD = {"llama": (), "mistral": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias", "mlp_bias"),
-           "qwen3": ("mlp_bias",)}                               # of these, by transformers
+           "qwen3": ("mlp_bias",)}                               # fields of _TRAINED that transformers ignores
 _ROPE_TYPES: dict[type, str] = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
 _ROPE_NAMES = {"original_max_positions": "original_max_position_embeddings"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def shape_from_hf(path: str | Path) -> DecoderShape:
-    """Read the decoder that a config.json, or that of a folder, describes."""
+    """Return the decoder that a config.json, or the config.json of a folder, describes."""
     config = read_config(path)
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     kind = config.get("model_type")
@@ -88,7 +85,7 @@ def shape_from_hf(path: str | Path) -> DecoderShape:
     theta = check_number(f"{file}: rope_theta", next(
         (one["rope_theta"] for one in (rope, config) if "rope_theta" in one), 10_000.0), above=0)
     positions = check_whole(f"{file}: max_position_embeddings", config["max_position_embeddings"])
-    if "original_max_position_embeddings" in config:             # which transformers prefers to the one among rope's
+    if "original_max_position_embeddings" in config:             # has precedence, as in transformers
         rope = rope | {"original_max_position_embeddings": config["original_max_position_embeddings"]}
     shape = DecoderShape(
         model, rope_theta=theta, norm_eps=check_number(f"{file}: rms_norm_eps", config.get("rms_norm_eps", 1e-6),
@@ -108,7 +105,7 @@ def _flag(config: Mapping[str, Any], file: Path, field: str) -> bool:
 
 
 def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
-    """Return the config.json of a shape, with rotary settings where both old and new transformers look for them."""
+    """Return the content of a config.json that both old and new versions of transformers can read."""
     model = shape.model
     config: dict[str, Any] = {
         "architectures": [FAMILIES[shape.family].architecture], "model_type": shape.family, "hidden_act": "silu",
@@ -135,10 +132,10 @@ def config_of(shape: DecoderShape, dtype: str) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
-    """Return each layer's window as transformers reads it; () where no layer has one."""
+    """Return each layer's window as transformers reads it, or () if no layer has one."""
     kind, layers = config["model_type"], config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 2**16:
-        return ()                                                # refused, or too many to be a model's, further on
+        return ()                                                # shape_of_config refuses this number of layers
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers and all(
             one in (SLIDING, FULL) for one in kinds)):
@@ -146,7 +143,7 @@ def _windows(config: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
     if kind == "llama":
         return ()
     window = config["sliding_window"]
-    if kind == "mistral":                                        # with layer_types, transformers takes it for Ministral
+    if kind == "mistral":                                        # with layer_types, transformers reads it as Ministral
         kinds = [FULL if window is None else SLIDING] * layers if kinds is None else kinds
         if len(set(kinds)) > 1:
             raise UserError(f"{file} has layer_types that mix windows, which model_type 'mistral' has for all layers "
@@ -205,7 +202,7 @@ def _yarn_factor(factor: float, scale: float) -> float:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LAYER_NAMES = {                                                 # of pre, in segment i, and of post, in segment i + 1
+_LAYER_NAMES = {                                                 # layer i: pre of segment i, post of segment i + 1
     "pre.norm": "input_layernorm", "pre.qkv.q": "self_attn.q_proj", "pre.qkv.k": "self_attn.k_proj",
     "pre.qkv.v": "self_attn.v_proj", "pre.q_norm": "self_attn.q_norm", "pre.k_norm": "self_attn.k_norm",
     "post.output": "self_attn.o_proj", "post.norm": "post_attention_layernorm", "post.mlp.gate": "mlp.gate_proj",
@@ -213,7 +210,7 @@ _LAYER_NAMES = {                                                 # of pre, in se
 
 
 def hf_name(name: str) -> str:
-    """Return a parameter's name in the Hugging Face model."""
+    """Return the Hugging Face name of a decoder's parameter."""
     if name == "head.weight":
         return HEAD
     _, segment, *path, kind = name.split(".")
@@ -226,7 +223,7 @@ def hf_name(name: str) -> str:
 
 @torch.no_grad()
 def load_hf(folder: str | Path, decoder: Decoder) -> None:
-    """Fill a decoder, or a stage of one, sharded or not, with a folder's weights; rotary settings stay its own."""
+    """Load a folder's weights into a decoder or a pipeline stage, sharded or not. Rotary settings do not change."""
     folder = Path(folder)
     theirs, ours = shape_from_hf(folder).key(), decoder.shape.key()
     if theirs != ours:
@@ -236,10 +233,10 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
     whole = {hf_name(name) for name, _ in Decoder(decoder.shape, device="meta").named_parameters()}
     found = set()
     pair = {EMBEDDING, HEAD}
-    twice = decoder.shape.tied and pair <= {name for name, _ in _tensors(folder)}
-    first: torch.Tensor | None = None                            # of a head and an embedding that should be one
+    has_both = decoder.shape.tied and pair <= {name for name, _ in _tensors(folder)}
+    first: torch.Tensor | None = None                            # the first read of a tied pair, to compare both
     for name, read in _tensors(folder):
-        if twice and name in pair:
+        if has_both and name in pair:
             if first is not None and not torch.equal(first, read()):
                 raise UserError(f"{folder} has tie_word_embeddings true but {HEAD} that is not {EMBEDDING}; set it to "
                                 "false in config.json, as transformers takes it, or remove the former")
@@ -261,14 +258,14 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
 
 
 def check_weight_files(folder: str | Path) -> None:
-    """Refuse files that are no safetensors, before any rank starts; a folder without weights is refused later."""
+    """Refuse invalid safetensors files before any rank starts; `load_hf` refuses a folder without weights."""
     if any((Path(folder) / file).is_file() for file in (INDEX, SINGLE)):
         for _ in _tensors(Path(folder)):
             pass
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Yield every tensor's name and a function that reads it, valid until the next."""
+    """Yield every tensor's name and a function that reads the tensor, valid until the next item."""
     try:
         from safetensors import safe_open
     except ImportError:
@@ -288,7 +285,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
             raise UserError(f"{folder} has no {file}; give a folder with all of a model's safetensors")
         try:
             reader = safe_open(folder / file, framework="pt")
-        except Exception as error:                               # safetensors' own class derives from nothing nearer
+        except Exception as error:                               # SafetensorError derives directly from Exception
             raise UserError(f"{folder / file} is no safetensors file ({error}); give the weights that were saved"
                             ) from None
         with reader as opened:

@@ -1,9 +1,8 @@
-"""Cross-entropy without the logits: 64K tokens against a vocabulary of 128K would be 32 GiB of them.
+"""Compute cross-entropy in chunks of tokens: all logits of 64K tokens and a 128K vocabulary would take 32 GiB.
 
-Logits exist for one chunk of tokens at a time, in one buffer. Forward overwrites them with their gradient and adds its
-products to the gradients of hidden and of the head at once, so that no logit is computed twice; backward only scales.
-Where tensor ranks share the vocabulary each works on its own part of it, and two small reductions for each chunk make
-the log-sum-exp and the labels' logits whole. The compiler fuses each of the two passes over the logits.
+Forward overwrites a chunk's logits with their gradient and adds at once to the gradients of hidden and of the head, so
+that logits are computed only once; backward only scales. If tensor ranks shard the vocabulary, two small all-reduces
+per chunk combine the log-sum-exp and the labels' logits. The compiler fuses each of the two passes over the logits.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from distca.workload.documents import IGNORED
 def chunked_cross_entropy(
     hidden: torch.Tensor, head_weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, compiled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of -log softmax(hidden · head_weightᵀ)[label] over the tokens with a label, and their number.
+    """Return the sum of -log softmax(hidden · head_weightᵀ)[label] over the labelled tokens, and their number.
 
-    hidden [tokens, hidden], head_weight [vocab, hidden], labels [tokens] with -100 where there is none. The sum is
-    float32 (float64 where hidden is). A head_weight whose vocabulary is sharded over tensor ranks that hold the same
-    hidden gives each of them the whole sum, and the whole gradient of hidden.
+    hidden [tokens, hidden], head_weight [vocab, hidden], labels [tokens] with -100 for none. The sum is float32, or
+    float64 if hidden is. If the vocabulary is sharded over tensor ranks, all must have the same hidden, and each gets
+    the complete sum and gradient of hidden.
     """
     vocab = head_weight.shape[0]
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= vocab)
@@ -49,8 +48,8 @@ def chunked_cross_entropy(
 
 class _Options(NamedTuple):
     chunk_tokens: int
-    begin: int                                                   # of this rank's part of the vocabulary
-    group: dist.ProcessGroup | None                              # of the ranks that have the other parts
+    begin: int                                                   # first token of this rank's vocabulary shard
+    group: dist.ProcessGroup | None                              # ranks that shard the vocabulary
     compiled: bool
     differentiate: bool
 
@@ -67,11 +66,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
         for begin in range(0, hidden.shape[0], how.chunk_tokens):
             chunk = slice(begin, begin + how.chunk_tokens)
-            logits = hidden[chunk] @ weight.T                    # [chunk, part of the vocabulary]
+            logits = hidden[chunk] @ weight.T                    # [chunk, vocabulary shard]
             column = labels[chunk] - how.begin
             lse, target = sums(logits, column)
             if how.group is not None:
-                lse, target = _over_parts(lse, target, how.group)
+                lse, target = _combine_shards(lse, target, how.group)
             losses[chunk] = lse - target
             if any(wanted):
                 to_gradient(logits, lse, column, labels[chunk] != IGNORED)
@@ -84,7 +83,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(dhidden, dweight)
         ctx.dtypes = hidden.dtype, weight.dtype
         losses = losses.masked_fill(labels == IGNORED, 0.0)
-        return losses.masked_fill(wrong, torch.nan).sum()        # a GPU's labels are not checked first: NaN shows them
+        return losses.masked_fill(wrong, torch.nan).sum()        # labels on a GPU are not checked above
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -95,15 +94,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _sums(logits: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's log-sum-exp, and its label's logit where the label's column is here; [chunk] each."""
+    """Return each token's log-sum-exp and its label's logit (0 if in another rank's shard), [chunk] each."""
     wide = logits.to(_wide(logits))
-    mine = (column >= 0) & (column < logits.shape[1])
-    target = wide.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0] * mine
+    in_shard = (column >= 0) & (column < logits.shape[1])
+    target = wide.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0] * in_shard
     return wide.logsumexp(dim=1), target
 
 
 def _to_gradient(logits: torch.Tensor, lse: torch.Tensor, column: torch.Tensor, counted: torch.Tensor) -> None:
-    """Overwrite the logits with softmax minus one-hot; with zeros for tokens without a label."""
+    """Overwrite the logits with softmax minus one-hot, or with zeros for tokens without a label."""
     gradient = (logits.to(_wide(logits)) - lse[:, None]).exp()
     labelled = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     logits.copy_((gradient - labelled.to(gradient.dtype)) * counted[:, None])
@@ -115,7 +114,7 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to total, without rounding the product to a's dtype first where the GPU can do so."""
+    """Add a @ b to total; on a GPU without rounding the product to a's dtype first."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":
@@ -128,10 +127,10 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _over_parts(
+def _combine_shards(
     lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce the log-sum-exp and label logits of the vocabulary's parts to those of the whole."""
+    """Combine the log-sum-exp and label logits of vocabulary shards into those of the whole vocabulary."""
     largest = lse.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack(((lse - largest).exp(), target))

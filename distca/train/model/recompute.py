@@ -1,12 +1,11 @@
-"""Run a part of the decoder so that backward needs less memory: recomputed, a tile of the tokens at a time, compiled.
+"""Reduce the activation memory of a part of the decoder: recompute it in backward, compile it, or run it in tiles.
 
-Recomputation keeps a function's inputs, or those and its matrix products. Residual additions stand outside of it: their
-results are the next segment's input, which is kept anyway, so a recomputed feed-forward stops before its last product.
+Recomputation keeps a function's inputs, optionally with its matrix products. Residual additions are outside of it:
+their results are kept anyway as the next segment's input, so a recomputed feed-forward stops before its last product.
 
-Tiles keep the widest activations from ever existing for all tokens, which outside of attention do not see each other.
-Forward keeps the inputs alone; backward computes each tile again, differentiates it at once, and adds up the weights'
-gradients in float32 at least. Under tensor parallelism a rank holds its share of x and its heads of all tokens: a tile
-is then the same part of every share.
+Tiling runs a segment on a few tokens at a time, so that the widest activations never exist for all tokens. Forward
+keeps only the inputs; backward recomputes and differentiates tile by tile and sums weight gradients in at least
+float32. Under tensor parallelism x is sharded by tokens but q, k, v are not: a tile takes the same part of every shard.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Result = TypeVar("Result")
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def again(recompute: str, function: Callable[..., Result], *inputs: Any) -> Result:
-    """Call function(*inputs). "full" keeps only the inputs for backward, "selective" also matrix products."""
+def call_with_recompute(recompute: str, function: Callable[..., Result], *inputs: Any) -> Result:
+    """Call function(*inputs); "full" keeps only the inputs for backward, "selective" also matrix products."""
     if recompute == "selective" and torch.compiler.is_compiling():
-        recompute = "none"                                       # the compiler does so by itself
+        recompute = "none"                                       # the compiler decides what to recompute
     if recompute == "none" or not torch.is_grad_enabled():
         return function(*inputs)
     keep: Any = {"context_fn": partial(create_selective_checkpoint_contexts, _PRODUCTS)}
@@ -37,10 +36,7 @@ def again(recompute: str, function: Callable[..., Result], *inputs: Any) -> Resu
 
 
 def compile_any_length(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """Compile once for rows of any length: the first dimension of every tensor is marked as one that changes.
-
-    A segment's `compute` is compiled and nothing around it: FSDP gathers before, attention exchanges after.
-    """
+    """Compile a function once for rows of any length: the first dimension of every tensor is marked as dynamic."""
     compiled = torch.compile(function, backend=backend)
 
     def call(*inputs: Any) -> Any:
@@ -53,13 +49,13 @@ def compile_any_length(function: Callable[..., Any], backend: str = "inductor") 
 
 
 def pad_tokens(tensor: torch.Tensor, num_shares: int) -> torch.Tensor:
-    """Append zeros until the tokens, the first dimension, are a multiple of `num_shares`."""
+    """Append zeros until the first dimension (tokens) is a multiple of `num_shares`."""
     missing = -tensor.shape[0] % num_shares
     return F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing]) if missing else tensor
 
 
 class Tiles:
-    """Cut a row's tensors, each one share of `share_len` tokens or all shares, into `tile_len` tokens of each share."""
+    """Tiles of a row: `tile_len` tokens of each shard. Tensors hold one shard of `share_len` tokens, or all shards."""
 
     def __init__(self, num_tokens: int, tile_tokens: int, num_shares: int) -> None:
         self.num_tokens, self.num_shares = num_tokens, num_shares
@@ -80,7 +76,7 @@ class Tiles:
         tensor.unflatten(0, (-1, self.share_len))[:, tile] = part.unflatten(0, (-1, tile.stop - tile.start))
 
     def run(self, compute: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
-        """Compute tile by tile and join the results of all tokens, without padding and not as views."""
+        """Compute tile by tile; return the results of all tokens, without padding and not as views."""
         results: list[torch.Tensor] = []
         for tile in self:
             parts, structure = tree_flatten(compute(*(self.cut(tensor, tile) for tensor in inputs)))
@@ -96,9 +92,9 @@ class Tiles:
 def in_tiles(
     compute: Callable[..., Any], parameters: Sequence[torch.Tensor], tile_tokens: int, num_shares: int, *inputs: Any
 ) -> Any:
-    """Return compute(*inputs) by tiles of `tile_tokens` tokens (0: all), differentiable in inputs and parameters.
+    """Return compute(*inputs) in tiles of `tile_tokens` tokens (0: all), differentiable in inputs and parameters.
 
-    The first input is x, one share of the tokens, unless it is tokens; all others have every token of the row.
+    The first input is this rank's shard of x, or all token ids; the other inputs have all tokens of the row.
     """
     flat, structure = tree_flatten(inputs)
     tiles = Tiles(flat[1].shape[0], tile_tokens, num_shares)
@@ -114,14 +110,14 @@ def in_tiles(
 class _InTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Any], tiles: Tiles, num_inputs: int, *tensors: torch.Tensor) -> Any:
-        ctx.about = compute, tiles, tensors[num_inputs:]
+        ctx.call = compute, tiles, tensors[num_inputs:]
         ctx.save_for_backward(*tensors[:num_inputs])
         return tiles.run(compute, tensors[:num_inputs])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        compute, tiles, parameters = ctx.about
+        compute, tiles, parameters = ctx.call
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         douts = [tiles.pad(dout) for dout in gradients]
         dinputs = [torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, needed, strict=False)]
@@ -139,9 +135,9 @@ class _InTiles(torch.autograd.Function):
                     tiles.put(dinput, tile, next(found))
             totals = [_sum(total, next(found)) if parameter.requires_grad else None
                       for total, parameter in zip(totals, parameters, strict=True)]
-        own = [None if total is None else total.to(parameter.dtype)
-               for total, parameter in zip(totals, parameters, strict=True)]
-        return None, None, None, *dinputs, *own
+        dparameters = [None if total is None else total.to(parameter.dtype)
+                       for total, parameter in zip(totals, parameters, strict=True)]
+        return None, None, None, *dinputs, *dparameters
 
 
 def _sum(total: torch.Tensor | None, addend: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,13 @@
-"""Choose how a decoder's segments run: compiled, over tiles of their tokens, with their inputs kept on the host.
+"""Run a decoder's segments compiled, in tiles of tokens, or with activations offloaded to host memory.
 
-Attach it after the decoder is spread over its mesh. Whatever is chosen, the loss is that of plain segments to the
-dtype's rounding.
+Call `run_segments` after `parallelize`. The loss equals that of plain segments up to rounding.
 
-Offloading keeps, of every layer, x, attention's output and its log-sum-exp; queries, keys and values are computed again
-from x. x and out travel to pinned pages on a stream of their own while the GPU computes, and come back one layer before
-they are needed. What the host has no room for stays on the GPU: the first layers, which wait longest, go first.
+Offloading keeps x, attention's output and its log-sum-exp of every layer, and recomputes q, k, v from x. A copy stream
+moves x and out to pinned pages while the GPU computes, and backward prefetches them one layer ahead. If the host's
+pages run out, later layers stay on the GPU.
 
-    forward    segment -> x, q, k, v      x leaves while attention runs, out while the next segment does
-    backward   next segment needs x, out      attention needs q, k, v (from x) and out; then both are released
+    forward    segment -> x, q, k, v      x is copied during attention, out during the next segment
+    backward   next segment reads x, out      attention reads q, k, v (from x) and out; then both are released
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from distca.train.model.decoder import Decoder, Rotary, Segment
 from distca.train.model.recompute import Tiles, compile_any_length, in_tiles
 
 PAGE_BYTES = 16 * 2**20
-SLAB_PAGES = 64              # are allocated at once: 1 GiB, a size that pinning does not round up
+SLAB_PAGES = 64              # pages per allocation: 1 GiB, which pinning does not round up
 MIN_BYTES = 2**16            # smaller tensors stay on the GPU
 _NOT_COMPUTED: tuple[Any, None, int] = (None, None, 0)
 
@@ -35,7 +34,7 @@ def run_segments(
     decoder: Decoder, *, compile: bool = False, tile_tokens: int = 0, offload: Offload | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Set every segment's `run`. Tiles and offloading keep its inputs alone, and so replace its `recompute`."""
+    """Set every segment's `run`. Tiles and offloading keep only the inputs, so they replace `recompute`."""
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
         compute = compile_any_length(segment.compute, backend) if compile else segment.compute
@@ -66,7 +65,7 @@ def _by_tiles(
 
 
 def _recomputed_qkv(segment: Segment, rotary: Rotary, tile_tokens: int, x: torch.Tensor) -> Any:
-    """Compute queries, keys and values again for attention's backward, which comes before the segment's own."""
+    """Recompute q, k, v for attention's backward, which runs before FSDP gathers the segment for its backward."""
     if isinstance(segment, FSDPModule):
         segment.unshard()
     pre, tiles = segment.pre, Tiles(rotary[0].shape[0], tile_tokens, segment.num_shares)
@@ -75,14 +74,14 @@ def _recomputed_qkv(segment: Segment, rotary: Rotary, tile_tokens: int, x: torch
 
 
 class HostPages:
-    """Pages of host memory, taken and given back; pinned where a GPU copies from them."""
+    """Pool of host memory pages, pinned if a GPU copies from them."""
 
     def __init__(self, max_bytes: int, pinned: bool, page_bytes: int = PAGE_BYTES) -> None:
         self.num_left, self.pinned, self.page_bytes = max_bytes // page_bytes, pinned, page_bytes
         self.free: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> list[torch.Tensor] | None:
-        """Return enough pages for this many bytes, or None where there are too few."""
+        """Return pages for `num_bytes`, or None if too few are left."""
         wanted = -(-num_bytes // self.page_bytes)
         while len(self.free) < wanted and self.num_left:
             num = min(SLAB_PAGES, self.num_left)
@@ -101,11 +100,11 @@ class Kept:
         self.tensor: torch.Tensor | None = tensor
         self.shape, self.dtype, self.uses = tensor.shape, tensor.dtype, 0
         self.pages: list[torch.Tensor] | None = None
-        self.copied: Any = None                                  # the event that ends the copy under way
+        self.copied: Any = None                                  # event that marks the end of the current copy
 
 
 class Recomputed:
-    """Several tensors that one function makes of a kept one, when the first of them is read."""
+    """Tensors that `make` computes from a kept one when the first of them is read."""
 
     def __init__(self, make: Callable[[torch.Tensor], Sequence[torch.Tensor]], source: Kept) -> None:
         self.make, self.source, self.uses = make, source, 0
@@ -123,23 +122,23 @@ class Recomputed:
 
 
 class Offload:
-    """What backward will read of the rows in flight. `keeping()` stands around their forward."""
+    """Store of the tensors that backward will read. Run forward inside `keeping()`."""
 
     def __init__(
         self, device: torch.device, max_bytes: int, page_bytes: int = PAGE_BYTES, min_bytes: int = MIN_BYTES
     ) -> None:
         self.pages = HostPages(max_bytes, pinned=device.type == "cuda", page_bytes=page_bytes)
         self.device, self.min_bytes = device, min_bytes
-        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]  # out, back
-        self.resident: dict[int, Kept] = {}                      # by address; its tensor lives as long as it is here
-        self.computed: dict[int, tuple[weakref.ref[torch.Tensor], Recomputed, int]] = {}  # by address, while they live
-        self.sent: list[Kept] = []                               # in order; backward reads in the opposite one
+        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]  # to host, back
+        self.resident: dict[int, Kept] = {}                      # by address; keeps the tensor alive
+        self.computed: dict[int, tuple[weakref.ref[torch.Tensor], Recomputed, int]] = {}  # by address
+        self.sent: list[Kept] = []                               # in the order of forward; backward reads in reverse
 
     def keeping(self) -> AbstractContextManager[None]:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start to copy to the host what backward will read; `settle` when forward no longer uses it."""
+        """Start copying a tensor to the host for backward; call `settle` when forward no longer uses it."""
         kept = self._kept(tensor)
         if kept.pages is None and tensor.is_contiguous():
             kept.pages = self.pages.take(tensor.nbytes)
@@ -148,7 +147,7 @@ class Offload:
                 self.sent.append(kept)
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Free its memory on the GPU, in stream order, once the copy is complete."""
+        """Release the tensor's GPU memory, in stream order, after the copy to the host."""
         kept = self.resident.get(tensor.data_ptr())
         if kept is not None and kept.pages is not None:
             self._wait(kept)
@@ -159,7 +158,7 @@ class Offload:
         self, source: torch.Tensor, results: Sequence[torch.Tensor],
         make: Callable[[torch.Tensor], Sequence[torch.Tensor]],
     ) -> None:
-        """Where backward saves one of `results`, keep `source` instead and make them of it again."""
+        """Keep `source` in place of any saved tensor of `results`; backward recomputes them with `make`."""
         made = Recomputed(make, self._kept(source))
         self.computed = {address: entry for address, entry in self.computed.items() if entry[0]() is not None}
         self.computed |= {result.data_ptr(): (weakref.ref(result), made, number)
@@ -168,7 +167,7 @@ class Offload:
     def read(self, kept: Kept) -> torch.Tensor:
         """Return the tensor, and release it after its last use."""
         position = self.sent.index(kept) if kept in self.sent else 0
-        for wanted in (kept, *self.sent[max(0, position - 2):position]):  # and x and out of the layer before
+        for wanted in (kept, *self.sent[max(0, position - 2):position]):  # prefetch x and out of the previous layer
             if wanted.tensor is None:
                 wanted.tensor = torch.empty(wanted.shape, dtype=wanted.dtype, device=self.device)
                 self._copy(wanted, back=True)
@@ -195,7 +194,7 @@ class Offload:
             return tensor
         result, made, number = self.computed.get(tensor.data_ptr(), _NOT_COMPUTED)
         if made is not None and _same(result(), tensor):
-            made.source.uses += not made.uses                    # once, even if several tensors are made of it
+            made.source.uses += not made.uses                    # count the source once for all its results
             made.uses += 1
             return made, number
         kept = self._kept(tensor)
@@ -208,7 +207,7 @@ class Offload:
         return self.read(packed) if isinstance(packed, Kept) else packed[0].read(self, packed[1])
 
     def _copy(self, kept: Kept, *, back: bool) -> None:
-        """Start a copy between GPU and host, on the direction's stream, after the work that is queued so far."""
+        """Start a copy between GPU and host on the direction's stream, after the work queued so far."""
         assert kept.tensor is not None and kept.pages is not None
         stream = self.streams[back]
         if stream is not None:
@@ -227,5 +226,5 @@ class Offload:
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """Whether tensors at one address are the same, not views of different parts."""
+    """Return whether two tensors at the same address have the same layout and are not different views."""
     return one is not None and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)

@@ -1,7 +1,7 @@
-"""What a decoder computes besides its sizes: the same weights mean another model with other rotary angles or windows.
+"""Shape of the decoder to train: sizes, and the facts that change what its weights compute (rotary angles, windows).
 
-A family is a model type of transformers that this decoder computes exactly. The catalogue's names bring their family's
-numbers along, a config.json states its own, and single fields of the settings change either. Nothing here needs torch.
+A shape comes from the catalogue's name or from a config.json; fields of the settings then override it. A family is a
+model type of transformers that this decoder computes exactly. Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from distca.train.settings import Model
 from distca.validation import UserError
 
 SIZES = {"hidden": "hidden", "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads",
-         "head_dim": "head_dim", "ffn": "ffn", "vocab": "vocab"}  # of the settings -> of a ModelShape
+         "head_dim": "head_dim", "ffn": "ffn", "vocab": "vocab"}  # field of the settings -> field of ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model type of transformers, and how it differs from Llama."""
+    """A model type of transformers and its differences from Llama."""
 
-    architecture: str        # its class in transformers
+    architecture: str        # class in transformers
     qkv_bias: bool = False
-    qk_norm: bool = False    # queries and keys are normed head by head, before the rotation
+    qk_norm: bool = False    # RMSNorm on each head of q and k before the rotation
 
 
 FAMILIES = {"llama": Family("LlamaForCausalLM"), "mistral": Family("MistralForCausalLM"),
@@ -33,14 +33,14 @@ FAMILIES = {"llama": Family("LlamaForCausalLM"), "mistral": Family("MistralForCa
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All rotary wavelengths longer by `factor`."""
+    """Multiply all rotary wavelengths by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3's stretching of rotary wavelengths: long ones by `factor`, short ones not at all, smooth between."""
+    """Multiply long rotary wavelengths by `factor` and keep short ones, with a smooth transition, as Llama 3 does."""
 
     factor: float
     low_freq_factor: float
@@ -50,14 +50,14 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN: dimensions that turn often in the original context stay, slow ones stretch, and cos and sin are scaled."""
+    """YaRN: multiply the wavelengths of slowly turning dimensions by `factor`, keep fast ones, scale cos and sin."""
 
     factor: float
     original_max_positions: int
-    attention_factor: float      # what cos and sin are multiplied by
-    beta_fast: float = 32.0      # turns in the original context from which on nothing stretches
-    beta_slow: float = 1.0       # and up to which all does
-    truncate: bool = True        # the two bounds lie on whole dimensions
+    attention_factor: float      # scale of cos and sin
+    beta_fast: float = 32.0      # at least this many turns in the original context: unchanged
+    beta_slow: float = 1.0       # at most this many: multiplied by the whole factor
+    truncate: bool = True        # round both bounds to whole dimensions
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -65,16 +65,16 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """A ModelShape and the few facts that change what its weights compute."""
+    """A ModelShape and the facts that change what its weights compute."""
 
     model: ModelShape
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
     tied: bool = False
     rope_scaling: RopeScaling | None = None
-    max_positions: int = 131_072                                 # written to config.json; nothing here is cut by it
+    max_positions: int = 131_072                                 # only written to config.json
     family: str = "llama"
-    init_std: float = 0.02                                       # of weights that are drawn, not loaded
+    init_std: float = 0.02                                       # of randomly initialized matrices
 
     @property
     def qkv_bias(self) -> bool:
@@ -85,14 +85,14 @@ class DecoderShape:
         return FAMILIES[self.family].qk_norm
 
     def key(self) -> str:
-        """Equal where weights are interchangeable."""
+        """Return a key that is equal for shapes with interchangeable weights."""
         sizes = {name: value for name, value in asdict(self.model).items() if name not in ("name", "windows")}
         sizes |= {"tied": self.tied, "qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
         return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
 
 _QWEN = {"rope_theta": 1e6, "norm_eps": 1e-6}
-_NAMED: dict[str, dict[str, Any]] = {  # by the beginning of a name, the first that fits; as in their config.json
+_NAMED: dict[str, dict[str, Any]] = {  # by prefix of the name, the first match; from each config.json
     "tiny": {},
     "llama2": {"rope_theta": 1e4},
     "llama-34b": {"rope_theta": 1e6},
@@ -110,20 +110,20 @@ _NAMED: dict[str, dict[str, Any]] = {  # by the beginning of a name, the first t
 
 
 def named_decoder(name: str) -> DecoderShape:
-    """Return a decoder of the catalogue."""
+    """Return the catalogue's decoder of this name."""
     if name not in TRAINABLE:
         raise unknown_name("model.name", name, TRAINABLE)
     return DecoderShape(MODELS[name], **next(facts for begin, facts in _NAMED.items() if name.startswith(begin)))
 
 
 def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
-    """Return the decoder that settings ask for, for data of `vocab` different tokens."""
+    """Return the decoder that the settings describe, and check that its vocabulary holds the data's `vocab` tokens."""
     source = model.load or model.config
     if source:
-        from distca.train.model.huggingface import shape_from_hf  # which imports torch
+        from distca.train.model.huggingface import shape_from_hf  # imports torch
 
     shape = _with_fields(shape_from_hf(source) if source else named_decoder(model.name), model)
-    if not source and model.name == "tiny" and not model.vocab:  # ours, for any data
+    if not source and model.name == "tiny" and not model.vocab:  # our test model: any vocabulary
         shape = replace(shape, model=replace(shape.model, vocab=max(vocab, shape.model.vocab)))
     check_heads(shape)
     if vocab > shape.model.vocab:
@@ -136,7 +136,7 @@ def decoder_shape(model: Model, vocab: int = 1) -> DecoderShape:
 
 
 def check_heads(shape: DecoderShape) -> None:
-    """Refuse heads that cannot be rotated, or that transformers would not read back."""
+    """Refuse heads that rotary embeddings cannot rotate or that transformers would not load."""
     model = shape.model
     if model.head_dim % 2:
         raise UserError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one, of which rotary "
@@ -147,7 +147,7 @@ def check_heads(shape: DecoderShape) -> None:
 
 
 def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
-    """Return the shape with the fields that settings change."""
+    """Return the shape with the fields that the settings override."""
     sizes = {ours: getattr(model, field) for field, ours in SIZES.items() if getattr(model, field)}
     before = shape.model
     if ("hidden" in sizes or "num_heads" in sizes) and "head_dim" not in sizes and (
@@ -167,7 +167,7 @@ def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
         windows = windows[:1] * sizes["num_layers"]
     if model.window:
         windows = (model.window,) * sizes.get("num_layers", before.num_layers) if model.window > 0 else ()
-        family = "mistral" if family == "llama" and windows else family  # Llama with windows
+        family = "mistral" if family == "llama" and windows else family  # a Llama with windows is a Mistral
     facts: dict[str, Any] = {"rope_theta": model.rope_theta} if model.rope_theta else {}
     return replace(shape, model=replace(before, **sizes, windows=windows), family=family,
                    tied=(shape.tied or model.tied) and not model.untied, **facts)

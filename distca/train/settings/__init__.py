@@ -1,9 +1,8 @@
-"""Everything about a run in one typed place: the sections, their fields, and how they are read and written.
+"""Settings of a training run: typed sections of fields, read from TOML and the command line.
 
-A run is a TOML file of the sections below; whatever it leaves out has the default written here, and the command line
-overrides any field as `--section.field value`. Help texts, the documented TOML and the table in the guide are all made
-from these fields, so they cannot disagree. `checks` refuses what no machine can run, `preflight` what this one cannot.
-Nothing here imports torch or looks at the machine.
+Fields missing in the TOML file have the defaults below; the command line overrides any field (`--section.field value`).
+Help texts, the documented TOML and the guide's table are generated from these fields. `checks` refuses settings that
+no machine can run, `preflight` those that this machine cannot. Does not import torch or look at the machine.
 """
 
 from collections.abc import Mapping
@@ -22,9 +21,9 @@ from distca.workload.packing import PLACEMENTS
 
 MODES = ("disaggregated", "home", "per_document_cp")
 MAX_STEPS = 10**9
-MAX_SEED = 2**53             # what every generator takes
-MAX_SECONDS = 10**8          # three years: the longest that a process group waits
-MAX_MICRO_BATCHES = 4_096    # each has plans of its own
+MAX_SEED = 2**53             # accepted by every random generator
+MAX_SECONDS = 10**8          # three years: the longest timeout of a process group
+MAX_MICRO_BATCHES = 4_096    # plans are made for each
 MAX_THREADS = 4_096
 MAX_LAYERS = 65_536
 
@@ -34,14 +33,14 @@ class Run:
     steps: int = setting(200, "Optimizer steps in all, those of a resumed run included.", least=1, most=MAX_STEPS,
         common=True)
     seed: int = setting(0, "Seed of the weights.", most=MAX_SEED)
-    ranks: int = setting(2, "Ranks to start on this machine; under torchrun or srun theirs count instead.", least=1,
+    ranks: int = setting(2, "Ranks to start on this machine; torchrun and srun set their own number instead.", least=1,
         most=MAX_RANKS, common=True, counted=True)
     device: str = setting("auto", "Where to train; auto is cuda where there is a GPU.", choices=("auto", "cpu", "cuda"),
         common=True)
     dtype: str = setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
         choices=("auto", "bfloat16", "float32", "float64"))
     threads: int = setting(0, "CPU threads of a rank; 0 shares this machine's cores among its ranks.", most=MAX_THREADS)
-    timeout_seconds: int = setting(600, "How long a rank waits for the others before the run fails.", least=1,
+    timeout_seconds: int = setting(600, "How long a rank waits for other ranks before the run fails.", least=1,
         most=MAX_SECONDS)
 
 
@@ -58,20 +57,20 @@ class Model:
     kv_heads: int = setting(0, "Key and value heads, which divide the query heads; 0: as the model says.")
     head_dim: int = setting(0, "Width of a head; 0: as the model says, and where that is hidden / heads it stays so.")
     ffn: int = setting(0, "Width of the feed-forward; 0: as the model says.")
-    vocab: int = setting(0, "Different tokens that the model knows; 0: as the model says.")
+    vocab: int = setting(0, "Size of the model's vocabulary; 0: as the model says.")
     window: int = setting(0, "Keys that a query sees in every layer, itself included; 0: as the model says, -1: all.",
         least=-1)
-    compile: str = setting("auto", "Compile what runs between attention calls, once for rows of any length; auto is on "
-        "on cuda and off on cpu.", choices=("auto", "on", "off"))
-    recompute: str = setting("none", "What backward computes again instead of keeping it: nothing, what is cheap "
-        "beside matrix products, or everything but attention.", choices=("none", "selective", "full"))
-    tile_tokens: int = setting(0, "Run what lies between attention calls over this many tokens at a time, so that the "
-        "widest activations never exist for all; needs model.recompute full; 0 for all at once.", counted=True)
+    compile: str = setting("auto", "Compile the segments between attention calls, once for rows of any length; auto: "
+        "on for cuda, off for cpu.", choices=("auto", "on", "off"))
+    recompute: str = setting("none", "What backward recomputes to save memory: nothing, everything but matrix "
+        "products and attention, or everything but attention.", choices=("none", "selective", "full"))
+    tile_tokens: int = setting(0, "Run the segments between attention calls on this many tokens at a time, so that the "
+        "widest activations never exist for all tokens; needs model.recompute full; 0 for all at once.", counted=True)
     offload: float = setting(0.0, "GB of host memory of each rank for activations that wait for backward; needs cuda "
         "and model.recompute full; 0 keeps them on the GPU.")
     rope_theta: float = setting(0.0, "Base of the rotary position angles; 0: as the model says.")
-    tied: bool = setting(False, "Use the embedding as the output layer too, as some models do by themselves.")
-    untied: bool = setting(False, "Give the output layer weights of its own also where the model would not.")
+    tied: bool = setting(False, "Use the embedding as the output layer too, also if the model does not.")
+    untied: bool = setting(False, "Give the output layer separate weights, also if the model ties it to the embedding.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class Data:
     split: str = setting("", "The split of a table that has several.")
     tokenizer: str = setting("", "A Hugging Face tokenizer.json or its folder; without one, texts become bytes. Chat "
         "needs one with a chat template.")
-    vocab: int = setting(0, "Tokens that the vocabulary has, for data that are tokens; 0 asks data.tokenizer, or the "
+    vocab: int = setting(0, "Size of the vocabulary, for data that are tokens; 0: that of data.tokenizer, or of the "
         "model.")
     max_document: int = setting(0, "Cut longer documents into documents of this many tokens; 0 leaves them whole.",
         counted=True)
@@ -110,44 +109,43 @@ class BatchSettings:
         counted=True)
     micro_batches: int = setting(1, "Micro-batches of a step; a pipeline wants several times its stages.", least=1,
         most=MAX_MICRO_BATCHES, common=True)
-    ping_pong: bool = setting(True, "Split a micro-batch into two nano-batches, one computing while the other travels; "
-        "for attention.mode disaggregated.", common=True)
+    ping_pong: bool = setting(True, "Split a micro-batch into two nano-batches: one computes while the other "
+        "communicates; for attention.mode disaggregated.", common=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    mode: str = setting("disaggregated", "Who computes attention: the pool of all ranks by a balanced plan, each "
-        "token's home rank with documents in the given order, or the ranks of each document alike.", choices=MODES,
-        common=True)
+    mode: str = setting("disaggregated", "Which ranks compute attention: all ranks as one pool, by a balanced plan; "
+        "each token's home rank, with documents in the given order; or the data ranks, which split every document "
+        "evenly.", choices=MODES, common=True)
     placement: str = setting("balanced", "Where documents live in attention.mode disaggregated: chosen for balance, or "
         "in the given order.", choices=tuple(sorted(PLACEMENTS)))
-    tolerance: float | str = setting(0.05, "How far above the mean the largest attention work may be; auto: what makes "
-        "each step quickest by attention.cost on attention.cluster.", most=1, common=True, words=("auto",))
+    tolerance: float | str = setting(0.05, "How far above the mean any rank's attention work may be; auto: the value "
+        "with the shortest step by attention.cost and attention.cluster.", most=1, common=True, words=("auto",))
     cost: str = setting("", "Latency table, shipped or from `distca profile`, or a TOML file that names one for each "
-        "kind of rank: attention is balanced by its seconds, forward and backward each by its own; empty balances "
-        "causal pairs.")
+        "kind of rank: forward and backward attention are balanced by its seconds; empty balances causal pairs.")
     cluster: str = setting("dgx-h200", "Cluster, by name or TOML file, whose links and rates attention.tolerance auto "
-        "counts with.")
-    adapt: bool = setting(False, "Learn from measured seconds how fast each rank's attention is beside the others' and "
-        "give a slower one less; for attention.mode disaggregated.")
+        "assumes.")
+    adapt: bool = setting(False, "Measure the relative speed of each rank's attention and give slower ranks less work; "
+        "for attention.mode disaggregated.")
     kernel: str = setting("auto", "Attention kernel; auto is the fastest that fits the device.",
         choices=("auto", *KERNELS))
     state: str = setting("resend", "What servers hold for backward: nothing (resend), or their inputs (keep).",
         choices=("resend", "keep"))
-    transport: str = setting("c10d", "What carries attention's bytes: torch.distributed, between nodes once per node "
-        "(c10d) or once per rank (flat), the GPUs' memory inside one node (symmetric), or the latter where it is "
-        "possible (auto).", choices=("c10d", "flat", "symmetric", "auto"))
-    ranks_per_node: int = setting(0, "Ranks of a tensor-parallel index that share a node, numbered node by node, for "
-        "plans and exchanges that stay inside nodes; 0: the ranks of a host do.", most=MAX_RANKS, counted=True)
-    dedicated: int = setting(0, "How many of the ranks only serve attention: the last ones hold no layers and no "
-        "tokens.", most=MAX_RANKS, counted=True)
+    transport: str = setting("c10d", "How attention's tensors are sent: by torch.distributed, between nodes once per "
+        "node (c10d) or once per rank (flat), by symmetric memory of the GPUs of one node (symmetric), or "
+        "symmetric where possible (auto).", choices=("c10d", "flat", "symmetric", "auto"))
+    ranks_per_node: int = setting(0, "Ranks per node with the same tensor-parallel index, numbered node by node, for "
+        "plans and exchanges that stay inside nodes; 0: the ranks of each host.", most=MAX_RANKS, counted=True)
+    dedicated: int = setting(0, "Number of ranks, the last ones, that only serve attention and hold no layers and "
+        "no tokens.", most=MAX_RANKS, counted=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    tensor: int = setting(1, "Ranks that share each layer's heads and widths; the rest are data ranks.", least=1,
+    tensor: int = setting(1, "Tensor-parallel ranks, which share the heads and widths of each layer.", least=1,
         most=MAX_RANKS, common=True, counted=True)
-    pipeline: int = setting(1, "Stages that the layers are cut into; attention is balanced over all of them.", least=1,
+    pipeline: int = setting(1, "Pipeline stages of the layers; attention is balanced over all stages.", least=1,
         most=MAX_RANKS, common=True, counted=True)
     fsdp: bool = setting(True, "Shard parameters, gradients and optimizer state over the data ranks.")
 
@@ -157,19 +155,19 @@ class Optimizer:
     lr: float = setting(1e-3, "Learning rate after the warm-up.", above=0, common=True)
     min_lr_ratio: float = setting(0.1, "The last step's learning rate over lr.", most=1)
     warmup_steps: int = setting(20, "Steps over which the learning rate rises from 0.", most=MAX_STEPS)
-    weight_decay: float = setting(0.1, "AdamW's decay of weight matrices.")
-    beta1: float = setting(0.9, "AdamW's memory of gradients.", below=1)
-    beta2: float = setting(0.95, "AdamW's memory of squared gradients.", below=1)
-    clip_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it.", above=0)
+    weight_decay: float = setting(0.1, "AdamW's weight decay, for matrices.")
+    beta1: float = setting(0.9, "AdamW's decay of the mean gradient.", below=1)
+    beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient.", below=1)
+    clip_norm: float = setting(1.0, "Largest gradient norm; larger gradients are scaled down.", above=0)
     loss_chunk_tokens: int = setting(4096, "Tokens whose logits exist at the same time.", least=1, counted=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    folder: str = setting("", "Where checkpoints go and resuming looks; empty for none.", common=True)
+    folder: str = setting("", "Folder for checkpoints to write and to resume from; empty for none.", common=True)
     every: int = setting(0, "Steps between checkpoints; 0 saves only at the end and on SIGTERM.", most=MAX_STEPS,
         common=True)
-    keep: int = setting(2, "How many of the newest checkpoints stay.", least=1, most=MAX_STEPS)
+    keep: int = setting(2, "Number of newest checkpoints to keep.", least=1, most=MAX_STEPS)
     resume: bool = setting(True, "Continue from the newest good checkpoint in the folder.")
     export: str = setting("", "A new folder for the weights as a Hugging Face model, written when the run has done all "
         "its steps; empty for none.")
@@ -179,9 +177,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    folder: str = setting("runs/latest", "Where steps.jsonl, settings.toml and summary.json go; latest is a link to "
-        "the newest run's own folder.", common=True)
-    every: int = setting(1, "Steps between lines where there is no terminal.", least=1, most=MAX_STEPS)
+    folder: str = setting("runs/latest", "Folder for steps.jsonl, settings.toml and summary.json; latest is a link to "
+        "the newest run's folder.", common=True)
+    every: int = setting(1, "Steps between printed lines if the output is no terminal.", least=1, most=MAX_STEPS)
     tensorboard: bool = setting(False, "Also write TensorBoard events into the folder.")
     wandb: str = setting("", "Also log to this project of Weights & Biases; true for one named distca.",
         when_true="distca")
@@ -220,7 +218,7 @@ class Settings:
         return value
 
     def to_toml(self) -> str:
-        """Write the settings as TOML that `load_settings` reads, each field under its help text."""
+        """Return the settings as TOML for `load_settings`, each field below its help text."""
         lines: list[str] = []
         for known in known_settings().values():
             section, key = known.name.split(".")
@@ -231,7 +229,7 @@ class Settings:
 
 
 def load_settings(path: str | Path | None, overrides: Mapping[str, str]) -> Settings:
-    """Read the file's settings, then the overrides ("section.field" -> text), without checking that they can run."""
+    """Read the file and apply the overrides ("section.field" -> text); `checks` are not run."""
     settings = Settings()
     if path is not None:
         settings = settings.with_values(_from_toml(Path(path)))
@@ -254,7 +252,7 @@ def known_settings() -> Mapping[str, Known]:
 
 
 def unknown_setting(what: str, name: str) -> ValueError:
-    """Suggest the same field in another section before similar spellings."""
+    """Return an error that suggests the same field in another section, else a similar name."""
     names = list(known_settings())
     key = name.rpartition(".")[2]
     near = [full for full in names if full.partition(".")[2] == key] or get_close_matches(name, names, n=1, cutoff=0.5)
@@ -263,7 +261,7 @@ def unknown_setting(what: str, name: str) -> ValueError:
 
 
 def settings_table() -> str:
-    """Write all settings as the Markdown table of the guide."""
+    """Return the guide's Markdown table of all settings."""
     rows = [f"| `{known.name}` | `{toml_value(known.default)}` | {known.meaning} |"
             for known in known_settings().values()]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"

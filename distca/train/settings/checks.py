@@ -1,7 +1,7 @@
 """Refuse settings that no machine can run: a field outside its limits, or fields that contradict each other.
 
-Every refusal names the fields, their values and a way out, before any process starts. The shape of a model in a file is
-known only to the machine that holds it, which calls `check_degrees` again (see preflight).
+Every error names the fields, their values and a remedy, before any process starts. If the model's shape is in a file,
+`preflight` calls `check_degrees` on the machine that has the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distca.train.settings import Settings, known_settings
 from distca.train.settings.declare import check_limits
 from distca.validation import UserError
 
-Rule = tuple[Callable[[Settings], object], str]  # whether settings break it, and the refusal, with fields in braces
+Rule = tuple[Callable[[Settings], object], str]  # whether settings break the rule; the error, with fields in braces
 
 MODEL_AND_RANKS: list[Rule] = [
     (lambda s: s.model.load and s.model.config,
@@ -99,7 +99,7 @@ INPUTS_AND_OUTPUTS: list[Rule] = [
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise a one-line UserError where these settings cannot run on any machine."""
+    """Raise a one-line UserError if no machine can run these settings."""
     for known in known_settings().values():
         check_limits(known, settings.value(known.name))
     _check(settings, MODEL_AND_RANKS)
@@ -118,7 +118,7 @@ def _check(settings: Settings, rules: Iterable[Rule]) -> None:
 
 
 def check_degrees(settings: Settings, shape: DecoderShape) -> None:
-    """Refuse parallel degrees that do not divide the model."""
+    """Refuse tensor- and pipeline-parallel degrees that do not fit the model."""
     model, tensor, stages = shape.model, settings.parallel.tensor, settings.parallel.pipeline
     name = f"model {model.name!r}"
     for kind, number in (("heads", model.num_heads), ("KV heads", model.num_kv_heads),

@@ -1,7 +1,4 @@
-"""One field of the settings: its type, its limits, its help text, and how its value is read and written.
-
-`settings` lists the fields. A value of the wrong type or outside the limits is refused by the field's name.
-"""
+"""Declare one field of the settings (type, limits, help text), and parse, check and print its value."""
 
 from __future__ import annotations
 
@@ -25,18 +22,18 @@ _LIMITS = {"least": ("of at least", operator.ge), "above": ("above", operator.gt
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One field of one section, as people read about it."""
+    """Declaration of one field."""
 
     name: str  # section.field
     type: type[Value]
     default: Value
     help: str
     choices: tuple[str, ...]
-    limits: Mapping[str, float]  # least and most may be reached, above and below may not
+    limits: Mapping[str, float]  # least and most are inclusive, above and below exclusive
     common: bool  # listed by `distca train --help`
-    counted: bool  # tokens or ranks, which people write as 64k
-    when_true: str  # of a text that may also be true or false: what true stands for
-    words: tuple[str, ...]  # texts that a number may be instead
+    counted: bool  # a number of tokens or ranks, which may be written as 64k
+    when_true: str  # for text fields that accept true: the text that true means
+    words: tuple[str, ...]  # texts that a number field accepts, such as auto
 
     @property
     def meaning(self) -> str:
@@ -47,7 +44,7 @@ def setting(
     default: Value, help: str, *, choices: tuple[str, ...] = (), common: bool = False, counted: bool = False,
     when_true: str = "", words: tuple[str, ...] = (), **limits: float,
 ) -> Any:
-    """Declare a field; numbers go from 0 to MAX_LENGTH or MAX_FACTOR unless `limits` say otherwise."""
+    """Declare a field. Without `limits`, numbers range from 0 to MAX_LENGTH (int) or MAX_FACTOR (float)."""
     lower = {} if "above" in limits else {"least": 0.0}
     upper = {} if "below" in limits else {"most": MAX_FACTOR if isinstance(default, float) else MAX_LENGTH}
     given = lower | upper | limits
@@ -57,7 +54,7 @@ def setting(
 
 
 def typed(known: Known, value: object, where: str = "") -> Value:
-    """Return the value if it has the field's type; a whole number will do for a number, and "64k" for a count."""
+    """Return the value as the field's type, or refuse it; ints become floats, and "64k" becomes a count."""
     if known.counted and isinstance(value, str):
         return parse_count(f"{where}{known.name}", value)
     if isinstance(value, str) and value in known.words:
@@ -73,7 +70,7 @@ def typed(known: Known, value: object, where: str = "") -> Value:
 
 
 def from_text(known: Known, text: str) -> Value:
-    """Read a value as it is written on the command line."""
+    """Parse a value from the command line."""
     value: object = text
     if (known.type is bool or known.when_true) and text.lower() in ("true", "false"):
         value = text.lower() == "true"
@@ -84,7 +81,7 @@ def from_text(known: Known, text: str) -> Value:
 
 
 def check_limits(known: Known, value: Value) -> None:
-    """Refuse a value of the wrong type, outside the limits, or that is none of the choices."""
+    """Refuse a value of the wrong type, outside the limits, or not among the choices."""
     typed(known, value)
     if isinstance(value, str) and not value.isprintable():
         raise UserError(f"{known.name} is {short(value)}; give text that can be printed")

@@ -1,7 +1,7 @@
-"""What this machine can do for a run: its device, its arithmetic, its share of cores, and what it must refuse.
+"""Choose device, dtype and threads for this machine, and refuse settings that it cannot run.
 
-`check_settings` refuses what no machine can run; `check_machine` what this one cannot: a GPU that is not there, a
-package that is not installed, a file that does not exist. Both run before any process starts.
+`check_machine` refuses, for example, a missing GPU, package or file. Like `check_settings`, it runs before any process
+starts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from distca.train.settings import Settings
 from distca.train.settings.checks import check_degrees
 from distca.validation import UserError, read_text
 
-MAX_LOG_BYTES = 2**30  # of a steps.jsonl that a run continues
+MAX_LOG_BYTES = 2**30  # limit of a steps.jsonl that a run continues
 
 if TYPE_CHECKING:
     import torch
 
 
 def check_machine(settings: Settings) -> None:
-    """Raise a one-line UserError where these settings cannot run here."""
+    """Raise a one-line UserError if this machine cannot run these settings."""
     _require_packages(settings)
     _check_files(settings)
     import torch
@@ -50,18 +50,19 @@ def check_machine(settings: Settings) -> None:
     if settings.attention.cost:
         from distca.train.batches import attention_time
 
-        with _refusals_name("attention.cost"):
+        with _errors_name("attention.cost"):
             attention_time(settings, shape.model)
     if settings.attention.kernel != "auto":
         from distca.kernels import choose
 
-        with _refusals_name("attention.kernel"):
+        with _errors_name("attention.kernel"):
             for window in dict.fromkeys(shape.model.layer_windows):
                 choose(device, dtype_for(settings, device), shape.model.head_dim, window, settings.attention.kernel)
 
 
 @contextmanager
-def _refusals_name(field: str) -> Iterator[None]:
+def _errors_name(field: str) -> Iterator[None]:
+    """Prefix ValueErrors with the field that caused them."""
     try:
         yield
     except ValueError as error:
@@ -69,7 +70,7 @@ def _refusals_name(field: str) -> Iterator[None]:
 
 
 def device_for(settings: Settings, local_rank: int) -> torch.device:
-    """Return this rank's device; ranks share GPUs where there are fewer of them."""
+    """Return this rank's device; ranks share GPUs if there are fewer GPUs than ranks."""
     import torch
 
     kind = settings.run.device
@@ -79,7 +80,7 @@ def device_for(settings: Settings, local_rank: int) -> torch.device:
 
 
 def dtype_for(settings: Settings, device: torch.device) -> torch.dtype:
-    """Return the arithmetic of the layers on this device."""
+    """Return the dtype of the layers on this device."""
     import torch
 
     automatic = "bfloat16" if device.type == "cuda" else "float32"
@@ -88,7 +89,7 @@ def dtype_for(settings: Settings, device: torch.device) -> torch.dtype:
 
 
 def compiles(settings: Settings, device: torch.device) -> bool:
-    """Return whether segments are compiled; refuse `model.compile` on without a compiler for the device."""
+    """Return whether to compile segments; refuse model.compile "on" if the device has no compiler."""
     chosen = settings.model.compile
     if chosen == "off" or (chosen == "auto" and device.type != "cuda"):
         return False
@@ -108,7 +109,7 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def threads_for(settings: Settings, local_world: int, environ: Mapping[str, str]) -> int:
-    """Return the CPU threads of a rank. srun binds tasks to cores of their own: its count is of one task already."""
+    """Return the CPU threads of a rank. srun already gives the number per task; otherwise ranks share the cores."""
     if settings.run.threads:
         return settings.run.threads
     if "SLURM_CPUS_PER_TASK" in environ and "SLURM_PROCID" in environ:
@@ -174,7 +175,7 @@ def _check_corpus(name: str, path: str, source: str, split: str) -> None:
 
 
 def _check_writable(name: str, folder: str, path: Path) -> None:
-    """Refuse a path if neither it nor the nearest folder above it that exists takes new files."""
+    """Refuse a path if no file can be created in it or, if it is missing, in its nearest existing parent."""
     path = path.absolute()
     try:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -185,7 +186,7 @@ def _check_writable(name: str, folder: str, path: Path) -> None:
 
 
 def _model(settings: Settings) -> DecoderShape:
-    """Return the model's shape, checked to fit the data and the ranks, with weights that can be read."""
+    """Return the model's shape; check its vocabulary, its parallel degrees and its weight files."""
     from distca.train.model.huggingface import check_weight_files
 
     chosen = settings.model
@@ -197,7 +198,7 @@ def _model(settings: Settings) -> DecoderShape:
         raise UserError(f"model.load is {chosen.load!r} but {Path(chosen.load) / 'config.json'} is no file; name the "
                         "folder of a Hugging Face model")
     source = f"model.load is {chosen.load!r}" if chosen.load else f"model.config is {chosen.config!r}"
-    with _refusals_name(source if chosen.load or chosen.config else ""):
+    with _errors_name(source if chosen.load or chosen.config else ""):
         shape = decoder_shape(chosen)
     decoder_shape(chosen, vocab)
     check_degrees(settings, shape)
