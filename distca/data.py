@@ -1,11 +1,9 @@
-"""Rows for trainers: documents laid over ranks, equal tokens on each, with labels that are shifted before the cut.
+"""Split documents into one row per rank for trainers, with equal tokens and labels that are shifted before the split.
 
 The label of a slice's last token is the first token of the next slice, which may be on another rank. So labels are
-shifted here, before documents are cut, and a row carries the number of labels over all ranks for the loss. Rows have
-what `distca.integrations` read: positions in documents, and document numbers if parts are not in the order of ranks.
-
-`Collator` does this inside any loader: ranks gather the documents that each of them drew, and every rank keeps its own
-row of them all. A document longer than a rank needs nothing else.
+shifted here, before documents are split, and a row has the number of labels of all ranks for the loss. Rows also have
+the positions and document numbers that `distca.integrations` read. `Collator` does this inside any loader: it gathers
+the documents of all ranks and returns this rank's row.
 """
 
 from __future__ import annotations
@@ -25,25 +23,25 @@ from distca.workload.documents import IGNORED, check_lengths
 from distca.workload.layout import Layout, layout_from_slices
 from distca.workload.packing import PLACEMENTS, pack
 
-_MASKS = ("completion_mask", "assistant_masks")  # of TRL: tokens that count as labels
-_MOST_WORDS = 1024  # of 8 bytes, in a rank's error message
+_MASKS = ("completion_mask", "assistant_masks")  # of TRL: true for tokens in the loss
+_MOST_WORDS = 1024  # 8-byte words in a rank's error message
 Tokens = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 Labelled = tuple[np.ndarray, np.ndarray]  # a document's token ids and labels
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank's tokens of a batch; with `document_ids` only where parts are not in the order of ranks."""
+    """One rank's tokens of a batch; `document_ids` only if a document's parts are not in the order of ranks."""
 
     input_ids: torch.Tensor            # [tokens] int64
     position_ids: torch.Tensor         # [tokens] int64, in the token's document
     labels: torch.Tensor               # [tokens] int64, the token itself or -100
-    shift_labels: torch.Tensor         # [tokens] int64, the document's next label, wherever that token lives
+    shift_labels: torch.Tensor         # [tokens] int64, the next token's label, also if that token is on another rank
     document_ids: torch.Tensor | None  # [tokens] int64
-    num_items: int                     # labels of all ranks that count
+    num_items: int                     # labels of all ranks without -100
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """Arguments of a Transformers model: one row, or one token of padding if this rank has none."""
+        """Return arguments for a Transformers model: this row, or one token of padding if it is empty."""
         named = {"input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels,
                  "shift_labels": self.shift_labels}
         if self.document_ids is not None:
@@ -59,11 +57,11 @@ def rows(
     documents: Sequence[Tokens], rank: int, ranks: int, *, labels: Sequence[Tokens] | None = None,
     placement: str = "given", tolerance: float = 0.05,
 ) -> Row:
-    """This rank's row of all ranks' documents; every rank passes the same arguments but `rank`.
+    """Return this rank's row of all ranks' documents; every rank passes the same arguments but `rank`.
 
-    `given` cuts the documents in order wherever a rank is full; rows differ by a token at most. `balanced` chooses
-    which rank holds which tokens, so that attention moves less; rows differ by less than `ranks` tokens. `labels` have
-    the shape of documents, which they are by default, and are -100 where a token is not to be predicted.
+    `given` splits the documents in order wherever a rank is full; row lengths differ by at most one token. `balanced`
+    places tokens so that attention moves less; row lengths differ by less than `ranks` tokens. `labels` (default: the
+    documents) have one label per token, -100 for tokens that are not predicted.
     """
     tokens = [_column(document, f"documents[{i}]") for i, document in enumerate(documents)]
     targets = tokens if labels is None else [_column(one, f"labels[{i}]") for i, one in enumerate(labels)]
@@ -79,17 +77,17 @@ def rows(
     shifted = [np.append(one[1:], IGNORED) for one in targets]
     mine = layout.tokens(rank)
     at = (np.cumsum(lengths) - lengths)[mine.document] + mine.position  # [tokens of this rank]
-    input_ids, own, shift_labels = (torch.from_numpy(np.concatenate(every)[at]) for every in (tokens, targets, shifted))
-    return Row(input_ids, torch.from_numpy(mine.position), own, shift_labels,
+    ids, own_labels, next_labels = (torch.from_numpy(np.concatenate(every)[at]) for every in (tokens, targets, shifted))
+    return Row(ids, torch.from_numpy(mine.position), own_labels, next_labels,
                None if placement == "given" else torch.from_numpy(mine.document),
                sum(int((one != IGNORED).sum()) for one in shifted))
 
 
 class Collator:
-    """A collator for Trainer, TRL and any loader: documents of all ranks over all ranks.
+    """Collator for Trainer, TRL and any loader: splits the documents of all ranks into one row per rank.
 
     Features have `input_ids`, and may have `labels`, TRL's `completion_mask`, `assistant_masks` and, for a packed row,
-    `seq_lengths`. Every rank of `group` collates at the same time, in its main process: `dataloader_num_workers` is 0.
+    `seq_lengths`. All ranks of `group` collate together, in their main process: `dataloader_num_workers` must be 0.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Collator:
         self.group, self.placement, self.tolerance = group, placement, tolerance
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """This rank's row of all ranks' documents, as arguments of a Transformers model."""
+        """Return this rank's row of all ranks' documents, as arguments for a Transformers model."""
         rank, ranks = 0, 1
         if dist.is_initialized():
             if torch.utils.data.get_worker_info() is not None:
@@ -119,7 +117,7 @@ def _column(values: Tokens, field: str) -> np.ndarray:
 
 
 def _in_order(lengths: np.ndarray, ranks: int) -> Layout:
-    """One stream of documents, cut into rows that differ by a token at most."""
+    """Concatenate the documents and split them into rows whose lengths differ by at most one token."""
     stops, total = np.cumsum(lengths), int(lengths.sum())
     full = total * np.arange(1, ranks + 1) // ranks              # [ranks] end of each row in the stream
     edges = np.unique(np.concatenate([stops, full[full > 0]]))
@@ -131,25 +129,25 @@ def _in_order(lengths: np.ndarray, ranks: int) -> Layout:
 
 
 def _balanced(lengths: np.ndarray, ranks: int, tolerance: float) -> Layout:
-    """The balanced placement, which fills ranks exactly; the last few tokens join the slices before them."""
+    """Return a balanced placement of equal rows, to which the last few tokens are then appended."""
     stops = np.cumsum(lengths)
     divided = int(stops[-1]) // ranks * ranks
-    kept = np.clip(divided - (stops - lengths), 0, lengths)      # [documents] tokens that are placed
+    kept = np.clip(divided - (stops - lengths), 0, lengths)      # [documents] tokens without the last few
     some = np.flatnonzero(kept)
     layout = pack(kept[some], ranks=ranks, placement="balanced", tolerance=tolerance)
     document, start, stop, rank = some[layout.document], layout.start, layout.stop.copy(), layout.rank
     ends = (stop == kept[document]) & (kept < lengths)[document]
     stop[ends] = lengths[document[ends]]
-    late = np.flatnonzero(kept == 0)                             # behind the last that fits: fewer than `ranks` tokens
+    late = np.flatnonzero(kept == 0)                             # documents entirely among the last few tokens
     return layout_from_slices(
         lengths, np.concatenate([document, late]), np.concatenate([start, np.zeros_like(late)]),
         np.concatenate([stop, lengths[late]]), np.concatenate([rank, np.full_like(late, ranks - 1)]), ranks)
 
 
 def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> list[Labelled]:
-    """Every rank's documents, by two collectives: their numbers, then their lengths, tokens and labels.
+    """Return every rank's documents, by two all-gathers: first sizes, then lengths, tokens and labels.
 
-    A rank whose features are wrong sends its error message instead, and every rank raises it.
+    A rank with invalid features sends its error message instead, and every rank raises it.
     """
     wrong: ValueError | None = None
     try:
@@ -157,7 +155,7 @@ def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | 
         lengths = [len(ids) for ids, _ in mine]
         header = [len(lengths), sum(lengths)]
         content = np.concatenate([np.array(lengths, dtype=np.int64), *(ids for ids, _ in mine),
-                                  *(own for _, own in mine)])
+                                  *(labels for _, labels in mine)])
     except ValueError as error:
         wrong, content = error, from_text(str(error), _MOST_WORDS)
         header = [-1, len(content)]
@@ -176,16 +174,16 @@ def _gathered(features: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | 
 
 
 def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> np.ndarray:
-    """[ranks, numbers] Every rank's numbers; every rank gives as many."""
+    """Return every rank's numbers [ranks, numbers]; all ranks send equally many."""
     on_cpu = "cpu:" in str(dist.get_backend_config(group))
     mine = mine.to(torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.stack(everyone).cpu().numpy()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return torch.stack(gathered).cpu().numpy()
 
 
 def _documents_in(feature: Mapping[str, Any]) -> list[Labelled]:
-    """Token ids and labels of each document of a feature."""
+    """Return the token ids and labels of each document of a feature."""
     if "input_ids" not in feature:
         raise UserError(f"a feature has {', '.join(feature) or 'nothing'} but no input_ids; tokenize the dataset, and "
                         "keep its input_ids")

@@ -1,10 +1,10 @@
-"""Balanced attention inside other people's trainers: `enable` in each of them, and one check of their versions."""
+"""Balanced attention inside other trainers (an `enable` for each), and the check of their versions."""
 
 from __future__ import annotations
 
 import re
 
-_SUPPORTED = {  # from, and below
+_SUPPORTED = {  # first supported version, first unsupported one
     "transformers": ((5, 4), (6, 0)),
     "torchtitan": ((0, 3), (0, 4)),
     "megatron-core": ((0, 16), (0, 17)),
@@ -12,14 +12,14 @@ _SUPPORTED = {  # from, and below
 
 
 def check_version(package: str, version: str) -> None:
-    """One line for a package that its integration was not written for."""
+    """Raise a one-line ImportError if the version is not supported."""
     first, below = _SUPPORTED[package]
     if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < below:
         raise ImportError(f"{package} is {version} but distca supports {_range(package)}; {_remedy(package)}")
 
 
 def not_installed(package: str, error: ImportError) -> ImportError:
-    """One line where an integration cannot import what it is for."""
+    """Return the one-line error of an integration whose package cannot be imported."""
     return ImportError(f"this integration needs {package} {_range(package)}; {_remedy(package)} ({error})")
 
 

@@ -1,9 +1,8 @@
-"""Read a rank's slices of documents out of the arguments that trainers pass to attention.
+"""Read a rank's slices of documents from the arguments that trainers pass to attention.
 
-Attention that is cut by document needs the position in its document at which each slice begins, and each slice's
-length. Trainers give cumulative lengths, positions, or rows with padding. Where a batch gives several of these they
-must agree: positions or document numbers that begin a document where cumulative lengths do not are refused. Slices that
-continue a document of another rank are joined in row_exchange.py.
+A slice is given by its length and the position of its first token in its document. Trainers pass cumulative lengths,
+positions, or rows with padding. If a batch has several of these, they must agree on where documents begin.
+`row_exchange` joins slices of a document that spans ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from distca.validation import UserError
 
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ids", "seq_idx")
 _OF_OTHERS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seq_lens", "packed_seq_params",
-              "document_id", "segment_ids", "sequence_ids")      # arguments that Transformers would pass on unread
+              "document_id", "segment_ids", "sequence_ids")      # Transformers would pass these on and ignore them
 
 
 class RowSlices(NamedTuple):
@@ -27,7 +26,7 @@ class RowSlices(NamedTuple):
 
     start: tuple[int, ...]                   # position of each slice's first token in its document
     length: tuple[int, ...]
-    document: tuple[int, ...] | None = None  # a number that slices of one document share over all ranks
+    document: tuple[int, ...] | None = None  # document number, unique over all ranks
 
 
 def whole_documents(lengths: Sequence[int]) -> RowSlices:
@@ -36,12 +35,12 @@ def whole_documents(lengths: Sequence[int]) -> RowSlices:
 
 @dataclass(frozen=True, slots=True)
 class PackedEdges:
-    """Cumulative lengths of a batch's documents, and what else its trainer passes to every layer."""
+    """Cumulative lengths of a batch's documents, with the positions and checks of the trainer's integration."""
 
     edges: torch.Tensor                      # [documents + 1]
     key_edges: torch.Tensor | None = None    # the same for keys
-    positions: torch.Tensor | None = None    # [tokens] or [rows, tokens]; rows past 0 continue a document
-    check: Callable[[], None] | None = None  # called when the documents are read; raises what else is wrong
+    positions: torch.Tensor | None = None    # [tokens] or [rows, tokens]; rows that begin past 0 continue a document
+    check: Callable[[], None] | None = None  # called when the documents are read; raises on other errors
     lasting: bool = False                    # whether the tensors are never refilled
 
     def slices(self, num_tokens: int) -> RowSlices:
@@ -56,7 +55,7 @@ class PackedEdges:
 
 
 def _check_keys(edges: torch.Tensor, key_edges: torch.Tensor | None) -> None:
-    """Refuse keys that are cut into other documents than queries."""
+    """Refuse keys whose documents differ from those of the queries."""
     if key_edges is not None and key_edges is not edges and (
             key_edges.shape != edges.shape or bool((key_edges != edges).any())):
         raise UserError("cumulative lengths of keys differ from those of queries; distca serves self-attention, where "
@@ -64,7 +63,7 @@ def _check_keys(edges: torch.Tensor, key_edges: torch.Tensor | None) -> None:
 
 
 def from_positions(position_ids: torch.Tensor, document_ids: torch.Tensor | None = None) -> RowSlices:
-    """Slices of rows laid end to end, from the positions of their tokens: [tokens] or [rows, tokens]."""
+    """Return the slices of concatenated rows from the positions of their tokens, [tokens] or [rows, tokens]."""
     position = _numbers(position_ids, "position_ids")
     document = None if document_ids is None else _numbers(document_ids, "document_ids")
     return _slices(position, _begins(position, document), document)
@@ -73,11 +72,11 @@ def from_positions(position_ids: torch.Tensor, document_ids: torch.Tensor | None
 def from_arguments(
     named: Mapping[str, Any], padding: torch.Tensor | None, shape: tuple[int, int]
 ) -> tuple[RowSlices, np.ndarray | None]:
-    """Slices of [rows, tokens] laid end to end, from Transformers' arguments, and the tokens they hold (None: all).
+    """Return the slices of concatenated [rows, tokens] from Transformers' arguments, and their tokens (None: all).
 
-    Slices begin at each row and wherever positions do not go up by one, or where cu_seq_lens_q says. `padding`
-    [rows, tokens] is true for tokens that count; the others belong to no document. `document_ids` [rows, tokens] number
-    the documents of all ranks, where a document's parts are not in the order of ranks.
+    Slices begin at each row and where positions do not rise by one, or at the edges in cu_seq_lens_q. `padding`
+    [rows, tokens] is false for tokens of no document. `document_ids` [rows, tokens] number the documents of all ranks;
+    they are needed if a document's parts are not in the order of ranks.
     """
     for name in _OF_OTHERS:
         if named.get(name) is not None:
@@ -110,7 +109,7 @@ def _from_rows(
     position_ids: torch.Tensor | None, document_ids: torch.Tensor | None, real: np.ndarray | None,
     shape: tuple[int, int],
 ) -> RowSlices:
-    """Slices of rows whose documents are given by positions, without the tokens that are not `real` [rows, tokens]."""
+    """Return the slices of rows from their positions, without padding (false in `real` [rows, tokens])."""
     if position_ids is None or position_ids.ndim != 2:
         found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
         raise UserError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
@@ -121,22 +120,22 @@ def _from_rows(
     if real is None:
         return _slices(position, begins, document)
     inside = np.zeros_like(real)
-    inside[:, 1:] = real[:, 1:] & real[:, :-1]                   # tokens that follow another real token
+    inside[:, 1:] = real[:, 1:] & real[:, :-1]                   # real tokens after another real token
     if (real.sum(axis=1) > inside.sum(axis=1) + 1).any():
         raise UserError("attention_mask has padding between the tokens of a row; pad at one end, or pack documents "
                         "with position_ids that restart")
-    return _slices(_behind_padding(position, real)[real], (begins | ~inside)[real],
+    return _slices(_without_left_padding(position, real)[real], (begins | ~inside)[real],
                    None if document is None else document[real])
 
 
 def _check_numbers(number: np.ndarray, slices: RowSlices, kept: np.ndarray | None) -> None:
-    """Refuse seq_idx [rows, tokens] that does not change exactly where a row's slices begin."""
+    """Refuse seq_idx [rows, tokens] unless it changes exactly where a row's slices begin."""
     at = np.arange(number.size) if kept is None else kept
     cut = np.zeros(len(at), dtype=bool)
     cut[np.cumsum((0, *slices.length[:-1]))[:len(slices.length)]] = True
     flat = number.reshape(-1)[at]
     wrong = np.flatnonzero((np.diff(flat) != 0) != cut[1:])
-    wrong = wrong[at[wrong + 1] % number.shape[1] != 0]          # rows begin a slice in any case
+    wrong = wrong[at[wrong + 1] % number.shape[1] != 0]          # every row begins a slice
     if len(wrong):
         raise UserError(f"seq_idx goes from {flat[wrong[0]]} to {flat[wrong[0] + 1]} at token {at[wrong[0] + 1]}, "
                         "which is not where position_ids or cu_seq_lens_q begin documents; let them say the same, or "
@@ -147,11 +146,11 @@ def from_edges(
     edges: torch.Tensor, shape: tuple[int, int], position_ids: torch.Tensor | None = None,
     document_ids: torch.Tensor | None = None, field: str = "cumulative lengths",
 ) -> RowSlices:
-    """Slices between neighbouring edges of [rows, tokens] laid end to end; positions say which continue a document.
+    """Return the slices between neighbouring edges of concatenated [rows, tokens], and from positions their starts.
 
-    Positions of rows that all begin with 0 may run on across documents, since models number tokens that way by default.
-    With `document_ids` positions are always those in the document. Positions or numbers that begin a document elsewhere
-    than the edges are refused. `field` names the edges in messages.
+    If every row begins at position 0, positions may continue across documents, as models number tokens by default;
+    with `document_ids` they are always positions in the document. Other disagreement with the edges is refused.
+    `field` names the edges in messages.
     """
     num_tokens = shape[0] * shape[1]
     lengths = _lengths_between(edges, num_tokens, field)
@@ -175,7 +174,7 @@ def from_edges(
         wrong = np.where(cut, (flat != 0) & ~(follows if from_zero else first), (flat == 0) & _counted(flat, cut))
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        does, they = ("begins" if cut[at] else "does not begin"), ("go on with" if cut[at] else "begin one with")
+        does, they = ("begins", "go on with") if cut[at] else ("does not begin", "begin one with")
         raise UserError(f"{field} {does} a document at token {at} but {names} {they} position {flat[at]} there; "
                         "let them say the same, or give one of them")
     if document is None and from_zero:
@@ -184,7 +183,7 @@ def from_edges(
 
 
 def _lengths_between(edges: torch.Tensor, num_tokens: int, field: str) -> list[int]:
-    """Lengths of the documents between neighbouring edges, without empty ones."""
+    """Return the lengths of the non-empty documents between neighbouring edges."""
     at = edges.cpu().numpy().reshape(-1)
     lengths = np.diff(at)
     if len(at) < 1 or at[0] != 0 or at[-1] != num_tokens or (lengths < 0).any():
@@ -195,7 +194,7 @@ def _lengths_between(edges: torch.Tensor, num_tokens: int, field: str) -> list[i
 
 
 def _numbers(tensor: torch.Tensor, field: str, shape: tuple[int, int] | None = None) -> np.ndarray:
-    """[rows, tokens] on the host; a single row is repeated to the rows of `shape`."""
+    """Return the tensor as a numpy array [rows, tokens]; a single row is broadcast to `shape`."""
     if tensor.ndim not in (1, 2) or tensor.dtype.is_floating_point:
         raise UserError(f"{field} has shape {tuple(tensor.shape)} and {tensor.dtype}; give whole numbers [tokens] or "
                         "[rows, tokens]")
@@ -207,7 +206,7 @@ def _numbers(tensor: torch.Tensor, field: str, shape: tuple[int, int] | None = N
 
 
 def _begins(position: np.ndarray, document: np.ndarray | None) -> np.ndarray:
-    """[rows, tokens] Whether a slice begins here: at a row, a position that is not the next, another document."""
+    """Return [rows, tokens] whether a slice begins: at a row, a position not one higher, or another document."""
     begins = np.ones(position.shape, dtype=bool)
     begins[:, 1:] = np.diff(position, axis=1) != 1
     if document is not None:
@@ -215,9 +214,9 @@ def _begins(position: np.ndarray, document: np.ndarray | None) -> np.ndarray:
     return begins
 
 
-def _behind_padding(position: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Positions without the padding before a row's tokens, where they count it from 0: such tokens begin a document."""
-    padded = real.argmax(axis=1)                                 # [rows] tokens of padding before the first real one
+def _without_left_padding(position: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Return positions that do not count the padding before a row's tokens, so that these tokens begin a document."""
+    padded = real.argmax(axis=1)                                 # [rows] padding before the first real token
     counted = (position[:, 0] == 0) & ~real[:, 0] & (np.take_along_axis(position, padded[:, None], 1)[:, 0] == padded)
     return position - np.where(counted, padded, 0)[:, None]
 
@@ -230,7 +229,7 @@ def _slices(position: np.ndarray, begins: np.ndarray, document: np.ndarray | Non
 
 
 def _counted(position: np.ndarray, cut: np.ndarray) -> np.ndarray:
-    """[tokens] Whether a later token of the same document has a position other than 0; padding has zeros to its end."""
+    """Return [tokens] whether a later token of the document has a position other than 0; if not, it is padding."""
     last = np.append(np.flatnonzero(cut)[1:], len(cut)) - 1      # of each document
     latest = np.maximum.accumulate(np.where(position != 0, np.arange(len(position)), -1))[last]
     return latest[np.cumsum(cut) - 1] > np.arange(len(position))

@@ -1,16 +1,16 @@
 """Transformers with balanced attention: `enable(model)`, or `attn_implementation="distca"` after importing this file.
 
-Transformers builds a model's masks once per forward, ahead of its layers, and passes them to every layer. Ours is a
-`PackedMask`, which only names the forward it belongs to: no dense mask exists. The first layer reads this rank's
-documents, exchanges lengths and plans; the other layers, and those that gradient checkpointing replays, use that plan.
+Transformers builds a model's masks once per forward and passes them to every layer. Our mask is a `PackedMask`, a
+reference to its forward; no dense mask exists. The first layer reads this rank's documents, exchanges lengths and
+plans; the other layers, and layers replayed by gradient checkpointing, use that plan. A pre-forward hook records which
+model runs, because options of `enable` belong to the model and its copies.
 
-Only training uses the pool: a module in training mode, in a forward that records gradients. Evaluation and generation
-are computed locally, so ranks may run unequal numbers of batches of them. With `evaluation="pool"` documents of
-evaluation may span ranks, and all ranks evaluate the same number of batches. Options of `enable` stay with the model
-and its copies: a hook notes which model runs, ahead of its masks.
+Only training (training mode, gradients enabled) uses the pool. Evaluation and generation are computed locally, so ranks
+may run different numbers of batches. With `evaluation="pool"` documents may span ranks in evaluation too, and all ranks
+must evaluate the same number of batches.
 
-Served are models with causal softmax attention over documents or windows of them. Layers that carry a state along a
-document may stand beside it, if every document stays whole on a rank. Other models are refused by name.
+Supported are models with causal softmax attention over documents or sliding windows, and models that mix it with layers
+that carry a state along a document, if documents do not span ranks. Other models are refused by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ check_version("transformers", transformers.__version__)
 NAME = "distca"
 EVALUATION = ("home", "pool")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATEFUL = {"linear_attention", "mamba", "conv"}                # layers that carry state along a document
+_STATEFUL = {"linear_attention", "mamba", "conv"}                # layer types with a state along the document
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LOG = logging.getLogger("distca")
 
@@ -61,9 +61,10 @@ def enable(
 ) -> PackedAttention:
     """Balance this model's attention over the ranks of `group`, or refuse the model by name. Call it on every rank.
 
-    `group` None is the default group, also if torch.distributed is initialized later. A group of its own
-    (`dist.new_group()`) lets exchanges overtake the trainer's collectives. The rest is CoreAttention's and plan's.
-    `evaluation` "pool" lets documents span ranks in evaluation too; every rank then runs the same number of batches.
+    `group` None is the default group, also if torch.distributed is initialized later. A separate group
+    (`dist.new_group()`) lets exchanges overlap with the trainer's collectives. `evaluation` "pool" lets documents span
+    ranks in evaluation too; every rank then runs the same number of batches. Other options are passed to CoreAttention
+    and `plan`.
     """
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
@@ -91,7 +92,7 @@ def enable(
 
 
 def _check_config(config: PreTrainedConfig) -> None:
-    """Refuse, by name, a model whose attention is not causal softmax over documents or windows of them."""
+    """Refuse a model whose attention is not causal softmax over documents or sliding windows."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise _refused(config, "it has cross-attention")
     if config.get_text_config(decoder=True) is not config:
@@ -110,7 +111,7 @@ def _check_config(config: PreTrainedConfig) -> None:
 
 
 def _stateful_reason(config: PreTrainedConfig) -> str | None:
-    """Why documents of this model cannot span ranks; None if they can."""
+    """Return why documents of this model cannot span ranks, or None if they can."""
     kinds = sorted(set(getattr(config, "layer_types", None) or []) & _STATEFUL)
     return None if not kinds else (f"its {', '.join(kinds)} layers carry a state along each document, which does not "
                                    "cross ranks; give every rank whole documents")
@@ -121,16 +122,16 @@ def _refused(config: Any, reason: str) -> ValueError:
 
 
 def _mask_makers(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The innermost models, without the models with heads around them."""
+    """Return the innermost models, which build the masks, without the models with heads that wrap them."""
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in models if not any(isinstance(below, PreTrainedModel) for below in part.children())]
 
 
 @torch.compiler.disable(reason="looks at values")
 def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Note, ahead of a model's masks, whose they are, and refuse masks that number documents.
+    """Record the running model before its masks are built, and refuse masks that number documents.
 
-    Transformers turns any mask into ones and zeros, which would make one document of 1, 1, 2, 2.
+    Transformers converts any mask to ones and zeros, which would merge the documents of 1, 1, 2, 2 into one.
     """
     served = attached(module)
     served.forward, served.generates, served.refused = None, named.get("past_key_values") is not None, None
@@ -141,17 +142,17 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
                 f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
                 "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
     is_made = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
-    _RUNNING.set(None if is_made and not module.training else served)  # masks for a static cache are made already
+    _RUNNING.set(None if is_made and not module.training else served)  # masks of a static cache already exist
 
 
 class _Forward:
-    """One forward of one model; made with its first mask, and given a batch by its first layer."""
+    """One forward of a model: created with its first mask; its first layer sets the batch."""
 
     def __init__(self, served: _Served) -> None:
         self.served, self.attention, self.refused = served, served.attention, served.refused
         self.in_pool = served.pool_evaluation and not served.generates
         self.windows: set[int | None] = set()
-        self.padding: torch.Tensor | None = None                 # [rows, tokens], true for tokens that count
+        self.padding: torch.Tensor | None = None                 # [rows, tokens], false for padding
         self.records = False
         self.batch: PackedBatch | None = None
         self.kept: torch.Tensor | None = None                    # index of the tokens that are not padding
@@ -159,7 +160,7 @@ class _Forward:
     def mask(self, window: int | None, padding: torch.Tensor | None) -> PackedMask:
         self.windows.add(window)
         self.padding = padding
-        self.records = torch.is_grad_enabled()                   # of the model; checkpointed layers see otherwise
+        self.records = torch.is_grad_enabled()                   # in the model; checkpointed layers run without
         return PackedMask(self, window)
 
     def begin(self, module: torch.nn.Module, qkv: Qkv, about: dict[str, Any]) -> PackedBatch:
@@ -175,7 +176,7 @@ class _Forward:
         return self.batch
 
     def _read(self, query: torch.Tensor, about: dict[str, Any]) -> RowSlices | ValueError:
-        """This rank's slices, or the error of its batch."""
+        """Return this rank's slices, or the error of its batch."""
         try:
             if self.refused is not None:
                 raise self.refused
@@ -188,25 +189,25 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True)
 class PackedMask:
-    """The mask that layers get."""
+    """The mask that layers get: a reference to its forward."""
 
     forward: _Forward
     window: int | None
 
     def contiguous(self) -> PackedMask:
-        """`generate` calls this on the masks it makes for static caches."""
+        """Return self; `generate` calls this on masks of static caches."""
         return self
 
 
 @dataclass(slots=True)
 class _Served:
-    """State of an enabled model, or of models that share a config and were only given the attention's name."""
+    """State of an enabled model, or of all models with one config that set attn_implementation="distca"."""
 
     attention: PackedAttention
     pool_evaluation: bool
     whole_only: str | None                                       # why documents cannot span ranks
-    forward: _Forward | None = field(default=None, repr=False)   # whose masks are being made
-    generates: bool = False                                      # into a cache, each rank at its own pace
+    forward: _Forward | None = field(default=None, repr=False)   # whose masks are being built
+    generates: bool = False                                      # fills a cache; ranks are not synchronized
     refused: ValueError | None = field(default=None, repr=False)  # error of this forward's batch
 
     @classmethod
@@ -219,15 +220,15 @@ class _Served:
         return self.attention.latest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model has the same options, but its own forwards."""
+        """Copy the options but not the forwards."""
         return _Served, (self.attention, self.pool_evaluation, self.whole_only)
 
 
-_RUNNING: ContextVar[_Served | None] = ContextVar("running", default=None)  # the model whose masks are being made
+_RUNNING: ContextVar[_Served | None] = ContextVar("running", default=None)  # the model whose masks are being built
 
 
 def _served(config: PreTrainedConfig) -> _Served:
-    """The running model's state; models that were only given the attention's name use the default group."""
+    """Return the running model's state; models without `enable` use the default group."""
     if (served := _RUNNING.get()) is not None:
         return served
     if attached(config) is None:
@@ -239,7 +240,7 @@ def _served(config: PreTrainedConfig) -> _Served:
 def packed_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **about: Any
 ) -> PackedMask | torch.Tensor | None:
-    """Transformers' mask interface: a PackedMask, or sdpa's dense mask if a cache already holds keys."""
+    """Return a PackedMask, or sdpa's dense mask if a cache already holds keys (Transformers' mask interface)."""
     begins_at_zero = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     if q_length != kv_length or not begins_at_zero:
         if not torch.compiler.is_compiling():
@@ -256,7 +257,7 @@ def _mask_of_forward(config: PreTrainedConfig, window: int | None, padding: torc
     served = _served(config)
     forward = served.forward
     if forward is None or forward.batch is not None or window in forward.windows:
-        forward = served.forward = _Forward(served)              # each forward makes each kind of mask once
+        forward = served.forward = _Forward(served)              # a forward builds each kind of mask only once
     return forward.mask(window, padding)
 
 
@@ -264,7 +265,7 @@ def packed_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     dropout: float = 0.0, scaling: float | None = None, **about: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface: query [rows, heads, tokens, dim] -> out [rows, tokens, heads, dim]."""
+    """Attend query [rows, heads, tokens, dim]; return [rows, tokens, heads, dim] (Transformers' interface)."""
     if not isinstance(attention_mask, PackedMask):
         return _ordinary(module, (query, key, value), attention_mask, dropout, scaling, about)
     return _attend(module, (query, key, value), attention_mask, dropout, scaling, about), None
@@ -274,7 +275,7 @@ def packed_attention(
 def _attend(
     module: torch.nn.Module, qkv: Qkv, mask: PackedMask, dropout: float, scaling: float | None, about: dict[str, Any]
 ) -> torch.Tensor:
-    _RUNNING.set(None)                                           # all masks are made
+    _RUNNING.set(None)                                           # all masks have been built
     _check_call(module, qkv, dropout, about)
     device, forward = qkv[0].device.type, mask.forward
     if torch.is_autocast_enabled(device):                        # rotary embeddings may leave q and k wider than v
@@ -290,7 +291,7 @@ def _attend(
 
 
 def _flat(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """[rows, heads, tokens, dim] -> [tokens of all rows, heads, dim], without padding."""
+    """Reshape [rows, heads, tokens, dim] to [tokens of all rows, heads, dim], without padding."""
     tokens = x.transpose(1, 2).flatten(0, 1)
     return tokens if kept is None else tokens.index_select(0, kept)
 
@@ -311,7 +312,7 @@ def _ordinary(
     module: torch.nn.Module, qkv: Qkv, attention_mask: torch.Tensor | None, dropout: float, scaling: float | None,
     about: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' own attention, for decoding with a cache and for masks of the user."""
+    """Call Transformers' attention, for decoding with a cache and for the user's masks."""
     if module.training and qkv[0].shape[2] == qkv[1].shape[2]:
         given = "none" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
         error = UserError(f"attention_mask is a mask of your own ({given}) and training with distca makes its own; "
@@ -332,12 +333,12 @@ def _ordinary(
         return sdpa_attention_forward(module, *qkv, attention_mask, dropout, scaling, **about)
     if attention_mask is not None and attention_mask.dtype is torch.bool:
         attention_mask = attention_mask.logical_not() * torch.finfo(qkv[0].dtype).min
-    out, _ = _formula(type(module))(module, *qkv, attention_mask, scaling=scaling, dropout=dropout, **about)
+    out, _ = _eager_attention(type(module))(module, *qkv, attention_mask, scaling=scaling, dropout=dropout, **about)
     return out, None
 
 
-def _formula(kind: type[torch.nn.Module]) -> Any:
-    """The model's own eager attention, with its softcap and sinks; every model has it under this name."""
+def _eager_attention(kind: type[torch.nn.Module]) -> Any:
+    """Return the model's eager attention, with softcap and sinks; every model's module defines this name."""
     modules = (sys.modules[above.__module__] for above in kind.__mro__)
     return next(module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward"))
 

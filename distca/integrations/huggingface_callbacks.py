@@ -1,7 +1,7 @@
-"""Callbacks that report attention in the Trainer's logs: printed, or as figures beside the loss.
+"""Callbacks that report attention work and waits in the Trainer's logs, printed or as metrics beside the loss.
 
-Figures are means over the optimizer steps since the last log. Work is the plan's; bytes and seconds are measured on the
-rank that logs.
+Metrics are means over the optimizer steps since the last log. Work is planned; bytes and seconds are measured on the
+logging rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FIGURES = ("attention_work_at_home", "attention_work", "attention_moved_bytes", 
 
 
 class AttentionWork(TrainerCallback):
-    """Print, whenever the Trainer logs, the largest attention work of a rank over the mean, at home and as planned."""
+    """Print the max/mean of attention work over ranks, at home and as planned, whenever the Trainer logs."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []                # since the last log, a pair per optimizer step
+        self.seen: list[tuple[float, float]] = []                # since the last log: (home, planned) per step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         if state.is_world_process_zero:
@@ -42,9 +42,9 @@ class AttentionWork(TrainerCallback):
 
 
 class AttentionLogs(TrainerCallback):
-    """Add five figures to every log of training, for TensorBoard, W&B, MLflow and `trainer.state.log_history`.
+    """Add five metrics to every training log, for TensorBoard, W&B, MLflow and `trainer.state.log_history`.
 
-    `AttentionLogs.add_to(trainer)` puts it ahead of the callbacks that report, so that they see its figures.
+    `AttentionLogs.add_to(trainer)` inserts it before the reporting callbacks, so that they see its metrics.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class AttentionLogs(TrainerCallback):
 
     @classmethod
     def add_to(cls, trainer: Trainer) -> AttentionLogs:
-        made = cls()
-        trainer.callback_handler.callbacks.insert(0, made)
-        return made
+        callback = cls()
+        trainer.callback_handler.callbacks.insert(0, callback)
+        return callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
@@ -87,10 +87,10 @@ class AttentionLogs(TrainerCallback):
 
 
 def figures(plan: Plan, trace: StepTrace, rank: int) -> tuple[float, ...]:
-    """FIGURES of one optimizer step.
+    """Return the FIGURES of one optimizer step.
 
-    Seconds saved are those of the busiest rank without moving attention, less those of the busiest server, both at this
-    rank's measured rate, and less this rank's wait.
+    Seconds saved: attention of the busiest rank at home minus that of the busiest server, both at this rank's measured
+    rate, minus this rank's wait.
     """
     summary = plan.summary()
     seconds, wait = (sum(span.stop_seconds - span.start_seconds for span in trace.spans if span.lane == lane)

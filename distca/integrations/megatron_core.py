@@ -1,14 +1,12 @@
 """Megatron-Core with balanced attention: a core-attention module for a layer spec.
 
-`enable(layer_spec)` puts it into any decoder layer's spec, and `gpt_layer_local` is a spec for `--spec`. Documents come
-as `packed_seq_params` (THD), which every layer gets, also when `core_attn` recomputation replays it. The pool is the
-data-parallel ranks of a pipeline stage with the same tensor-parallel index. They hold the same layers and heads and run
-the same schedule, so they make the same calls in the same order. Ranks of other stages are at another layer or in
-another phase at that moment, so no pool spans stages. Batches that are not packed use Megatron's own attention.
+`enable(layer_spec)` inserts the module into any decoder layer's spec; `gpt_layer_local` is a spec for `--spec`. Every
+layer gets the documents as `packed_seq_params` (THD). The pool is the data-parallel ranks of a pipeline stage with the
+same tensor-parallel index, because these ranks run the same layers and heads in the same order; ranks of other stages
+do not. Batches that are not packed use Megatron's attention.
 
-THD has no field for where a row begins in its document, and Megatron's RoPE begins every sequence at 0. Documents that
-span ranks therefore need `follow_positions(model)`: attention and RoPE then use the `position_ids` of GPTModel's
-forward.
+THD has no field for a row's first position in its document, and Megatron's RoPE begins every sequence at 0. Documents
+that span ranks therefore need `follow_positions(model)`: attention and RoPE then use GPTModel's `position_ids`.
 """
 
 from __future__ import annotations
@@ -45,15 +43,15 @@ except ImportError as error:
 check_version("megatron-core", megatron.core.__version__)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-_ROTATED = ("rope", "learned_absolute", "none")                  # position embeddings that can begin anywhere
-_POSITIONS = "distca_positions"                                  # on packed_seq_params: [tokens], on the host
+_ROTATED = ("rope", "learned_absolute", "none")                  # position embeddings that can begin past 0
+_POSITIONS = "distca_positions"                                  # attribute of packed_seq_params: [tokens], on the host
 
 
 class BalancedCoreAttention(MegatronModule):
-    """Core attention over packed documents, computed where the plan says, by Megatron's protocol.
+    """Megatron core attention over packed documents, computed on the plan's servers.
 
     `group` is the pool, by default the data-parallel ranks. Its ranks must run the same layers in the same order.
-    `options` are PackedAttention's, `others` Megatron's for attention that is not packed.
+    `options` are passed to PackedAttention, `others` to Megatron's attention for batches that are not packed.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class BalancedCoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [tokens, heads, dim], key and value [tokens, kv_heads, dim] -> [tokens, heads * dim]."""
+        """Attend query [tokens, heads, dim] to key, value [tokens, kv_heads, dim]; return [tokens, heads * dim]."""
         if packed_seq_params is None:
             return self.unpacked(query, key, value, attention_mask, attn_mask_type=attn_mask_type,
                                  attention_bias=attention_bias)
@@ -107,9 +105,9 @@ def enable(
     layer_spec: ModuleSpec, group: dist.ProcessGroup | None = None, *, tolerance: float = 0.05, kernel: str = "auto",
     state: str = "resend", transport: str | Transport = "c10d",
 ) -> ModuleSpec:
-    """The spec of a decoder layer, with its self-attention's core replaced; the given spec is not changed.
+    """Return a copy of a decoder layer's spec with balanced core attention.
 
-    `group` None is Megatron's data-parallel group. The rest is plan's and CoreAttention's.
+    `group` None is Megatron's data-parallel group. Other options are passed to `plan` and CoreAttention.
     """
     attention = getattr(layer_spec.submodules, "self_attention", None)
     if not isinstance(attention, ModuleSpec) or not hasattr(attention.submodules, "core_attention"):
@@ -124,8 +122,8 @@ def enable(
 def follow_positions(model: torch.nn.Module) -> torch.nn.Module:
     """Let documents span ranks: RoPE and attention of the GPTModel inside use the `position_ids` of its forward.
 
-    A row whose first position is not 0 continues the document that the data-parallel rank before ended with. Every
-    pipeline stage passes `position_ids` then.
+    A row whose first position is not 0 continues the last document of the previous data-parallel rank. Every pipeline
+    stage must then pass `position_ids`.
     """
     found = [part for part in model.modules() if isinstance(part, GPTModel)]
     if not found:
@@ -143,7 +141,7 @@ def follow_positions(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Keep positions on `packed_seq_params`, which attention of all layers gets, and on the model for RoPE."""
+    """Store positions on `packed_seq_params`, which all attention layers get, and on the model for RoPE."""
     packed = named.get("packed_seq_params")
     position_ids = named.get("position_ids", inputs[1] if len(inputs) > 1 else None)
     gpt.distca_positions = None
@@ -153,18 +151,18 @@ def _note_positions(gpt: Any, inputs: tuple[Any, ...], named: dict[str, Any]) ->
         raise UserError("packed_seq_params came without position_ids; pass them to every pipeline stage, or leave out "
                         "follow_positions where documents do not span ranks")
     positions = position_ids.reshape(-1)
-    setattr(packed, _POSITIONS, positions.to("cpu", copy=True))  # as they are now, whatever the buffer holds later
+    setattr(packed, _POSITIONS, positions.to("cpu", copy=True))  # the buffer may be refilled
     gpt.distca_positions = positions if len(positions) and int(positions[0]) else None
 
 
 def _rotate_by_position(gpt: Any, rotary: Any, _: Any, angles: torch.Tensor) -> torch.Tensor:
-    """[tokens, 1, 1, dim] One angle per packed token; Megatron uses them unchanged if there are as many as tokens."""
+    """Return angles [tokens, 1, 1, dim], one per packed token; Megatron then uses them without slicing."""
     positions = gpt.distca_positions
     return angles if positions is None else rotary.get_emb(int(positions.max()) + 1)[positions]
 
 
 def _edges(packed: PackedSeqParams) -> PackedEdges:
-    """Where documents begin and end; padding after a document's tokens is part of it, and causal attention hides it."""
+    """Return the edges of documents; padding after a document counts as part of it, which causal attention hides."""
     if packed.qkv_format != "thd":
         raise UserError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}; give 'thd'")
     edges = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
@@ -173,7 +171,7 @@ def _edges(packed: PackedSeqParams) -> PackedEdges:
 
 
 def _check_lengths(packed: PackedSeqParams) -> None:
-    """Refuse documents that do not fit the other fields of packed_seq_params."""
+    """Refuse documents that contradict the other fields of packed_seq_params."""
     if packed.cu_seqlens_q is None:
         return
     real, padded = packed.cu_seqlens_q.diff(), packed.cu_seqlens_q_padded
@@ -186,7 +184,7 @@ def _check_lengths(packed: PackedSeqParams) -> None:
 
 
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, dropout: float) -> None:
-    """Refuse, when the model is built, attention that is not causal softmax over documents or windows of them."""
+    """Refuse, when the model is built, attention that is not causal softmax over documents or sliding windows."""
     if attention_type != "self" or config.multi_latent_attention:
         kind = "multi-latent attention" if attention_type == "self" else f"{attention_type}-attention"
         raise UserError(f"this layer has {kind}; distca serves grouped-query self-attention")
@@ -204,7 +202,7 @@ def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str, d
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Keys that a query sees, its own included: Megatron's (left, 0) counts those before it, and -1 means all."""
+    """Return the keys that a query sees, itself included; Megatron's (left, 0) excludes itself, and -1 means all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     left, right = config.window_size

@@ -1,12 +1,9 @@
-"""Plan each rank's slices of packed documents over one pool of ranks, and attend them there.
+"""Plan and compute attention over packed documents for any trainer, which knows only the tokens of its rank.
 
-A trainer knows only the tokens of its own rank. Once per forward, ahead of the first layer, ranks exchange where their
-slices begin and how long they are, in one small collective. Every rank then computes the same plan by itself, and all
-layers use it. `torch.compile` breaks its graph around all of this: lengths are numbers on the host and change with
-every batch.
-
-Where no document spans ranks, evaluation, generation and sliding windows are computed locally, without communication.
-Nothing here depends on the framework that trains.
+Once per forward, before the first layer, ranks exchange the starts and lengths of their slices in one small collective.
+Every rank then computes the same plan, and all layers use it. `torch.compile` breaks its graph here, because lengths
+are host values that change with every batch. If no document spans ranks, evaluation, generation and sliding windows are
+computed locally, without communication.
 """
 
 from __future__ import annotations
@@ -46,27 +43,27 @@ Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class PackedBatch:
     """A micro-batch of packed documents. Keep it for all layers, and until recomputation has replayed them."""
 
-    slices: RowSlices             # this rank's, in the order of its tokens
-    plan: Plan | None             # of the whole group; None: everything is computed locally
-    backward: Plan | None = None  # of the gradients, where it differs
-    rows: Rows = ()               # slices of every rank, where there is a plan
+    slices: RowSlices             # this rank's slices, in the order of its tokens
+    plan: Plan | None             # plan of the whole group; None: everything is computed locally
+    backward: Plan | None = None  # plan of backward, if it differs
+    rows: Rows = ()               # slices of every rank, if there is a plan
 
     @property
     def spans(self) -> bool:
-        """Whether a document lies on several ranks."""
+        """Whether any document is on several ranks."""
         return self.plan is not None and spans(self.plan.layout)
 
     def leaves_home(self, window: int | None) -> bool:
-        """Whether a layer with this window follows the plan: a window shorter than a document makes its work linear."""
+        """Return whether a layer with this window uses the plan: only if the window covers the longest document."""
         return self.plan is not None and (window is None or window >= int(self.plan.layout.lengths.max()))
 
 
 class PackedAttention:
-    """Attention over this rank's slices of packed documents, computed where a plan of the whole group says.
+    """Attention over this rank's slices of packed documents, computed on the servers of the group's plan.
 
-    `group` None is the default group, or this process alone where torch.distributed is not initialized. `model` gives
+    `group` None is the default group, or this process alone if torch.distributed is not initialized. `model` gives
     the bytes of a token's query and keys; None takes them from the first call. `kernel`, `state`, `transport` and
-    `recorder` are CoreAttention's. `speed` may be set between batches, to the same values on every rank.
+    `recorder` are passed to CoreAttention. `speed` may be set between batches, to the same values on every rank.
     """
 
     def __init__(
@@ -77,27 +74,27 @@ class PackedAttention:
         check_tolerance(tolerance)
         self.group, self.kernel, self.state, self.transport = group, kernel, state, transport
         self.model, self.tolerance, self.cost, self.recorder = model, tolerance, cost, recorder
-        self.latest: Plan | None = None                          # of the last batch that was planned
+        self.latest: Plan | None = None                          # plan of the last batch
         self._layout = lru_cache(PLANS_KEPT)(join_slices)
         self._plan = lru_cache(PLANS_KEPT)(self._balanced)
         self._unmoved = lru_cache(PLANS_KEPT)(self._at_home)
-        self._pool: CoreAttention | None = None                  # made when torch.distributed is initialized
-        self._table: RowTable | None = None                      # made with it
+        self._pool: CoreAttention | None = None                  # built once torch.distributed is initialized
+        self._table: RowTable | None = None                      # built together with _pool
         self._home = CoreAttention(transport=LoopbackTransport(LoopbackWorld(1), 0), kernel=kernel, state=state)
         self._speed: Sequence[float] | None = None
         self._begun = WeakTensorKeyDictionary()                  # tensor -> _Begun
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedAttention:
-        """The same group and options, without batches."""
+        """Return an attention with the same group and options, without batches."""
         return PackedAttention(**{name: getattr(self, name) for name in _OPTIONS})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Groups do not leave their process: a copy that is loaded elsewhere uses the default group there."""
+        """Pickle without the group, which is bound to its process: an unpickled copy uses the default group."""
         return partial(PackedAttention, **{name: getattr(self, name) for name in _OPTIONS if name != "group"}), ()
 
     @property
     def speed(self) -> Sequence[float] | None:
-        """Relative speeds of the group's ranks, as in `plan`; None: all equal. Plans of later batches follow."""
+        """Relative speeds of the group's ranks for later batches, as in `plan`; None: all equal."""
         return self._speed
 
     @speed.setter
@@ -106,7 +103,7 @@ class PackedAttention:
         self._plan.cache_clear()
 
     def record(self, recorder: Recorder | None) -> None:
-        """Record waits and attention of calls in the pool from now on."""
+        """Record the waits and attention of later calls that use the pool."""
         self.recorder = recorder
         if self._pool is not None:
             self._pool.recorder = recorder
@@ -117,14 +114,15 @@ class PackedAttention:
         document_ids: torch.Tensor | None = None, layer: int | None = None, scale: float | None = None,
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] at positions [tokens] -> out like q.
+        """Attend q [tokens, heads, dim] to k, v [tokens, kv_heads, dim] at positions [tokens]; return out like q.
 
-        Or [rows, tokens, heads, dim] with positions [rows, tokens]. Position 0 begins a document; a row that begins
-        later continues the document of the row before it, or of the rank before. `document_ids`, shaped like positions,
-        number the documents of all ranks where loaders put their parts elsewhere. Every rank of the group makes this
-        call. Each call reads positions and exchanges lengths, because a buffer may have been refilled. With `layer`,
-        which counts up from the model's first layer in every forward, the first layer does that for all layers that
-        pass the same tensors. `scale`, `window`, `softcap` and `sinks` are CoreAttention's.
+        Tensors may also be [rows, tokens, heads, dim] with positions [rows, tokens]. Position 0 begins a document; a
+        row that begins past 0 continues the document of the previous row or rank. If a loader uses another order,
+        `document_ids`, shaped like positions, number the documents of all ranks. All ranks of the group must call this.
+
+        Each call reads positions and exchanges lengths, because a buffer may have been refilled. With `layer`, which
+        counts up from the model's first layer in every forward, only the first layer does so for all layers that pass
+        the same tensors. `scale`, `window`, `softcap` and `sinks` are passed to CoreAttention.
         """
         def read() -> RowSlices:
             if q.shape[:-2] != position_ids.shape:
@@ -137,12 +135,12 @@ class PackedAttention:
             rows = tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in rows)  # type: ignore[assignment]
         batch = self.begin_once(position_ids, read, rows, layer=layer, beside=document_ids)
         out = self.attend(*rows, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # a view would be one more node of autograd
+        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # q itself: a view adds an autograd node
 
     def begin_edges(self, given: PackedEdges, qkv: Qkv, *, training: bool, layer: int | None = None) -> PackedBatch:
-        """The batch between cumulative lengths that every layer of a forward gets.
+        """Return the batch of the cumulative lengths that every layer of a forward gets.
 
-        Only training uses the pool: ranks may evaluate unequal numbers of batches.
+        Only training uses the pool, because ranks may evaluate different numbers of batches.
         """
         return self.begin_once(given.edges, partial(given.slices, len(qkv[0])), qkv, layer=layer,
                                beside=given.positions, in_pool=training and self.group is not None,
@@ -152,12 +150,12 @@ class PackedAttention:
         self, key: torch.Tensor, read: Callable[[], RowSlices], qkv: Qkv, *, layer: int | None,
         beside: torch.Tensor | None, in_pool: bool = True, lasting: bool = False,
     ) -> PackedBatch:
-        """The batch of the tensor `key` and the one `beside` it, read once for all layers of a forward.
+        """Return the batch of the tensors `key` and `beside`, read once for all layers of a forward.
 
         The same tensor object may have new contents: torch does not count writes in inference mode, through `.data`,
-        numpy or a CUDA graph. And if this rank's contents stayed the same, another rank's may have changed. So a call
-        reuses a batch only where every rank can know that the call belongs to the same forward: it has the next
-        `layer`, it is a replay in backward, or the tensor is `lasting`, which means never refilled.
+        numpy or a CUDA graph, and another rank's contents may have changed while this rank's did not. So a batch is
+        reused only if every rank can know that the call belongs to the same forward: it has the next `layer`, it is a
+        replay in backward, or the tensor is `lasting` (never refilled).
         """
         begun = self._begun.get(key)
         replayed = torch._C._current_graph_task_id() != -1
@@ -177,10 +175,10 @@ class PackedAttention:
         self, slices: RowSlices | Sequence[int] | ValueError, device: torch.device | str = "cpu",
         shapes: Shapes | None = None,
     ) -> PackedBatch:
-        """Exchange slices and plan; every rank calls this once per forward. `device` carries the exchange.
+        """Exchange slices and plan; every rank calls this once per forward. The exchange uses tensors on `device`.
 
-        Plain lengths are documents that lie whole on this rank; an error means that this rank has no batch. Every rank
-        raises the same ValueError if one has none, if shapes differ, or if slices do not make whole documents.
+        Plain lengths are whole documents on this rank; an error means that this rank has no valid batch. All ranks
+        raise the same ValueError if any rank passes an error, shapes differ, or slices do not form whole documents.
         """
         mine = slices if isinstance(slices, RowSlices | ValueError) else whole_documents(slices)
         rows = self._exchange(mine, torch.device(device), shapes)
@@ -188,12 +186,12 @@ class PackedAttention:
         if not any(row.start for row in rows):
             return PackedBatch(mine, None)
         self.latest = self._plan(rows, False)
-        two_plans = self.cost is not None and self.state == "resend"  # servers that keep their inputs serve both ways
+        two_plans = self.cost is not None and self.state == "resend"  # "keep": one plan for both
         return PackedBatch(mine, self.latest, self._plan(rows, True) if two_plans else None, rows)
 
     @not_compiled
     def at_home(self, slices: RowSlices | Sequence[int] | ValueError) -> PackedBatch:
-        """A batch without communication, for evaluation: ranks may run unequal numbers of these."""
+        """Return a batch without communication, for evaluation: ranks may run different numbers of batches."""
         if isinstance(slices, ValueError):
             raise slices
         mine = slices if isinstance(slices, RowSlices) else whole_documents(slices)
@@ -209,17 +207,17 @@ class PackedAttention:
         scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of this rank's slices -> out like q."""
+        """Attend q [tokens, heads, dim] to k, v [tokens, kv_heads, dim] of this rank's slices; return out like q."""
         scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         pool = self._pool or self._home
         if batch.leaves_home(window):
             assert batch.plan is not None
             return pool(q, k, v, batch.plan, backward=batch.backward, **scores)
-        if batch.spans:                                          # queries stay, and keys inside the window travel
+        if batch.spans:                                          # queries stay; keys inside the window are sent
             return pool(q, k, v, self._unmoved(batch.rows, window), window=window, **scores)
         if not batch.slices.start:
             rest = (x.sum() for x in (k, v, sinks) if x is not None)
-            return q + sum(rest)                                 # no tokens, but gradients of 0 for k, v and sinks
+            return q + sum(rest)                                 # no tokens, but zero gradients for k, v and sinks
         return self._home(q, k, v, self._unmoved((batch.slices,), None), window=window, **scores)
 
     def _exchange(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
@@ -240,7 +238,7 @@ class PackedAttention:
                        backward=backward, topology=None if self._pool is None else self._pool.topology)
 
     def _at_home(self, rows: Rows, window: int | None) -> Plan:
-        """Every query on its own rank; with a window, no keys before it travel."""
+        """Return a plan with every query on its home rank; with a window, only keys inside it are sent."""
         layout = self._layout(rows)
         tasks = tasks_at_home(layout)
         if window is not None:
@@ -256,7 +254,7 @@ class PackedAttention:
 
 @dataclass(slots=True)
 class _Begun:
-    """The batch of a tensor when it was last read, and the last layer that used the batch."""
+    """The batch of a tensor at its last read, and the last layer that used the batch."""
 
     batch: PackedBatch
     in_pool: bool
@@ -267,7 +265,7 @@ class _Begun:
 def _read(
     read: Callable[[], RowSlices], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[RowSlices | ValueError, Shapes | None]:
-    """This rank's slices and the shapes of its tensors, or the error."""
+    """Return this rank's slices and the shapes of its tensors, or the error."""
     try:
         slices = read()
         check_tensors(q, k, v)
@@ -280,27 +278,27 @@ def _read(
 
 
 def _shape_of(shapes: Shapes) -> ModelShape:
-    """A model for planning, which uses only the bytes of a token's query and keys."""
+    """Return a model for planning, which only needs the bytes of a token's query and keys."""
     heads, kv_heads, dim = shapes[:3]
     return ModelShape(name="packed", num_layers=1, hidden=heads * dim, num_heads=heads, num_kv_heads=kv_heads,
                       head_dim=dim, ffn=heads * dim, vocab=1)
 
 
 def shared_attention(group: dist.ProcessGroup | None, **options: Any) -> PackedAttention:
-    """The attention that all layers with the same pool and options share, so that they plan once.
+    """Return the attention shared by all layers with the same pool and options, so that they plan once.
 
-    Its group is None where the pool is this process alone.
+    Its group is None if the pool is this process alone.
     """
     return _shared(None if group is None or dist.get_world_size(group) == 1 else group, **options)
 
 
 _shared = cache(PackedAttention)
-_PLANNED: dict[int, Any] = {}                                    # by id of a config that models share
+_PLANNED: dict[int, Any] = {}                                    # by id of a config that several models share
 _FIELD = "_distca_planned"
 
 
 def attach(owner: object, planned: Any) -> None:
-    """Let `latest_plan` find what plans for a module, whose copies take it along, or for all models of a config."""
+    """Attach the planner of a module (copied with the module), or of all models that share a config."""
     if isinstance(owner, torch.nn.Module):
         setattr(owner, _FIELD, planned)
         return
@@ -314,7 +312,7 @@ def attached(owner: object) -> Any:
 
 
 def latest_plan(model: torch.nn.Module) -> Plan:
-    """The plan of a model's last training forward, whichever trainer's `enable` it was; `summary()` says how good."""
+    """Return the plan of a model's last training forward, under any trainer; its `summary()` reports the balance."""
     modules = list(model.modules())
     for owner in (*modules, *(getattr(module, "config", None) for module in modules)):
         planned = attached(owner)

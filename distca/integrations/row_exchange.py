@@ -1,13 +1,12 @@
 """Exchange every rank's slices ahead of a forward, and join the slices of all ranks into documents.
 
-Each rank sends its slices and the shapes of its tensors in one small collective. A rank whose own batch is wrong takes
-part in the collective too and sends its error message, which every rank then raises: no rank waits for one that is
-gone.
+Each rank sends its slices and the shapes of its tensors in one small all-gather. A rank with an invalid batch sends its
+error message instead, and every rank raises it, so that no rank waits for one that stopped.
 
-Slices are ordered by rank, and on a rank by their tokens. A slice that begins at position 0 begins a document; one that
-begins later continues the document of the slice before it, on the same rank or on the nearest earlier rank that has
-tokens. Loaders with another order number their documents, and positions then order a document's parts. Every rank
-checks the same table, so all ranks raise the same message before any of them computes.
+Slices are ordered by rank, and on a rank by their tokens. A slice at position 0 begins a document; any other slice
+continues the document of the previous slice, which may be on an earlier rank. If a loader uses another order, it
+numbers the documents, and positions order a document's parts. All ranks check the same table, so all raise the same
+error before any of them computes.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from distca.validation import UserError
 from distca.workload.documents import check_lengths
 from distca.workload.layout import Layout
 
-FIRST_CAPACITY = 255                                             # slices of a rank that fit the first collective
+FIRST_CAPACITY = 255                                             # slices per rank in the first all-gather
 Rows = tuple[RowSlices, ...]                                     # [ranks]
-_NOT_NUMBERED = -2 ** 63                                         # not a number that a loader gives a document
+_NOT_NUMBERED = -2 ** 63                                         # no loader uses this number
 _NUMBERED = "document_ids that number the documents of all ranks"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_HEADER = 5                                                      # slices, or -bytes of an error; then heads … dtype
+_HEADER = 5                                                      # slices (or -bytes of an error), heads … dtype
 
 
 class RowTable:
-    """The collective of one group. Its capacity grows on all ranks at once, when a rank has more slices than fit."""
+    """All-gather of slices over a group. All ranks raise the capacity together if any rank has more slices."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self._capacity = group, FIRST_CAPACITY
         self._ranks = dist.get_world_size(group)
 
     def exchange(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> Rows:
-        """Every rank's slices in rank order, by one collective, or two when the capacity grows."""
+        """Return every rank's slices in rank order, after one all-gather, or two if the capacity grows."""
         while True:
             table = self._gather(mine, device, shapes)
             _check(table, mine)
@@ -54,7 +53,7 @@ class RowTable:
             self._capacity = 2 ** most.bit_length() - 1
 
     def _gather(self, mine: RowSlices | ValueError, device: torch.device, shapes: Shapes | None) -> list[list[int]]:
-        """An entry per rank: the header, then the start, length and document of each slice that fits, or text."""
+        """Return an entry per rank: header, then start, length and document of each slice that fits, or an error."""
         entry = np.zeros(_HEADER + 3 * self._capacity, dtype=np.int64)
         if isinstance(mine, ValueError):
             text = from_text(str(mine) or repr(mine), 3 * self._capacity)
@@ -68,19 +67,19 @@ class RowTable:
         if shapes is not None:
             dtype = _DTYPES.index(shapes.dtype) if shapes.dtype in _DTYPES else len(_DTYPES)
             entry[1:_HEADER] = *shapes[:3], dtype
-        everyone = torch.empty(self._ranks, len(entry), dtype=torch.int64, device=device)
+        entries = torch.empty(self._ranks, len(entry), dtype=torch.int64, device=device)
         try:
-            dist.all_gather(list(everyone), torch.from_numpy(entry).to(device), group=self.group)
+            dist.all_gather(list(entries), torch.from_numpy(entry).to(device), group=self.group)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {dist.get_rank(self.group)} of {self._ranks}: the ranks did not exchange their lengths, because "
                 "one died, hung past the group's timeout or began another number of batches; restart from the last "
                 f"checkpoint ({first_line(error)})") from error
-        return everyone.tolist()
+        return entries.tolist()
 
 
 def _check(table: Sequence[Sequence[int]], mine: RowSlices | ValueError) -> None:
-    """Raise a rank's error, or that ranks have tensors of different shapes; the same line on every rank."""
+    """Raise a rank's error, or an error if ranks have tensors of different shapes; the same on every rank."""
     for rank, entry in enumerate(table):
         if entry[0] < 0:
             text = to_text(entry[_HEADER:_HEADER - entry[0] // 8])
@@ -99,13 +98,13 @@ def _words(kind: Sequence[int]) -> str:
 
 
 def _slices(entry: Sequence[int]) -> RowSlices:
-    sent = entry[_HEADER:_HEADER + 3 * entry[0]]
-    start, length, document = (tuple(sent[at::3]) for at in range(3))
+    triples = entry[_HEADER:_HEADER + 3 * entry[0]]
+    start, length, document = (tuple(triples[at::3]) for at in range(3))
     return RowSlices(start, length, None if all(number == _NOT_NUMBERED for number in document) else document)
 
 
 def join_slices(rows: Sequence[RowSlices]) -> Layout:
-    """The layout of every rank's slices, in rank order; refused if they do not make whole documents."""
+    """Return the layout of every rank's slices, in rank order; refuse slices that do not form whole documents."""
     start, length = (np.array(list(chain.from_iterable(column)), dtype=np.int64) for column in
                      ((row.start for row in rows), (row.length for row in rows)))
     if len(start) == 0:
@@ -127,12 +126,12 @@ def join_slices(rows: Sequence[RowSlices]) -> Layout:
 
 
 def spans(layout: Layout) -> bool:
-    """Whether a document lies on several ranks."""
+    """Return whether any document is on several ranks."""
     return bool((layout.ranks_per_document() > 1).any())
 
 
 def _in_order(rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """[slices] Documents of slices, each of which continues the slice before it unless it begins at position 0."""
+    """Return [slices] documents: a slice continues the previous slice's document unless it begins at position 0."""
     continues = start > 0
     expected = np.concatenate([[0], (start + length)[:-1]])
     wrong = np.flatnonzero(continues & (start != expected))
@@ -142,7 +141,7 @@ def _in_order(rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.nda
 
 
 def _not_continued(rank: np.ndarray, start: np.ndarray, length: np.ndarray, i: int) -> str:
-    """The message for slice i, which begins past position 0 and not where the slice before it ended."""
+    """Return the error message for slice i, which begins past position 0 but not where the previous slice ended."""
     at, here = int(start[i]), int(rank[i])
     if i == 0:
         return (f"rank {here} begins at position {at} and no rank before it has tokens, so it continues nothing; begin "
@@ -156,7 +155,7 @@ def _not_continued(rank: np.ndarray, start: np.ndarray, length: np.ndarray, i: i
 
 
 def _numbered(rows: Sequence[RowSlices], rank: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """[slices] Documents of numbered slices, in the order of the documents' first slices."""
+    """Return [slices] documents of numbered slices, in the order of the documents' first slices."""
     number = np.array(list(chain.from_iterable(row.document or () for row in rows)), dtype=np.int64)
     order = np.lexsort((start, number))
     first = np.ones(len(order), dtype=bool)

@@ -1,13 +1,12 @@
 """torchtitan with balanced attention: `--override.imports distca.integrations.torchtitan.enable`.
 
-torchtitan's override hook swaps the varlen inner attention of every layer for `BalancedAttention`, a subclass, so that
+torchtitan's override hook replaces the varlen inner attention of every layer by its subclass `BalancedAttention`, so
 the trainer still builds its packing metadata. The pool is the data-parallel ranks of a pipeline stage with the same
-tensor-parallel index. They hold the same layers and heads and run the same schedule, so they make the same calls in the
-same order whatever other stages do, and torchtitan's pipelining stays as it is.
+tensor-parallel index, because these ranks run the same layers and heads in the same order.
 
-Inner attention gets the edges of documents but no positions, and torchtitan knows only documents that begin in their
-row. So the function that turns positions into edges is wrapped: it keeps the positions, and makes edges for rows that
-continue another rank's document.
+Inner attention gets the edges of documents but no positions, and torchtitan assumes that every row begins a document.
+So the function that turns positions into edges is wrapped: the wrapper keeps the positions, and builds edges for rows
+that continue another rank's document.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ except ImportError as error:
 
 check_version("torchtitan", version("torchtitan"))
 
-_POSITIONS = WeakTensorKeyDictionary()                           # edges made here -> their positions, on the host
-_edges_of = decoder.create_varlen_metadata_for_document          # torchtitan's own
+_POSITIONS = WeakTensorKeyDictionary()                           # edges built here -> positions, on the host
+_edges_of = decoder.create_varlen_metadata_for_document          # torchtitan's function
 
 
 class BalancedAttention(VarlenAttention):
-    """Varlen attention computed where the plan says; evaluation, and a rank without peers, compute locally."""
+    """Varlen attention computed on the plan's servers; evaluation and single-rank groups compute locally."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -70,12 +69,12 @@ class BalancedAttention(VarlenAttention):
         self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, *, attention_masks: VarlenMetadata,
         scale: float | None = None, out_transform: Callable[..., torch.Tensor] | None = None, **kwargs: Any,
     ) -> torch.Tensor:
-        """q [batch, tokens, heads, dim], k and v [batch, tokens, kv_heads, dim] -> out like q."""
+        """Attend q [batch, tokens, heads, dim] to k, v [batch, tokens, kv_heads, dim]; return out like q."""
         self._check_call(q_BLNH, v_BLNH, attention_masks)
         sinks = None if out_transform is None else _sinks(out_transform)
         if q_BLNH.is_meta:                                       # the pipeline infers shapes
             return torch.empty_like(q_BLNH)
-        dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan's own does on a GPU
+        dtype = torch.bfloat16 if q_BLNH.is_cuda else v_BLNH.dtype  # as torchtitan does on a GPU
         q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BLNH, k_BLNH, v_BLNH))  # [tokens, heads, dim]
         out = self._attend(q, k, v, attention_masks, scale, sinks)
         return out.view_as(q_BLNH).to(q_BLNH.dtype)
@@ -111,27 +110,27 @@ class BalancedAttention(VarlenAttention):
 def enable(config: VarlenAttention.Config, **options: Any) -> BalancedAttention.Config:
     """Balance every varlen attention of the model; `options` are tolerance, kernel, state and transport."""
     _window(config.window_size)
-    for module in (decoder, gpt_oss):                            # which calls it by a name of its own
+    for module in (decoder, gpt_oss):                            # gpt_oss imports the function by name
         module.create_varlen_metadata_for_document = document_edges
     return derive(config, BalancedAttention.Config, **options)
 
 
 def document_edges(positions: torch.Tensor, **options: Any) -> VarlenMetadata:
-    """Edges of documents from positions [batch, tokens], also where a row continues the document of the row before."""
+    """Return the edges of documents from positions [batch, tokens]; rows may continue the previous row's document."""
     if bool((positions[:, 0] == 0).all()):
-        made = _edges_of(positions, **options)
+        metadata = _edges_of(positions, **options)
     else:
         lengths = from_positions(positions).length
         host = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
         edges = torch.tensor(host, dtype=torch.int32, device=positions.device)
-        made = VarlenMetadata(edges, edges, max(lengths), max(lengths),
-                              host if options.get("include_host_offsets") else None)
-    _POSITIONS[made.cu_seq_q] = positions.to("cpu", copy=True)   # as they are now, whatever the buffer holds later
-    return made
+        metadata = VarlenMetadata(edges, edges, max(lengths), max(lengths),
+                                  host if options.get("include_host_offsets") else None)
+    _POSITIONS[metadata.cu_seq_q] = positions.to("cpu", copy=True)   # the buffer may be refilled
+    return metadata
 
 
 def _sinks(out_transform: Any) -> torch.Tensor:
-    """The sinks of gpt-oss, which it applies to out and log-sum-exp; distca's log-sum-exp has no gradient for that."""
+    """Return the sinks of gpt-oss's out_transform, which needs a gradient through log-sum-exp that distca lacks."""
     if getattr(out_transform, "__func__", None) is not gpt_oss.Attention._apply_sinks:
         name = getattr(out_transform, "__qualname__", out_transform)
         raise UserError(f"the model passes out_transform {name} to its attention; distca serves that of gpt-oss "
@@ -141,7 +140,7 @@ def _sinks(out_transform: Any) -> torch.Tensor:
 
 
 def _data_parallel_group() -> dist.ProcessGroup | None:
-    """Found by the mesh's name: torchtitan does not call `parallelize` on modules of a model that is only sharded."""
+    """Find the group by its mesh name: torchtitan does not call `parallelize` if the model is only sharded."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     meshes = {group.group_desc: group for group in dist.distributed_c10d._world.pg_names}
@@ -150,11 +149,11 @@ def _data_parallel_group() -> dist.ProcessGroup | None:
     if "mesh_pp" not in meshes or any(meshes[name].size() > 1 for name in ("mesh_pp", "mesh_tp", "mesh_cp")):
         raise UserError("torchtitan has made no mesh of data-parallel ranks, over which its attention could be "
                         "balanced; train with its Trainer, or call model.parallelize(parallel_dims)")
-    return dist.group.WORLD                                      # a mesh of all ranks uses it without naming it
+    return dist.group.WORLD                                      # a mesh of all ranks reuses WORLD, unnamed
 
 
 def _window(window_size: tuple[int, int]) -> int | None:
-    """Keys that a query sees, its own included: torchtitan's (left, 0) counts those before it, and -1 means all."""
+    """Return the keys that a query sees, itself included; torchtitan's (left, 0) excludes itself, and -1 means all."""
     left, right = window_size
     if right != 0 or left < -1:
         raise UserError(f"window_size is {window_size}; distca serves causal attention: (-1, 0), or (left, 0)")
