@@ -1,13 +1,13 @@
 """Tokenize conversations, with the loss on the assistant's turns alone.
 
-The tokenizer's own chat template renders them, in the same sandbox as in transformers, so that a model is trained on
-the prompts that it will get. If a conversation reaches a {% generation %} block of the template, the text of the block
-is in the loss. Otherwise a turn is found by rendering twice: all messages before the turn with the prompt to generate,
-and the same with the turn. The text that the second adds is in the loss, the end of the turn included.
+The tokenizer's chat template renders them, in the same sandbox as in transformers, so that training and inference use
+the same prompts. If a conversation reaches a {% generation %} block of the template, the text of the block is in the
+loss. Otherwise each assistant turn is rendered twice: the messages before the turn with the generation prompt, then the
+messages up to and including the turn. The text that the second adds, with its end-of-turn token, is in the loss.
 
-Some templates write earlier turns differently once others follow (they drop thoughts). Such a conversation becomes one
-document for each of the assistant's turns, as the model sees it at that turn. Templates do not get the date, so that
-the same data always give the same tokens.
+Some templates render earlier turns differently once others follow (they drop thoughts). Such a conversation becomes one
+document per assistant turn, as the model sees it at that turn. Templates do not get the date, so that the same data
+always give the same tokens.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distca.corpus.tables import Record
-from distca.corpus.tokenizers import TextTokenizer, Tokens, in_groups, tokenizer_file
-from distca.validation import UserError, plain, read_json, read_text, short
+from distca.corpus.tokenizers import TextTokenizer, Tokens, in_groups, json_object, tokenizer_file
+from distca.validation import UserError, plain, read_text, short
 
 LOG = logging.getLogger("distca")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MARKS = "__generation_marks__"                      # what the rendering context calls them
-_MARK, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode has no such characters and never will
+_MARKS = "__generation_marks__"                      # variable of the rendering context
+_MARK, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode noncharacters
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -40,7 +39,7 @@ class Rendered(NamedTuple):
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    by_turns: bool = True  # found by rendering twice, not by generation blocks
+    by_turns: bool = True  # spans were found by rendering turns twice, not by generation blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class ChatTemplate:
     """A compiled chat template and the special tokens that it may use."""
 
     template: Any
-    has_blocks: bool  # generation blocks that Jinja sees, whether a conversation reaches them or not
+    has_blocks: bool  # the source has generation blocks; a conversation may still reach none of them
     special_tokens: dict[str, str]
 
     def documents(self, where: str, messages: Messages) -> list[Rendered]:
@@ -58,10 +57,10 @@ class ChatTemplate:
         return [marked] if marked is not None else self._turns(where, messages, whole)
 
     def _marked(self, where: str, messages: Messages, whole: str) -> Rendered | None:
-        """Find the text of generation blocks; None if the conversation reaches none.
+        """Find the text of generation blocks; return None if the conversation reaches none.
 
-        The conversation is rendered again with marks around blocks that do not occur in the text. Without the marks it
-        must be the same text, however the template passes blocks on (in macros, captured by set).
+        Render the conversation again with marks around blocks, chosen so that they do not occur in its text. Without
+        the marks, this rendering must equal `whole`; it does not if the template trims or measures a block's text.
         """
         number = next(number for number in count() if f"{_MARK}{number}" not in whole)
         marks = f"{_MARK}{number}{_OPEN}", f"{_MARK}{number}{_CLOSE}"
@@ -97,7 +96,7 @@ class ChatTemplate:
                 messages=[dict(message) for message in messages], tools=None, documents=None,
                 add_generation_prompt=prompt, **self.special_tokens, **{_MARKS: marks})
             text.encode("utf-8")
-        except Exception as error:  # whatever a template does
+        except Exception as error:  # a template can raise anything
             reason = plain(" ".join(str(error).split()))[:200] or type(error).__name__
             if isinstance(error, UnicodeEncodeError):
                 reason = "half a surrogate pair"
@@ -109,7 +108,7 @@ class ChatTemplate:
 def load_chat_template(tokenizer: str) -> ChatTemplate:
     """Load the template beside a tokenizer.json: chat_template.jinja, or the one in tokenizer_config.json."""
     folder = tokenizer_file(tokenizer, "data.tokenizer").parent
-    config = _object(folder / "tokenizer_config.json")
+    config = json_object(folder / "tokenizer_config.json")
     source = config.get("chat_template")
     if isinstance(source, list):
         source = next((one.get("template") for one in source
@@ -120,14 +119,14 @@ def load_chat_template(tokenizer: str) -> ChatTemplate:
         raise UserError(f"data.content is 'chat' but {folder} has no chat template; put the model's "
                         "tokenizer_config.json or chat_template.jinja beside tokenizer.json")
     if "added_tokens_decoder" not in config:
-        config |= _object(folder / "special_tokens_map.json")  # where older versions of transformers name them
+        config |= json_object(folder / "special_tokens_map.json")  # older versions of transformers name them there
     named = {name: value.get("content") if isinstance(value, dict) else value
              for name in SPECIAL_TOKENS if (value := config.get(name)) is not None}
     return compile_template(source, {name: value for name, value in named.items() if isinstance(value, str)})
 
 
 def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplate:
-    """Compile a Jinja source as transformers does."""
+    """Compile a Jinja source in the environment that transformers uses."""
     try:
         environment = _environment()
     except ImportError:
@@ -138,14 +137,14 @@ def compile_template(source: str, special_tokens: dict[str, str]) -> ChatTemplat
     try:
         blocks = environment.parse(source).find_all(ExtensionAttribute)
         return ChatTemplate(environment.from_string(source), any(True for _ in blocks), special_tokens)
-    except Exception as error:  # TemplateSyntaxError, or Python's own, of what Jinja makes of a template
+    except Exception as error:  # Jinja's TemplateSyntaxError, or an error of Python in the generated code
         reason = plain(" ".join(str(error).split()))[:200]
         raise UserError(f"the chat template beside data.tokenizer is no Jinja template ({reason}); repair "
                         "it") from None
 
 
 def _environment() -> Any:
-    """Return the sandbox with the extensions, filters and globals that templates may use."""
+    """Return a sandbox with the extensions, filters and globals that chat templates may use."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import CallBlock
@@ -177,7 +176,7 @@ def _environment() -> Any:
 
 
 def messages_of(records: Iterable[Record], field: str) -> Iterator[tuple[str, Messages]]:
-    """Yield each conversation's position for errors, and its messages: each with a role and a content."""
+    """Yield each conversation's position in its file (for errors) and its messages, each with role and content."""
     for record in records:
         messages = record.value(field, list, "a list of messages")
         for number, message in enumerate(messages):
@@ -187,7 +186,7 @@ def messages_of(records: Iterable[Record], field: str) -> Iterator[tuple[str, Me
             if not isinstance(message.get("content", ""), str | list | None):
                 raise UserError(f"{record.where} has content {short(message['content'])} in message {number}, not "
                                 "text; repair or drop it")
-        # a table gives every message all keys that any has; templates ask whether a key is there
+        # tables add the keys of all messages to each, with null values; templates test whether a key exists
         yield record.where, [{"content": "", **{key: value for key, value in message.items() if value is not None}}
                              for message in messages]
 
@@ -195,7 +194,7 @@ def messages_of(records: Iterable[Record], field: str) -> Iterator[tuple[str, Me
 def encoded_chats(
     conversations: Iterable[tuple[str, Messages]], template: ChatTemplate, tokenizer: TextTokenizer
 ) -> Iterator[Tokens]:
-    """Tokenize conversations, some at a time."""
+    """Tokenize conversations in groups; log how many of them reach no generation block."""
     num_by_turns = 0
 
     def rendered() -> Iterator[Rendered]:
@@ -214,7 +213,7 @@ def encoded_chats(
 
 
 def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return which tokens overlap one of the spans, [tokens] bool; a token without characters counts as one long."""
+    """Return which tokens overlap one of the spans, [tokens] bool; an empty token counts as one character long."""
     start, stop = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     stop = np.maximum(stop, start + 1)
     found = np.zeros(len(start), dtype=bool)
@@ -224,7 +223,7 @@ def tokens_in(spans: Iterable[tuple[int, int]], offsets: Sequence[tuple[int, int
 
 
 def _between(parts: Iterable[str], opening: str, closing: str) -> Rendered | None:
-    """Join the parts without the marks and return the spans between marks; None if marks are unbalanced."""
+    """Join the parts without the marks and return the spans between them; None if the marks are unbalanced."""
     spans, texts, at, depth, start = [], [], 0, 0, 0
     for part in parts:
         if part == opening:
@@ -242,13 +241,7 @@ def _between(parts: Iterable[str], opening: str, closing: str) -> Rendered | Non
     return Rendered("".join(texts), tuple(spans), by_turns=False) if depth == 0 else None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none."""
-    found = read_json(path) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Dump JSON without the HTML escapes of Jinja's own filter."""
+    """Dump JSON without the HTML escapes of Jinja's filter of this name."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

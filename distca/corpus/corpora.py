@@ -1,10 +1,9 @@
 """Open documents as tokens for training: the standard library, texts, JSON lines, tables, and Megatron datasets.
 
-Packing needs every document's length before it reads one token, and any token of any document later. Most sources are
-therefore read and tokenized once and kept in memory, by every rank for itself: two bytes a token if the vocabulary has
-at most 65,536 tokens and four otherwise, one more where documents say which tokens are in the loss, eight a document,
-and up to an eighth more while the arrays grow. The texts themselves are not kept. What does not fit belongs in a
-Megatron dataset, which is memory-mapped.
+Packing needs the length of every document first, and tokens of arbitrary documents later. So every rank reads and
+tokenizes most sources once and keeps the tokens in memory: 2 bytes per token if the vocabulary has at most 65,536
+tokens and 4 otherwise, 1 more if documents have a loss mask, 8 per document, and up to an eighth more while the arrays
+grow. Texts are not kept. A corpus that does not fit belongs in a Megatron dataset, which is memory-mapped.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from distca.validation import UserError, short
 from distca.workload.documents import IGNORED
 
 SOURCES = ("stdlib", "text", "jsonl", "table", "megatron")
-FIELDS = {"text": "text", "chat": "messages", "tokens": "input_ids"}  # kind of content -> its usual key or column
-MASK_FIELDS = ("loss_mask", "labels")  # beside the tokens, the first that a record has
+FIELDS = {"text": "text", "chat": "messages", "tokens": "input_ids"}  # kind of content -> default key or column
+MASK_FIELDS = ("loss_mask", "labels")  # keys of a loss mask beside the tokens; the first that exists is used
 MAX_TOKEN = 2**31 - 1
 LOG = logging.getLogger("distca")
 
-_FIRST_REPORT_SECONDS = 1.0   # of reading; then at every doubling
+_FIRST_REPORT_SECONDS = 1.0   # progress is logged after this time, then each time that the time has doubled
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -44,11 +43,8 @@ class Corpus(Protocol):
     """Documents by number. Lengths count every token, an end-of-document token included."""
 
     @property
-    def num_documents(self) -> int: ...
-
-    @property
     def vocab(self) -> int | None:
-        """Every token is below this; None if only reading all of them could tell."""
+        """Upper bound of all tokens, exclusive; None if unknown."""
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each document, [documents]."""
@@ -57,7 +53,7 @@ class Corpus(Protocol):
         """Return the tokens of one document, [length] of any integer type."""
 
     def in_loss(self, document: int) -> np.ndarray | None:
-        """Return which tokens of one document the model is to predict, [length] bool; None if all."""
+        """Return which tokens of one document are in the loss, [length] bool; None if all are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,16 +63,12 @@ class MemoryCorpus:
     data: np.ndarray   # [tokens]
     stops: np.ndarray  # [documents] end of each in `data`
     vocab: int | None
-    loss: np.ndarray | None = None  # [tokens] bool, those in the loss; None if all
+    loss: np.ndarray | None = None  # [tokens] bool, whether a token is in the loss; None if all are
 
     def __post_init__(self) -> None:
         for column in (self.data, self.stops, self.loss):
             if column is not None:
                 column.setflags(write=False)
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.stops)
 
     def lengths(self) -> np.ndarray:
         return np.diff(self.stops, prepend=0)
@@ -93,14 +85,10 @@ class MemoryCorpus:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOfCorpus:
-    """Some documents of another corpus, with numbers of their own."""
+    """Some documents of another corpus, numbered from 0."""
 
     whole: Corpus
-    documents: np.ndarray  # [documents] their numbers in `whole`
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents)
+    documents: np.ndarray  # [documents] number of each in `whole`
 
     @property
     def vocab(self) -> int | None:
@@ -118,18 +106,14 @@ class PartOfCorpus:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronCorpus:
-    """A memory-mapped .bin/.idx dataset; a document is the tokens of one or several sequences in order."""
+    """A memory-mapped .bin/.idx dataset; a document consists of one or several sequences."""
 
-    data: np.ndarray       # [bytes] of the .bin file
+    data: np.ndarray          # [bytes] of the .bin file
     vocab: int | None
     dtype: np.dtype
     sequence_len: np.ndarray  # [sequences] tokens
-    begins: np.ndarray     # [sequences] offset of each in `data`
-    documents: np.ndarray  # [documents + 1] first sequence of each document, then the number of sequences
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents) - 1
+    begins: np.ndarray        # [sequences] offset of each in `data`
+    documents: np.ndarray     # [documents + 1] first sequence of each document, then the number of sequences
 
     def lengths(self) -> np.ndarray:
         before = np.concatenate([[0], np.cumsum(self.sequence_len, dtype=np.int64)])
@@ -148,7 +132,7 @@ def open_corpus(
     source: str, path: str = "", *, content: str = "text", field: str = "", split: str = "", tokenizer: str = "",
     vocab: int = 0,
 ) -> Corpus:
-    """Open the documents that the settings [data] name, each parameter by the same name there."""
+    """Open the corpus of the settings [data]; parameters have the names of its fields."""
     if source not in SOURCES:
         raise unknown_name("data.source", source, SOURCES)
     if source == "stdlib":
@@ -175,7 +159,7 @@ def open_corpus(
 
 
 def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> MemoryCorpus:
-    """Collect the documents in order; those without a token, or without one in the loss, are left out."""
+    """Collect the documents in order, without those that have no token or no token in the loss."""
     dtype, code = (np.uint16, "H") if vocab is not None and vocab <= 2**16 else (np.int32, "i")
     data, stops, loss, num_without = array(code), array("q"), bytearray(), 0
     most = MAX_TOKEN if vocab is None else vocab - 1
@@ -207,10 +191,11 @@ def in_memory(documents: Iterable[Tokens], vocab: int | None, name: str) -> Memo
 
 def hold_out(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
     """Divide a corpus into the documents to train on and those to evaluate on."""
-    held = held_out(whole.num_documents, fraction, seed)
+    num_documents = len(whole.lengths())
+    held = held_out(num_documents, fraction, seed)
     for what, count in (("held out", held.sum()), ("left to train on", (~held).sum())):
         if count == 0:
-            raise UserError(f"eval.fraction is {fraction}, by which none of {whole.num_documents} documents is "
+            raise UserError(f"eval.fraction is {fraction}, by which none of {num_documents} documents is "
                             f"{what}; choose another fraction, or give eval.path")
     return PartOfCorpus(whole, np.flatnonzero(~held)), PartOfCorpus(whole, np.flatnonzero(held))
 
@@ -224,14 +209,14 @@ def held_out(num_documents: int, fraction: float, seed: int) -> np.ndarray:
 
 def _mixed(values: np.ndarray) -> np.ndarray:
     """Apply SplitMix64's output function, modulo 2**64."""
-    values = (values + np.uint64(0x9E3779B97F4A7C15))
+    values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _vocab(given: int, known: int | None, made_by: str) -> int | None:
-    """Return data.vocab, or else the vocabulary of the tokenizer; None if neither is known."""
+    """Return data.vocab if it is given, else the size of the tokenizer's vocabulary; None if neither is known."""
     if given and known is not None and given < known:
         raise UserError(f"data.vocab is {given} but {made_by!r} makes {known} different tokens; give at least as "
                         "many, or 0")
@@ -239,7 +224,7 @@ def _vocab(given: int, known: int | None, made_by: str) -> int | None:
 
 
 def _with_progress(documents: Iterable[Tokens], name: str) -> Iterator[Tokens]:
-    """Yield the documents; log a line now and then if reading them takes longer than a second."""
+    """Yield the documents; log the progress if reading takes longer than a second."""
     start, due, num_tokens = perf_counter(), _FIRST_REPORT_SECONDS, 0
     for number, tokens in enumerate(documents, start=1):
         num_tokens += len(tokens.ids)
@@ -260,7 +245,7 @@ def _texts_of(records: Iterable[Record], field: str) -> Iterator[Text]:
 
 
 def _tokens_of(records: Iterable[Record], field: str) -> Iterator[Tokens]:
-    """Yield documents that are tokens already, with the loss on all of them or where `loss_mask` or `labels` say."""
+    """Yield documents of tokens; all of these are in the loss, unless `loss_mask` or `labels` select some."""
     for record in records:
         ids = _whole_numbers(record, field)
         mask_field = next((name for name in MASK_FIELDS if record.fields.get(name) is not None), None)
@@ -295,9 +280,9 @@ def _whole_numbers(record: Record, field: str) -> np.ndarray:
 
 
 def open_megatron(path: str, vocab: int | None = None) -> MegatronCorpus:
-    """Open a Megatron dataset by its path with or without .bin or .idx at the end.
+    """Open a Megatron dataset by its path, with or without .bin or .idx at the end.
 
-    A torn copy would read as other documents, so every number of the index is compared with the sizes of both files.
+    A truncated copy would be read as wrong documents, so the index is checked against the sizes of both files.
     """
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     index_path, data_path = Path(prefix + ".idx"), Path(prefix + ".bin")
@@ -317,7 +302,7 @@ def open_megatron(path: str, vocab: int | None = None) -> MegatronCorpus:
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Read the type of tokens, the lengths and offsets of sequences, and the bounds of documents."""
+    """Return the type of tokens, the lengths and offsets of sequences, and the first sequence of each document."""
     content = _mapped(path)
     if content[:len(_MAGIC)].tobytes() != _MAGIC:
         raise UserError(f"{path} does not begin with {_MAGIC[:7].decode()}, as every index does that Megatron has "

@@ -1,9 +1,9 @@
 """Read the bytes and lines of users' files: plain, gzip or Zstandard, by name or from stdin.
 
-The first bytes of a file say how it is compressed, so a pipe works as well as a name. Files are read a chunk at a time.
-A few kilobytes of gzip can claim to be terabytes: a file that is read up to `max_bytes` may also unpack to no more than
-MAX_RATIO times its size, once past FREE_BYTES. Whatever is missing, torn or foreign becomes a UserError of one line
-that begins with the file's name. Before Python 3.14, reading .zst needs the package zstandard.
+The first bytes of a file determine its compression, so that pipes work too. Files are read in chunks. A few kilobytes
+of gzip may expand to terabytes: with `max_bytes`, a file may also expand to at most MAX_RATIO times its size once it
+exceeds FREE_BYTES. Missing, broken and unsupported files raise a UserError of one line that begins with the file's
+name. Before Python 3.14, reading .zst needs the package zstandard.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ CHUNK_BYTES = 2**23
 LOG = logging.getLogger("distca")
 
 _GZIP, _ZSTD, _BYTE_ORDER_MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xef\xbb\xbf"
-_PIECE_BYTES = 2**12  # compressed bytes read at a time: those of zstd may unpack to 32,768 times as many
+_PIECE_BYTES = 2**12  # compressed bytes read at a time: zstd may expand them 32,768 times
 _NAMES_SHOWN = 3
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
 @dataclass(frozen=True, slots=True)
 class LineBlock:
-    """Consecutive whole lines."""
+    """Consecutive complete lines."""
 
     first: int      # number of the first line, from 1
     content: bytes  # the last line of a file may lack its line end
 
 
 def label(path: str | Path) -> str:
-    """Return the name of a file for errors."""
+    """Return the name of a file, for errors."""
     return "stdin" if path == STDIN else str(path)
 
 
 def format_of(name: str) -> str:
-    """Return the format that the suffix of a file's name implies; "" if only the content can tell."""
+    """Return the format that the suffix of a file's name implies; "" if it implies none."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes if suffix.lower() not in COMPRESSED]
     return SUFFIXES.get(suffixes[-1], "") if suffixes else ""
 
 
 def files_below(root: Path, *, skip: Collection[str] = (), max_entries: int | None = None) -> list[Path]:
-    """List the files of a folder and its subfolders in order of path, without hidden ones and folders named in `skip`.
+    """List the files below a folder, sorted by path, without hidden files and folders and folders named in `skip`.
 
     A folder of more than `max_entries` entries is refused before all of it is walked.
     """
@@ -74,7 +74,7 @@ def files_below(root: Path, *, skip: Collection[str] = (), max_entries: int | No
 
 
 def standard_library_files() -> list[Path]:
-    """List the .py files of this Python's standard library in order of path, without tests and installed packages."""
+    """List the .py files of this Python's standard library, sorted by path, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     return [file for file in files_below(root, skip=_NOT_THE_LIBRARY) if file.suffix == ".py"]
 
@@ -103,9 +103,9 @@ def line_blocks(
     path: str | Path, *, max_bytes: int | None = None, max_line_bytes: int = MAX_LINE_BYTES,
     remedy: str = "give UTF-8 text",
 ) -> Iterator[LineBlock]:
-    """Yield the lines of a text file in blocks of megabytes, with plain line ends and without a byte-order mark.
+    """Yield the lines of a text file in blocks of megabytes, with \\n as line ends and without a byte-order mark.
 
-    `remedy` is for a file that is not text.
+    The error for a file that is not text ends with `remedy`.
     """
     name, number, rest = label(path), 1, b""
     for part in chunks(path, max_bytes):
@@ -135,7 +135,7 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def input_files(path: str, format_: str = "") -> list[Path]:
-    """List the file at data.path itself, or the files of a folder, of one format if one is given."""
+    """List data.path itself if it is a file, or the files below the folder, of one format if one is given."""
     root = Path(path)
     if root.is_file():
         return [root]
@@ -154,28 +154,28 @@ def whole_file(file: Path) -> tuple[str, bytes]:
 
 
 def text_files(path: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the file at data.path whatever it holds, or the files of a folder that are UTF-8 text without a zero byte.
+    """Yield data.path itself if it is a file, or the files below the folder that are UTF-8 text without a zero byte.
 
-    A log line at the end names the files of a folder that were left out.
+    The other files of the folder are skipped and named in the log.
     """
-    found, left_out = input_files(path), []
+    found, skipped = input_files(path), []
     for name, content in map(whole_file, found):
         if Path(path).is_dir() and not _is_text(content):
-            left_out.append(plain(Path(name).relative_to(path).as_posix()))
+            skipped.append(plain(Path(name).relative_to(path).as_posix()))
         else:
             yield name, content
-    more = f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
-    names = ", ".join(left_out[:_NAMES_SHOWN]) + more
-    if len(left_out) == len(found):
+    more = f" and {len(skipped) - _NAMES_SHOWN} more" if len(skipped) > _NAMES_SHOWN else ""
+    names = ", ".join(skipped[:_NAMES_SHOWN]) + more
+    if len(skipped) == len(found):
         raise UserError(f"data.path is {path!r}, a folder without a UTF-8 text in it, but with {names}; name another, "
                         "or set data.source to what these are")
-    if left_out:
-        LOG.info("data.path %r: %d of %d files are not UTF-8 text and left out: %s", path, len(left_out), len(found),
+    if skipped:
+        LOG.info("data.path %r: %d of %d files are not UTF-8 text and left out: %s", path, len(skipped), len(found),
                  names)
 
 
 def parse_json_line(line: str, where: str) -> Any:
-    """Return the value of one line of JSON lines."""
+    """Return the value of one JSON line; errors begin with `where`."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -185,7 +185,7 @@ def parse_json_line(line: str, where: str) -> Any:
 
 @contextmanager
 def named_errors(name: str) -> Iterator[None]:
-    """Turn whatever reading a file raises into a UserError of one line; a UserError passes."""
+    """Turn errors of reading a file into a UserError of one line; let a UserError pass unchanged."""
     try:
         yield
     except FileNotFoundError:
@@ -193,8 +193,8 @@ def named_errors(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        theirs = isinstance(error, OSError | EOFError | zlib.error | ValueError)
-        if not theirs and not type(error).__module__.startswith(("pyarrow", "zstd", "zstandard", "compression")):
+        of_reading = isinstance(error, OSError | EOFError | zlib.error | ValueError)
+        if not of_reading and not type(error).__module__.startswith(("pyarrow", "zstd", "zstandard", "compression")):
             raise
         reason = getattr(error, "strerror", None) or plain(str(error).partition("\n")[0])[:200]
         raise UserError(f"{name}: cannot be read ({reason}); copy it again or give another file") from None
@@ -209,7 +209,7 @@ def _opened(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _decompressed(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the bytes read so far and what the last of them unpack to; gzip members and zstd frames may be several."""
+    """Yield (compressed bytes read so far, newly decompressed bytes) over all gzip members or zstd frames."""
     content = file.read(_PIECE_BYTES)
     num_read, new_frame = len(content), _frames(content, name)
     frame = None
@@ -218,7 +218,7 @@ def _decompressed(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
             yield num_read, content
             content = b""
         else:
-            content = content.lstrip(b"\0") if frame is not None and frame.eof else content  # padding behind a member
+            content = content.lstrip(b"\0") if frame is not None and frame.eof else content  # padding after a member
             if content:
                 frame = new_frame() if frame is None or frame.eof else frame
                 yield num_read, frame.decompress(content)
@@ -231,7 +231,7 @@ def _decompressed(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _frames(head: bytes, name: str) -> Callable[[], Any] | None:
-    """Return what makes a decompressor of one gzip member or zstd frame; None if a file begins as neither."""
+    """Return a factory of decompressors, each for one gzip member or zstd frame; None if the file is plain."""
     if name.endswith(".gz") and head[:2] != _GZIP:
         raise UserError(f"{name} does not begin as gzip does; compress it again, or drop .gz from its name")
     if name.endswith((".zst", ".zstd")) and head[:4] != _ZSTD:

@@ -1,9 +1,9 @@
-"""Read document lengths for plans from whatever people keep them in: numbers, lists of tokens, or texts to tokenize.
+"""Read document lengths for plans from users' files: numbers, lists of tokens, or texts to tokenize.
 
-The suffix of a file says what it is: .csv, .tsv, .jsonl, .npy, .parquet, .arrow. Files with .json, .txt and other names
-are JSON if they begin so, and otherwise one number a line. Text and arrays may be compressed by gzip or zstd. A folder
-is a Hugging Face dataset, or holds shards of one kind. `Reading` says what stdin and odd names are, which column to
-read, and which tokenizer counts texts. Lines are parsed in blocks of megabytes: a million take about a second.
+The suffix of a file determines its format: .csv, .tsv, .jsonl, .npy, .parquet, .arrow. Files with .json, .txt and other
+names are JSON if they begin with [ or {, and otherwise one number per line. Text and arrays may be compressed by gzip
+or zstd. A folder is a Hugging Face dataset or has shards of one format. `Reading` overrides the format and gives the
+column and the tokenizer. Lines are parsed in blocks of megabytes: a million take about a second.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from distca.workload.documents import MAX_LENGTH, Workload, bad_length, check_le
 FORMATS = ("lines", "csv", "tsv", "json", "jsonl", "npy", "parquet", "arrow")
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 LENGTH, TOKENS, TEXT = "length", "input_ids", "text"
-MAX_STREAM_BYTES = 2**36   # of all lines of a file, decompressed
+MAX_STREAM_BYTES = 2**36   # of a text file, decompressed
 MAX_LINE_BYTES = 2**26
 MAX_ENTRIES = 20_000       # of a folder and its subfolders
 NUMBERS_PER_BATCH = 2**18
@@ -57,23 +57,23 @@ Where = Callable[[int], str]      # index of a value -> its position in the file
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the name of a file does not say."""
+    """Options of reading a file; see the module."""
 
     format: str | None = None      # one of FORMATS, compressed or not
-    column: str | None = None      # of a table, or the key of JSON objects
-    tokenizer: str | None = None   # a tokenizer.json, for texts
+    column: str | None = None      # column of a table, or key of JSON objects
+    tokenizer: str | None = None   # path of a tokenizer.json, for texts
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The column that the user named, and the tokenizer that counts texts."""
+    """The column that the user named, and the open tokenizer."""
 
     column: str | None = None
     tokenizer: TextTokenizer | None = None
 
     def choose(self, names: Collection[str]) -> str:
-        """Return the column to read: the one asked for, else `text` for a tokenizer, else `length`, `input_ids`, or
-        the only one."""
+        """Return the column to read: the one that the user named, else `text` with a tokenizer and `length` or
+        `input_ids` without one, else the only column."""
         if self.column is not None:
             if self.column not in names:
                 raise UserError(f"column is {short(self.column)}; the columns are: {tables.column_list(list(names))}")
@@ -136,7 +136,7 @@ def _read_file(name: str, format_: str | None, wanted: Wanted) -> Workload | Ite
 
 
 def _read_folder(folder: Path, wanted: Wanted) -> Iterator[IntArray]:
-    """Read a dataset that was saved to disk, shards of tables, or shards of JSON lines."""
+    """Read a dataset of `save_to_disk`, shards of tables, or shards of JSON lines."""
     found = files.files_below(folder, max_entries=MAX_ENTRIES)
     if tables.is_dataset(folder) or any(file.suffix in tables.TABLE_SUFFIXES for file in found):
         yield from _table_lengths(tables.table_files(folder), wanted)
@@ -154,7 +154,7 @@ def _read_folder(folder: Path, wanted: Wanted) -> Iterator[IntArray]:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Begin errors with the name of the file, if they do not already."""
+    """Prefix errors with the name of the file, unless they already begin with it."""
     try:
         yield
     except UserError as error:
@@ -177,7 +177,7 @@ def _joined(parts: Iterator[IntArray], progress: Progress) -> IntArray:
 
 
 def _read_text(name: str, format_: str, wanted: Wanted) -> Workload | Iterator[IntArray]:
-    """Read lengths a block at a time, or a workload; without a format, JSON or one number a line."""
+    """Read lengths block by block, or a workload. Without a format the file is JSON or one number per line."""
     blocks = files.line_blocks(name, max_bytes=MAX_STREAM_BYTES, max_line_bytes=MAX_LINE_BYTES, remedy=TEXT_REMEDY)
     first = next((block for block in blocks if block.content.strip()), LineBlock(1, b""))
     blocks = chain([first], blocks)
@@ -225,7 +225,7 @@ def _read_json(blocks: Iterator[LineBlock], wanted: Wanted) -> Workload | Iterat
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text, None if it is not JSON."""
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -233,7 +233,7 @@ def _parsed(text: str) -> Any:
 
 
 def _json_line_lengths(block: LineBlock, wanted: Wanted) -> IntArray:
-    """Parse a block as one list, which is fast, or line by line if that fails, to name the line."""
+    """Parse a block as one JSON list, which is fast; if that fails, parse line by line to find the broken line."""
     text = _decoded(block).rstrip("\n")
     numbers: Sequence[int] = range(block.first, block.first + text.count("\n") + 1)
     records = _parsed("[{}]".format(text.replace("\n", ","))) or []
@@ -245,7 +245,7 @@ def _json_line_lengths(block: LineBlock, wanted: Wanted) -> IntArray:
 
 
 def _record_lengths(records: list[Any], wanted: Wanted, where: Where) -> IntArray:
-    """Return the lengths of JSON values: numbers, or objects with the length, the tokens or the text under a key."""
+    """Return the lengths of JSON values: numbers, or objects with a length, tokens or a text under a key."""
     values = []
     for index, record in enumerate(records):
         if isinstance(record, list | str):
@@ -264,9 +264,9 @@ def _cell_lengths(cells: list[tuple[int, str]], wanted: Wanted) -> IntArray:
 
 
 def _line_lengths(block: LineBlock) -> IntArray:
-    """Read one number a line; blank lines and comments behind # are left out."""
+    """Read one number per line; skip blank lines and comments after #."""
     if not block.content.translate(None, b"0123456789\n") and block.content.strip():
-        values = np.fromstring(block.content, dtype=np.int64, sep="\n")  # a number too large becomes the largest
+        values = np.fromstring(block.content, dtype=np.int64, sep="\n")  # too large numbers saturate
         if ((values >= 1) & (values <= MAX_LENGTH)).all():
             return values
     lines = [line.partition("#")[0].strip() for line in _decoded(block).split("\n")]
@@ -281,10 +281,10 @@ def _number_lengths(texts: Sequence[str], where: Where) -> IntArray:
 
 
 def _value_lengths(values: Sequence[Any], wanted: Wanted, where: Where) -> IntArray:
-    """Return the lengths of whole numbers, lists of tokens, and texts; empty lists and texts are left out."""
+    """Return the lengths that whole numbers, lists of tokens, and texts stand for; skip empty lists and texts."""
     found: list[int] = []
     texts: list[str] = []
-    of_texts: list[int] = []  # indices in `found` of the counts of texts
+    of_texts: list[int] = []  # index in `found` of each of `texts`
     for index, value in enumerate(values):
         if isinstance(value, str):
             if wanted.tokenizer is None:
@@ -315,12 +315,11 @@ def _counted(texts: Sequence[str], wanted: Wanted) -> list[int]:
 def _array_lengths(array: np.ndarray) -> IntArray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UserError(f"an array of {array.dtype} with shape {array.shape}; give whole numbers in one dimension")
-    check_whole("the number of documents", len(array), least=0, most=MAX_CORPUS_DOCUMENTS, why=CORPUS_WHY)
     return check_lengths(array, most=MAX_CORPUS_DOCUMENTS)
 
 
 def _table_lengths(shards: Sequence[Path], wanted: Wanted) -> Iterator[IntArray]:
-    """Yield the lengths that one column of parquet or Arrow files holds."""
+    """Yield the lengths of one column of parquet or Arrow files, batch by batch."""
     names, types = tables.column_types(shards[0])
     column = wanted.choose(names)
     is_number = tables.pyarrow().types.is_integer(types[names.index(column)])

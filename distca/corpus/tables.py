@@ -1,7 +1,7 @@
 """Read columns of users' tables: parquet, Arrow and Hugging Face dataset folders by pyarrow, .npy arrays, and CSV.
 
-Memory holds one batch of records: neither the texts of a corpus nor its tokens have to fit. Whatever is missing, torn
-or foreign becomes a UserError of one line.
+Only one batch of records is in memory at a time, so a corpus need not fit. Missing, broken and unsupported files raise
+a UserError of one line.
 """
 
 from __future__ import annotations
@@ -21,27 +21,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.format import open_memmap, read_array
 
-from distca.corpus.files import (
-    STDIN,
-    chunks,
-    files_below,
-    input_files,
-    named_errors,
-    numbered_lines,
-    parse_json_line,
-)
+from distca.corpus.files import STDIN, chunks, files_below, input_files, named_errors, numbered_lines, parse_json_line
 from distca.validation import UserError, is_count, plain, read_json, short
 
 RECORDS_PER_BATCH = 1_024
 DOCUMENTS_PER_BATCH = 64  # documents may be megabytes
 CELLS_PER_BATCH = 4_096
-MAX_ARRAY_BYTES = 2**28  # of an array that is held in memory: from stdin, or decompressed
+MAX_ARRAY_BYTES = 2**28  # of an array that is not memory-mapped: from stdin, or compressed
 MAX_CELL_BYTES = 2**26
 MAX_NAMES_SHOWN = 20
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
           "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
-          "evaluation": "test"}  # words in the path of a file that say which part of a dataset it is
+          "evaluation": "test"}  # word in the path of a file -> split of the dataset
 
 _ARROW = b"ARROW1"
 _NUMBERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool"}
@@ -54,7 +46,7 @@ class Record(NamedTuple):
     fields: Mapping[str, Any]
 
     def value(self, field: str, kind: type, word: str) -> Any:
-        """Return what stands under a key, or refuse what is not of this kind."""
+        """Return the value of a field; refuse one that is not of type `kind`, which errors call `word`."""
         value = self.fields.get(field)
         if not isinstance(value, kind):
             raise UserError(f"{self.where} has {short(value)} under {field!r}, not {word}; its keys are "
@@ -63,18 +55,18 @@ class Record(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Some records of a table file."""
+    """Consecutive records of a table file."""
 
     file: Path
-    first: int                 # number of the first record in the file, from 0 as data frames count
-    columns: tuple[Any, ...]   # pyarrow arrays, in the order of the names asked for
+    first: int                 # number of the first record in the file, from 0 as in data frames
+    columns: tuple[Any, ...]   # pyarrow arrays, one per requested column
 
     def where(self, record: int) -> str:
         """Name one of these records for errors."""
         return f"{self.file}: row {self.first + record}"
 
     def value(self, column: int, record: int) -> Any:
-        """Return one value as a Python object; lists of numbers stay arrays."""
+        """Return one value as a Python object, or as a numpy array if it is a list of numbers."""
         with named_errors(self.where(record)):
             scalar = self.columns[column][record]
             values = getattr(scalar, "values", None)
@@ -89,9 +81,9 @@ def is_dataset(folder: Path) -> bool:
 
 
 def table_files(path: str | Path, *, split: str = "", split_option: str = "") -> list[Path]:
-    """List the parquet or Arrow files that form one table: a file, those of a folder, or of a Hugging Face dataset.
+    """List the parquet or Arrow files of a table: one file, those below a folder, or those of a Hugging Face dataset.
 
-    A dataset of several splits needs the name of one, from the option `split_option` where the caller has one.
+    If there are several splits, `split` must name one; errors call it `split_option`.
     """
     path = Path(path)
     if split and (path.is_file() or (path / "state.json").is_file()):
@@ -120,7 +112,7 @@ def table_files(path: str | Path, *, split: str = "", split_option: str = "") ->
 
 
 def split_of(path: Path) -> str:
-    """Return the split that a file's path names, nearest its end; '' if it names none."""
+    """Return the split that the last such word in a file's path names; '' if none does."""
     for part in reversed(path.parts):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in SPLITS:
@@ -138,7 +130,7 @@ def column_types(file: Path) -> tuple[list[str], list[Any]]:
 def read_columns(
     files: Sequence[Path], names: Sequence[str], *, option: str, batch_records: int = RECORDS_PER_BATCH
 ) -> Iterator[Records]:
-    """Yield the named columns of all files, some records at a time; `option` is where the caller names columns."""
+    """Yield the named columns of all files in batches of records; errors refer to the setting `option`."""
     for file in files:
         known, _ = column_types(file)
         for name in names:
@@ -148,13 +140,13 @@ def read_columns(
         first = 0
         with named_errors(str(file)), _table(file) as table:
             for batch in _batches(file, table, list(names), batch_records):
-                batch.validate(full=True)  # pyarrow would follow offsets that point outside
+                batch.validate(full=True)  # otherwise pyarrow follows offsets that point outside the buffers
                 yield Records(file, first, tuple(batch.column(name) for name in names))
                 first += batch.num_rows
 
 
 def json_records(path: str) -> Iterator[Record]:
-    """Yield the JSON objects of a file, or of the .jsonl files of a folder; blank lines are left out."""
+    """Yield the JSON objects of a file, or of the .jsonl files below a folder; skip blank lines."""
     for file in input_files(path, "jsonl"):
         for number, line in numbered_lines(file):
             if line.strip():
@@ -166,7 +158,7 @@ def json_records(path: str) -> Iterator[Record]:
 
 
 def table_records(path: str, split: str, column: str, beside: Sequence[str]) -> Iterator[Record]:
-    """Yield the records of a table: one column, and the first of those beside it that all files have."""
+    """Yield the records of a table with one column, and the first of the columns `beside` that all files have."""
     files = table_files(path, split=split, split_option="data.split")
     names = [column, *[name for name in beside if all(name in column_types(file)[0] for file in files)][:1]]
     for some in read_columns(files, names, option="data.field", batch_records=DOCUMENTS_PER_BATCH):
@@ -175,7 +167,7 @@ def table_records(path: str, split: str, column: str, beside: Sequence[str]) -> 
 
 
 def open_array(path: str) -> np.ndarray:
-    """Open a .npy array, memory-mapped if it is a plain file; nothing is unpickled."""
+    """Open a .npy array, memory-mapped if it is a plain file; pickled arrays are refused."""
     is_plain = path != STDIN and path.lower().endswith(".npy") and os.path.isfile(path)
     content = None if is_plain else io.BytesIO(b"".join(chunks(path, MAX_ARRAY_BYTES)))
     try:
@@ -188,9 +180,9 @@ def open_array(path: str) -> np.ndarray:
 def read_cells(
     lines: Iterable[str], delimiter: str, choose: Callable[[Sequence[str]], str]
 ) -> Iterator[list[tuple[int, str]]]:
-    """Yield (line number, cell) of one column of CSV, some thousand at a time.
+    """Yield batches of (line number, cell) of one column of CSV.
 
-    `choose` picks the column by its name in the first line; if that holds numbers, columns are numbered from 1.
+    `choose` picks the column from the names in the first line; if that line has numbers, names are 1, 2, ….
     """
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     batch = _next_cells(reader, 1)
@@ -213,7 +205,7 @@ def read_cells(
 
 
 def column_list(names: Sequence[str]) -> str:
-    """List the names of columns as people type them, for errors."""
+    """Join the names of columns for errors, without quotes."""
     shown = ", ".join(short(name) if not name.isprintable() else name for name in names[:MAX_NAMES_SHOWN])
     return plain(shown) + _and_more(names)
 
@@ -231,7 +223,7 @@ def pyarrow() -> ModuleType:
 
 @contextmanager
 def _table(file: Path) -> Iterator[Any]:
-    """Open a reader of record batches (both kinds of Arrow files) or of a parquet file."""
+    """Open a reader of an Arrow file (file or stream format) or of a parquet file."""
     arrow = pyarrow()
     if not _is_arrow(file):
         with arrow.parquet.ParquetFile(file) as table:
@@ -263,7 +255,7 @@ def _begins_as_arrow(file: Path) -> bool:
 
 
 def _next_cells(reader: Any, count: int) -> list[tuple[int, list[str]]]:
-    """Return the next lines of CSV with their numbers. The csv module limits fields for the whole process."""
+    """Return the next lines of CSV with their numbers, under a field limit (which csv keeps per process)."""
     limit = csv.field_size_limit(MAX_CELL_BYTES)
     try:
         return [(reader.line_num, cells) for cells in islice(reader, count)]
@@ -274,7 +266,7 @@ def _next_cells(reader: Any, count: int) -> list[tuple[int, list[str]]]:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """List the data files of a dataset that `save_to_disk` wrote, in its order."""
+    """List the data files of a dataset of `save_to_disk`, in the order of its state.json."""
     state = read_json(folder / "state.json")
     listed = state.get("_data_files") if isinstance(state, dict) else None
     names = [one.get("filename") if isinstance(one, dict) else None
@@ -287,7 +279,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _plain_names(names: Any, file: Path, key: str) -> list[str]:
-    """Check that a JSON file lists names under `key` that do not lead out of its folder."""
+    """Check names that a JSON file lists under `key`: none may lead out of its folder."""
     if not isinstance(names, list) or not names or not all(
             isinstance(name, str) and name and name.isprintable() and Path(name).name == name for name in names):
         raise UserError(f"{file} has {short(names)} under {key!r}, not names of files; save the dataset again")
@@ -295,7 +287,7 @@ def _plain_names(names: Any, file: Path, key: str) -> list[str]:
 
 
 def _chosen(path: Path, names: list[str], split: str, option: str) -> str:
-    """Return the split that was asked for, or the only one."""
+    """Return the requested split, or the only one."""
     if split in names or (len(names) == 1 and not split):
         return split or names[0]
     known = _listed([name for name in names if name])

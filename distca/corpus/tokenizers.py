@@ -1,10 +1,9 @@
 """Turn texts into tokens, by a Hugging Face tokenizer or byte by byte; training and counting use the same tokens.
 
-A tokenizer.json also holds how it was last called. transformers saves truncation and padding with it, and a BPE may be
-saved with dropout. These would cut documents, lengthen them and make other tokens every time, so all are switched off.
-The tokens that its post-processor adds to a text stay. Behind them a document ends with the first of `END_NAMES` that
-the tokenizer knows, unless the post-processor has ended it. Without a tokenizer a byte is a token and 256 ends a
-document.
+transformers saves truncation and padding in a tokenizer.json, and a BPE may be saved with dropout. All three are
+switched off: they would cut documents, lengthen them, and make tokens random. Tokens that the post-processor adds to a
+text are kept. If it adds none at the end, the first of `END_NAMES` in the vocabulary is appended as end of document.
+Without a tokenizer every byte is a token, and 256 is the end of document.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import numpy as np
 from distca.validation import UserError, plain, read_json, short
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-END_OF_DOCUMENT = 256   # behind the bytes 0 to 255
+END_OF_DOCUMENT = 256   # follows the byte tokens 0 to 255
 MAX_TOKENIZER_BYTES = 2**30
-TEXTS_PER_CALL = 512    # the tokenizer spreads the texts of one call over threads
-MAX_CALL_CHARS = 2**24  # and holds all of their tokens, tens of bytes each
+TEXTS_PER_CALL = 512    # the tokenizer distributes the texts of one call over threads
+MAX_CALL_CHARS = 2**24  # limits memory: the tokenizer keeps all tokens of a call, tens of bytes each
 
 Item = TypeVar("Item")
 
@@ -39,24 +38,24 @@ class Tokens(NamedTuple):
     """A document as tokens."""
 
     ids: np.ndarray             # [tokens]
-    in_loss: np.ndarray | None  # [tokens] bool, whether the model learns to predict the token; None if all
+    in_loss: np.ndarray | None  # [tokens] bool, whether a token is in the loss; None if all are
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """An open tokenizer.json, whose tokens depend on nothing but the text."""
+    """An open, deterministic tokenizer.json."""
 
     name: str                      # "data.tokenizer is '…'", for errors
     tokenizer: Any
-    vocab: int                     # every token is below this
+    vocab: int                     # upper bound of all tokens, exclusive
     end: tuple[str, int] | None    # the token that ends a document
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize documents: without a byte-order mark, with the post-processor's tokens and an end."""
+        """Tokenize documents: drop a byte-order mark, keep the post-processor's tokens, append an end of document."""
         return [self._ended(one) for one in self._encoded([text.removeprefix("\ufeff") for text in texts])]
 
     def with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the tokens of each text, unchanged, and the characters [start, stop) of each token."""
+        """Return the tokens of each text and the characters [start, stop) of each token."""
         return [(one.ids, one.offsets) for one in self._encoded(texts)]
 
     def _encoded(self, texts: Sequence[str]) -> Any:
@@ -72,7 +71,7 @@ class TextTokenizer:
 
 
 def tokenizer_file(path: str, option: str) -> Path:
-    """Return the tokenizer.json that `option` names, itself or by its folder."""
+    """Return the path of the tokenizer.json that `option` names: the file or its folder."""
     file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise UserError(f"{option} is {path!r}, which is no file and no folder with a tokenizer.json; name one")
@@ -83,10 +82,7 @@ def tokenizer_file(path: str, option: str) -> Path:
 
 
 def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextTokenizer:
-    """Open a tokenizer.json that adds its special tokens to every text.
-
-    Without `special_tokens` it has no post-processor at all, because that could also trim offsets.
-    """
+    """Open a tokenizer.json. Without `special_tokens`, its post-processor, which may also trim offsets, is removed."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -116,7 +112,7 @@ def open_tokenizer(path: str, option: str, *, special_tokens: bool) -> TextToken
 
 
 def encoded(texts: Iterable[Text], tokenizer: TextTokenizer | None) -> Iterator[Tokens]:
-    """Tokenize texts as documents, by their bytes without a tokenizer; empty texts are left out."""
+    """Tokenize texts as documents, as bytes if there is no tokenizer; skip empty texts."""
     end = np.array([END_OF_DOCUMENT], dtype=np.uint16)
     for group in in_groups((text for text in texts if text.content), lambda text: len(text.content)):
         if tokenizer is None:
@@ -127,7 +123,7 @@ def encoded(texts: Iterable[Text], tokenizer: TextTokenizer | None) -> Iterator[
 
 
 def in_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Group items for one call of a tokenizer each: many small items, or few large ones."""
+    """Group items for calls of a tokenizer: many small items or few large ones per call."""
     group: list[Item] = []
     total = 0
     for item in items:
@@ -140,10 +136,16 @@ def in_groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[li
         yield group
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no file or no object."""
+    found = read_json(path) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
 def _check_beginning(name: str, config_path: Path, tokenizer: Any, first: list[int]) -> None:
-    """Refuse a tokenizer_config.json that asks for another first token, which transformers would follow."""
-    config = read_json(config_path) if config_path.is_file() else {}
-    bos, wanted = (config.get(key) if isinstance(config, dict) else None for key in ("bos_token", "add_bos_token"))
+    """Refuse a tokenizer_config.json that contradicts the tokenizer.json about the first token of a text."""
+    config = json_object(config_path)
+    bos, wanted = config.get("bos_token"), config.get("add_bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
     if isinstance(bos, str) and isinstance(wanted, bool) and wanted != (first == [tokenizer.token_to_id(bos)]):
         raise UserError(f"{name}, which {'does not begin' if wanted else 'begins'} a text with {short(bos)}, but the "
@@ -153,7 +155,7 @@ def _check_beginning(name: str, config_path: Path, tokenizer: Any, first: list[i
 
 @contextmanager
 def _one_line(problem: str, remedy: str) -> Iterator[None]:
-    """Turn what the package raises into a UserError: a plain Exception, or a panic, which is no Exception."""
+    """Turn errors of the package tokenizers into a UserError, also Rust panics, which are BaseExceptions."""
     try:
         yield
     except BaseException as error:

@@ -85,23 +85,20 @@ def sample_lengths(
     chunks: list[IntArray] = []
     drawn = 0
     while drawn < num_tokens:
-        chunk = (lognormal_lengths(rng, _DRAWS_PER_CHUNK) if name == "lognormal"
-                 else quantile_lengths(rng, _DRAWS_PER_CHUNK, name))
+        chunk = draw_lengths(rng, _DRAWS_PER_CHUNK, name)
         chunk = upsampled(rng, chunk) if upsample else chunk
         chunks.append(chunk if max_document is None else np.minimum(chunk, max_document))
         drawn += int(chunks[-1].sum())
     return fill(np.concatenate(chunks), num_tokens)
 
 
-def quantile_lengths(rng: np.random.Generator, count: int, name: str) -> IntArray:
-    """Draw from a quantile table, with the logarithm of the length interpolated linearly between quantiles."""
+def draw_lengths(rng: np.random.Generator, count: int, name: str) -> IntArray:
+    """Draw lengths from a sampler; between quantiles the logarithm of the length is interpolated linearly."""
+    if name == "lognormal":
+        lengths = np.rint(rng.lognormal(np.log(LOGNORMAL_MEDIAN), LOGNORMAL_SIGMA, count))
+        return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
     log_length = np.interp(rng.random(count), QUANTILE_LEVELS, np.log(QUANTILES[name]))
     return np.rint(np.exp(log_length)).astype(np.int64)
-
-
-def lognormal_lengths(rng: np.random.Generator, count: int) -> IntArray:
-    lengths = np.rint(rng.lognormal(np.log(LOGNORMAL_MEDIAN), LOGNORMAL_SIGMA, count))
-    return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
 
 
 def upsampled(rng: np.random.Generator, lengths: IntArray) -> IntArray:

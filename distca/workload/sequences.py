@@ -18,16 +18,9 @@ from typing import Any
 import numpy as np
 
 from distca.columns import IntArray
+from distca.spec import unknown_name
 from distca.validation import MAX_CORPUS_DOCUMENTS, UserError, check_whole
-from distca.workload.documents import (
-    LONG_DOCUMENT,
-    QUANTILES,
-    check_lengths,
-    fill,
-    lognormal_lengths,
-    quantile_lengths,
-    upsampled,
-)
+from distca.workload.documents import LONG_DOCUMENT, SAMPLERS, check_lengths, draw_lengths, fill, upsampled
 from distca.workload.packing import causal_work
 
 CONTEXT_LONG_CHANCE = 0.3  # probability that a long document of `prolong` fills the whole context
@@ -44,6 +37,8 @@ class Source:
     def __post_init__(self) -> None:
         if self.lengths is not None:
             object.__setattr__(self, "lengths", check_lengths(self.lengths, most=MAX_CORPUS_DOCUMENTS))
+        elif self.name not in SAMPLERS:
+            raise unknown_name("sampler", self.name, SAMPLERS)
 
     def check_context(self, context: int) -> None:
         """Refuse a context longer than every document."""
@@ -83,11 +78,11 @@ def batch_sequences(source: Source, context: int, num_sequences: int, seed: tupl
 def _drawn(source: Source, context: int, rng: np.random.Generator) -> np.ndarray:
     if source.lengths is not None:
         return np.minimum(rng.choice(source.lengths, _DRAWS), context)
-    if source.name not in QUANTILES:
-        return upsampled(rng, lognormal_lengths(rng, _DRAWS))
-    lengths = upsampled(rng, quantile_lengths(rng, _DRAWS, source.name))
+    lengths = upsampled(rng, draw_lengths(rng, _DRAWS, source.name))
     if source.name == "pretrain":
         return np.maximum(lengths * context // LONG_DOCUMENT, 1)
+    if source.name != "prolong":
+        return lengths
     grows = (lengths > LONG_DOCUMENT) & (rng.random(len(lengths)) < CONTEXT_LONG_CHANCE)
     return np.where(grows, context, lengths)
 

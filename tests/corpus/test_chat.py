@@ -82,7 +82,7 @@ def refusal(folder: Path, conversation: Any) -> str:
 
 def columns(corpus: Corpus) -> list[tuple[list[int], list[int]]]:
     found = []
-    for number in range(corpus.num_documents):
+    for number in range(len(corpus.lengths())):
         in_loss = corpus.in_loss(number)
         assert in_loss is not None
         found.append((corpus.tokens(number).tolist(), in_loss.astype(int).tolist()))
@@ -146,7 +146,7 @@ def test_turns_that_later_ones_rewrite_become_documents_of_their_own(folder: Pat
 
 def test_conversations_without_an_answer_are_left_out(folder: Path) -> None:
     write_template(folder, PLAIN)
-    assert chats(folder, [CONVERSATIONS[0][:2], CONVERSATIONS[0]]).num_documents == 1
+    assert len(chats(folder, [CONVERSATIONS[0][:2], CONVERSATIONS[0]]).lengths()) == 1
     assert "holds no document with a token in the loss" in refusal(folder, CONVERSATIONS[0][:2])
 
 

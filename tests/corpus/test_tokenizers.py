@@ -123,7 +123,7 @@ def test_training_and_counting_see_the_tokens_of_a_tokenizer_without_its_state(s
         expected = stripped_documents(made.to_str())
         num_changed += expected != [one.ids for one in made.encode_batch(SENTENCES)]
         corpus = open_corpus("jsonl", str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path))
-        assert [corpus.tokens(number).tolist() for number in range(corpus.num_documents)] == expected, seed
+        assert [corpus.tokens(number).tolist() for number in range(len(corpus.lengths()))] == expected, seed
         found = read_source(tmp_path / "a.jsonl", Reading(tokenizer=str(tmp_path)))
         assert isinstance(found, np.ndarray) and found.tolist() == [len(ids) for ids in expected], seed
     assert num_changed > len(seeds) / 2

@@ -15,9 +15,8 @@ from distca.workload.documents import (
     QUANTILES,
     SAMPLERS,
     check_lengths,
+    draw_lengths,
     fill,
-    lognormal_lengths,
-    quantile_lengths,
     sample_lengths,
 )
 
@@ -46,7 +45,7 @@ def test_more_tokens_only_add_documents_and_seeds_differ(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(QUANTILES))
 def test_draws_follow_the_quantile_table(name: str) -> None:
-    draws = quantile_lengths(np.random.default_rng(0), 400_000, name)
+    draws = draw_lengths(np.random.default_rng(0), 400_000, name)
     low, high = QUANTILES[name][0], QUANTILES[name][-1]
     assert low <= draws.min() and draws.max() <= high
     share = np.searchsorted(np.sort(draws), QUANTILES[name], side="right") / len(draws)
@@ -55,7 +54,7 @@ def test_draws_follow_the_quantile_table(name: str) -> None:
 
 
 def test_interpolation_between_quantiles_is_log_linear() -> None:
-    draws = quantile_lengths(np.random.default_rng(1), 400_000, "prolong")
+    draws = draw_lengths(np.random.default_rng(1), 400_000, "prolong")
     middle = np.sqrt(1913 * 3467)  # halfway in logarithms between the 50 % and 75 % quantiles
     assert np.mean(draws <= middle) == pytest.approx(0.625, abs=0.004)
 
@@ -65,7 +64,7 @@ def test_interpolation_between_quantiles_is_log_linear() -> None:
     ("pretrain", {8192: 0.22, 32768: 0.17, 65536: 0.13, 131072: 0.0}),
 ])
 def test_token_share_of_long_documents_is_near_the_published_one(name: str, published: dict[int, float]) -> None:
-    draws = quantile_lengths(np.random.default_rng(2), 1_000_000, name)
+    draws = draw_lengths(np.random.default_rng(2), 1_000_000, name)
     for length, share in published.items():
         assert draws[draws > length].sum() / draws.sum() == pytest.approx(share, abs=0.03)
 
@@ -86,7 +85,7 @@ def test_repeated_documents_come_four_times_and_apart() -> None:
 
 
 def test_lognormal_has_its_median_and_spread() -> None:
-    draws = lognormal_lengths(np.random.default_rng(7), 400_000)
+    draws = draw_lengths(np.random.default_rng(7), 400_000, "lognormal")
     assert np.median(draws) == pytest.approx(LOGNORMAL_MEDIAN, rel=0.02)
     assert np.std(np.log(draws)) == pytest.approx(LOGNORMAL_SIGMA, rel=0.02)
 

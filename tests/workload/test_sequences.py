@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.workload.sequences import LONG_FROM, CorpusFigures, deal_batches
+from distca.workload.sequences import LONG_FROM, CorpusFigures, Source, deal_batches
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -75,3 +75,8 @@ def test_long_documents_hold_attention_out_of_proportion() -> None:
     at_8k = figures.long_documents[0]
     assert at_8k.token_share == 0.5
     assert at_8k.attention_share == pytest.approx(65_536 * 65_537 / (65_536 * 65_537 + 64 * 1024 * 1025))
+
+
+def test_an_unknown_sampler_is_refused() -> None:
+    with pytest.raises(ValueError, match="sampler 'prolnog' is unknown; did you mean 'prolong'"):
+        Source("prolnog")
