@@ -1,8 +1,8 @@
-"""The `distca` command: what would balanced attention save on your lengths, and training that gets it.
+"""The `distca` command: predict what balanced attention saves on your lengths, and train with it.
 
-Whatever a user can get wrong ends in one line on stderr and exit code 2. Modules refuse with a UserError that names
-the field, its value and the remedy; `run` is the one place that turns it into that line. Anything else is a mistake
-of ours: it keeps its traceback and exit code 1, with a sentence on what to report.
+A user's mistake ends in one line on stderr and exit code 2: modules raise a UserError that names the field, its value
+and the remedy, and `run` prints it. Any other exception is a bug in distca: its traceback is printed with a request to
+report it, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ app.command("train", **TRAIN_USAGE)(train_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `distca`."""
     run(app, "distca", arguments)
 
 
 def run(commands: Callable[..., Any], name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command line and exit; users' errors become one line on stderr and exit code 2."""
+    """Run a command line and exit; see the module for how errors end."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without block characters still gets the numbers
@@ -68,7 +67,7 @@ def run(commands: Callable[..., Any], name: str, arguments: Sequence[str] | None
     except Exception as error:
         if isinstance(error, OSError | UserError):
             _fail(str(error))
-        if hasattr(error, "format_message"):  # what the argument parser refuses has one, whoever ships its class
+        if hasattr(error, "format_message"):  # an error of click, or of the copy of click in typer
             _fail(error.format_message())
         traceback.print_exc()
         print(f"distca: {OURS}", file=sys.stderr)
@@ -77,14 +76,14 @@ def run(commands: Callable[..., Any], name: str, arguments: Sequence[str] | None
 
 
 def _fail(message: str) -> NoReturn:
-    """One line, of printable characters, on stderr."""
+    """Print one line of printable characters on stderr, and exit with code 2."""
     line = plain(" ".join(message.split()))
     print(f"distca: error: {line if len(line) <= MAX_LINE else line[:MAX_LINE] + ' …'}", file=sys.stderr)
     _end(2)
 
 
 def _end(code: int) -> NoReturn:
-    """Exit. A rank that failed ends ahead of its group's threads, which may wait for other ranks or for the GIL."""
+    """Exit. A rank does not join its process group's threads, which may wait for other ranks or for the GIL."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distca.end_process(code)

@@ -1,6 +1,6 @@
-"""Turn what a user names into batches: a sampler, the standard library, lengths as typed, or a file of them.
+"""Make batches from SOURCE: a sampler, the standard library, lengths as typed, or a file of lengths.
 
-A file is a distribution, from which batches are dealt. If it holds less than one batch, it is planned as one batch.
+A file is a distribution from which batches are dealt. If it has fewer tokens than a batch, it is planned as one batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCE_HELP = (
     "sampler; write ./NAME for a file called so.")
 COST_HELP = ("Latency table: a file that `distca profile` wrote, the name of a shipped one, or a TOML file that names "
              "one for each kind of server.")
-MAX_TOKENS = 2**34  # 65,536 ranks of 256K, about as many documents as fit: beyond it a typing error is likelier
+MAX_TOKENS = 2**34  # 65,536 ranks of 256K tokens: more is probably a typing error
 RANKS_WHY = "the most that plans have been tried with; plan a larger cluster as several pools"
 
 
@@ -87,17 +87,17 @@ class BatchesAsked:
 class DealtBatches:
     """One batch or several, whose documents fill their ranks exactly."""
 
-    source: str                  # for people
+    source: str                  # to be printed
     batches: tuple[IntArray, ...]  # [batches][documents] lengths
     ranks: int
     tokens_per_rank: int
-    corpus: CorpusFigures | None = None  # that they come from
-    note: str = ""               # how they were made, for people
+    corpus: CorpusFigures | None = None  # from which the batches come
+    note: str = ""               # how the batches were made, to be printed
     is_dealt: bool = False       # a sample of the corpus, so that means are meaningful
 
 
 def read_batches(asked: BatchesAsked, progress: Progress = lambda _: None) -> DealtBatches:
-    """Read the batches that SOURCE names. Bare names of samplers are samplers; anything else that exists is a file."""
+    """Read the batches that SOURCE names. A sampler's name means the sampler even if a file has the same name."""
     dealt = _read(asked, progress)
     if not asked.no_spanning:
         return dealt
@@ -137,7 +137,7 @@ def read_lengths(data: str, reading: Reading, progress: Progress) -> Source:
 
 
 def _read_named(source: str, reading: Reading, progress: Progress, field: str = "SOURCE") -> Workload | IntArray:
-    """Read lengths as typed, or from a file, a folder or stdin."""
+    """Read lengths from the text itself, or from a file, a folder or stdin."""
     if _are_typed(source):
         return check_lengths([length_of_text(part, f"{field}, length {number},")
                               for number, part in enumerate(_typed(source), 1)])
@@ -151,7 +151,7 @@ def _read_named(source: str, reading: Reading, progress: Progress, field: str = 
 
 
 def _are_typed(source: str) -> bool:
-    """Whether a source is lengths themselves: numbers with commas or spaces between them, and no file's name."""
+    """Whether SOURCE is a list of lengths, separated by commas or spaces, and not the name of a file."""
     return all(map(is_count, _typed(source))) and not Path(source).exists()
 
 
@@ -171,7 +171,7 @@ def _sampled(asked: BatchesAsked) -> DealtBatches:
 
 
 def _of_file(asked: BatchesAsked, name: str, lengths: IntArray) -> DealtBatches:
-    """Deal batches from a file's documents, or make one batch of them all if that is asked or if they are too few."""
+    """Deal batches from a file's documents, or make one batch of all if --whole is given or if they are too few."""
     corpus = CorpusFigures.of(lengths)
     cut = lengths if asked.max_document is None else np.minimum(lengths, asked.max_document)
     total = int(cut.sum())
@@ -215,7 +215,7 @@ def _one_batch(
     name: str, lengths: IntArray, asked: BatchesAsked, tokens_per_rank: int | None,
     corpus: CorpusFigures | None = None, note: str = "",
 ) -> DealtBatches:
-    """Take leading documents until the ranks are full, and cut the last; all of them without tokens_per_rank."""
+    """Take documents in order until the ranks are full, and cut the last; without tokens_per_rank take all of them."""
     ranks, num_documents = asked.num_ranks, len(lengths)
     if asked.max_document is not None:
         lengths = np.minimum(lengths, asked.max_document)

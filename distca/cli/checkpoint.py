@@ -1,7 +1,4 @@
-"""`distca checkpoint`: is a checkpoint whole.
-
-`distca export`: trained weights as a folder that others load.
-"""
+"""`distca checkpoint` verifies checkpoints; `distca export` writes weights as a folder that Hugging Face loads."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ Folder = Annotated[Path, typer.Argument(help="A checkpoint.folder, or one step_â
 
 @checkpoint_app.command("verify")
 def verify_command(folder: Folder) -> None:
-    """Read every byte of every checkpoint and say which are what was written; exit code 1 where one is not.
+    """Read every checkpoint and compare all its bytes with their checksums; the exit code is 1 if one is not good.
 
-    One whose save was cut short, or goes on, is torn: no run uses it, and it is no reason for another exit code.
+    A checkpoint whose save was interrupted, or is still running, is torn: no run uses it, and the exit code stays 0.
     """
     say(f"distca checkpoint: reading {plain(str(folder))} â€¦")
     from distca.train.checkpoint.folder import DamagedError, TornError, verify
@@ -46,7 +43,7 @@ def verify_command(folder: Folder) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints that a folder holds, oldest first, or the one that it is."""
+    """Return the checkpoints in a folder, oldest first, or the folder itself if it is a checkpoint."""
     from distca.train.checkpoint.folder import STEP_NAME, step_folders
 
     if STEP_NAME.fullmatch(folder.absolute().name) and folder.is_dir():
@@ -68,7 +65,7 @@ def export_command(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face model that `from_pretrained` opens.
 
-    From any mesh's checkpoint, a tensor at a time, without a GPU. OUT appears when it is complete.
+    Reads checkpoints of any mesh, one tensor at a time, without a GPU. OUT appears only when it is complete.
     """
     found = checkpoints_in(checkpoint)
     from distca.train.checkpoint.export import DTYPES, export_newest

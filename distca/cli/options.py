@@ -1,6 +1,6 @@
-"""Options that several commands share, checks of files that commands write, and progress on stderr.
+"""Options that several commands share, checks of output files, and progress on stderr.
 
-Output paths are checked before the long work whose result they receive.
+Output paths are checked before the long computation whose result is written to them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ T = TypeVar("T")
 
 
 def number(help_text: str) -> Any:
-    """An option whose value is a whole number as people type it: 128k, 64_000."""
+    """Declare an option whose value is a whole number as people type it: 128k, 64_000."""
     return typer.Option(parser=_parsed(lambda text: parse_count("the value", text)), metavar="COUNT", help=help_text)
 
 
 def tolerance_option(auto: str) -> Any:
-    """An option whose value is a number from 0 to 1 or `auto`, whose meaning is given."""
+    """Declare a tolerance option: a number from 0 to 1, or `auto`, which the parameter explains."""
     return typer.Option(parser=_parsed(asked_tolerance), metavar="0…1|auto",
                         help=f"How far above the mean the largest work may be, 0 to 1; auto: {auto}")
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Parse text for typer, which also passes defaults that are values already."""
+    """Make a parser for typer, which also passes defaults that are already values."""
     def parsed(value: Any) -> Any:
         try:
             return parse(value) if isinstance(value, str) else value
@@ -100,7 +100,7 @@ def page_writer(option: str, path: Path | None) -> Callable[[ReportData], None]:
 
 
 def plot_writer(option: str, path: Path | None) -> Callable[[PlannedBatch], None]:
-    """Return a function that plots a plan into the path, if there is one."""
+    """Return a function that saves a plot of a plan to the path, if there is one."""
     if path is None:
         return lambda _: None
     check_output(option, path, PLOT_SUFFIXES)
@@ -140,7 +140,7 @@ def say(line: str) -> None:
 
 
 class OnProgress(Protocol):
-    """Progress callback: the name of what is done now."""
+    """Progress callback: receives the name of the current activity."""
 
     def __call__(self, name: str, advance: int = 1) -> None: ...
 

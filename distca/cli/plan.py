@@ -1,4 +1,4 @@
-"""`distca plan`: what would balanced attention save on your lengths, before renting GPUs?"""
+"""`distca plan`: show what balanced attention saves on your lengths, without a GPU."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class PlanPool:
 
     model: ModelShape
     tp: int = 1
-    tolerance: float | StepSeconds = DEFAULT_TOLERANCE  # or the prediction of a step's seconds that chooses it
+    tolerance: float | StepSeconds = DEFAULT_TOLERANCE  # or a prediction of a step's seconds, for auto
     dedicated: int = 0
     placement: str = "given"
     cost: AttentionTime | None = None
@@ -128,12 +128,12 @@ class PlanPool:
     nodes_per_pod: int = 0
 
     def topology(self, ranks: int) -> Topology | None:
-        """Dedicated servers fill nodes after the ranks."""
+        """Return the topology: ranks fill the nodes first, then dedicated servers."""
         return None if self.ranks_per_node is None else Topology.regular(
             ranks + self.dedicated, self.ranks_per_node, self.nodes_per_pod)
 
     def step(self, lengths: np.ndarray, ranks: int) -> StepPlan:
-        """Plan one attention call, forward and backward; an `auto` tolerance is that of the whole model's step."""
+        """Plan one attention call, forward and backward; `auto` chooses the tolerance for the whole model's step."""
         plan = partial(plan_step, [lengths], self.model, num_data=ranks, tp=self.tp, placement=self.placement,
                        speed=np.ones(ranks + self.dedicated), cost=self.cost, topology=self.topology(ranks))
         if not callable(self.tolerance):
@@ -164,7 +164,7 @@ def plan_pool(
     pool = PlanPool(shape, tp, chosen, dedicated, placement, seconds, *_nodes(ranks_per_node, cluster, tp))
     if seconds is not None and seconds.note:
         print(f"distca: {seconds.note}", file=sys.stderr)
-    tiny = replace(pool, cost=seconds.kinds[0]) if isinstance(seconds, MixedTime) else pool  # for a pool of any size
+    tiny = replace(pool, cost=seconds.kinds[0]) if isinstance(seconds, MixedTime) else pool  # MixedTime fixes the size
     tiny.step(np.array([3072, 512, 512]), 2).plans[0].summary()
     return pool
 
@@ -202,8 +202,8 @@ def plan_batch(lengths: np.ndarray, source: str, dealt: DealtBatches, pool: Plan
     planned = pool.step(lengths, ranks)
     plan_seconds = perf_counter() - begin
     plan, backward = planned.plans[0], planned.plans[-1]
-    step("proving the plan")
-    invalid = _failed_proof(plan) or _failed_proof(backward)
+    step("validating the plan")
+    invalid = _validation_error(plan) or _validation_error(backward)
     step("counting bytes")
     in_order = pack(lengths, ranks=ranks, tokens_per_rank=dealt.tokens_per_rank)
     topology = pool.topology(ranks)
@@ -214,7 +214,7 @@ def plan_batch(lengths: np.ndarray, source: str, dealt: DealtBatches, pool: Plan
     return replace(found, plan_seconds=plan_seconds, placement_used=planned.placement, tried=planned.tried)
 
 
-def _failed_proof(plan: Plan) -> str | None:
+def _validation_error(plan: Plan) -> str | None:
     try:
         plan.validate()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`distca profile`: measure this machine into a latency table that plans can count with."""
+"""`distca profile`: measure this machine and write a latency table, with which plans predict seconds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`distca report`: one file that shows a run, a prediction of it and its plan, and opens without anything installed.
+"""`distca report`: write one HTML file that shows a run, a prediction of it and its plan, and opens in any browser.
 
-It reads what other commands wrote: a run's traces, log and summary, a comparison of strategies. The files may come from
-elsewhere, so everything in them is checked before it is drawn.
+Its inputs are files of other commands: a run's traces, log and summary, a comparison of strategies. They may come from
+another machine, so everything in them is checked before it is drawn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TRACE_BYTES = 2**28  # about two million spans
 MAX_LOG_BYTES = 2**26    # about a hundred thousand steps
 MAX_SPEEDS = 8           # servers whose speeds are drawn
 TRACE_NAME = re.compile(r"step_(\d{1,15})\.json")
-SERIES = {  # fields of steps.jsonl worth a curve, with a label that says the unit
+SERIES = {  # fields of steps.jsonl that are drawn, with labels that include the unit
     "loss": "loss, nats",
     "tokens_per_second": "tokens/s",
     "seconds": "step, seconds",
@@ -200,7 +200,7 @@ def _read_steps(path: Path) -> RunFigures | None:
 
 
 def _server_speeds(path: Path, records: list[dict[str, Any]]) -> list[tuple[str, np.ndarray]]:
-    """Curves of the servers that differ most from the median, if every step has the speeds of the same servers."""
+    """Curves of the servers that differ most from the median, if every step has speeds of equally many servers."""
     lists = [record.get("server_speed") for record in records]
     if not all(isinstance(speeds, list) and len(speeds) == len(lists[0] or []) for speeds in lists):
         return []
@@ -223,7 +223,7 @@ def _summary_facts(content: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _figure(value: Any, field: str) -> float:
-    """Check a number; steps of a run that diverged have none, which is NaN."""
+    """Check a number; null and non-finite values, as in steps of a run that diverged, become NaN."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return math.nan
     return check_number(field, value)

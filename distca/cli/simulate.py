@@ -1,4 +1,4 @@
-"""`distca simulate`: what would balancing save on a cluster that you have not rented yet?"""
+"""`distca simulate`: predict what balancing saves on a cluster that you need not have."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def simulate_command(
 
 
 def default_context(source: Source) -> int:
-    """The longest document, in whole 128 tokens and at most 128K."""
+    """Return the longest document's tokens, rounded down to a multiple of 128, at most 128K."""
     if source.lengths is None:
         return DEFAULT_CONTEXT
     longest = int(source.lengths.max())
@@ -118,7 +118,7 @@ def default_context(source: Source) -> int:
 def _write_timelines(
     question: Question, comparison: Comparison, trace: Path | None, write_page: Callable[[ReportData], None] | None
 ) -> None:
-    """Replay the first batch under the last strategy (ours, if it ran); on the page, below the best baseline."""
+    """Replay the first batch under the last strategy (ours, if it ran) and, for the page, under the best baseline."""
     page = comparison_page(comparison)
     if comparison.outcomes:
         shown = comparison.outcomes[-1]

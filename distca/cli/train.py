@@ -1,6 +1,6 @@
-"""`distca train`: settings from a file and the command line, refused or launched.
+"""`distca train`: read settings from a file and the command line, check them, and launch ranks.
 
-Every field of every section is an option, `--section.field value`, so options are read here instead of being declared
+Every field of every section is an option, `--section.field value`, so options are parsed here instead of being declared
 one by one; `--help` lists the common ones and `--show-settings` prints all of them as a file to start from.
 """
 
@@ -21,7 +21,7 @@ from distca.validation import UNITS_HELP, UserError
 
 
 def _train(settings: Settings) -> int:
-    """What each rank runs; the trainer and torch are imported there and not before."""
+    """Run one rank; only ranks import the trainer and torch."""
     from distca.train.trainer import run
 
     return run(settings)
@@ -54,7 +54,7 @@ def train_command(
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """At most one path, and any number of `--section.field value` or `--section.field=value`."""
+    """Return the path, if any, and the values of options `--section.field value` or `--section.field=value`."""
     paths: list[str] = []
     overrides: dict[str, str] = {}
     known = known_settings()
@@ -81,7 +81,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str
 
 
 def _common() -> str:
-    """The common settings for --help, each with its default as the value."""
+    """Return the text of --help on the common settings and their defaults."""
     lines = [f"--{known.name} {json.dumps(known.default)}: {known.meaning}" for known in known_settings().values()
              if known.common and known.name != "run.ranks"]
     return "\n\n".join([f"Common settings with their defaults; --show-settings prints all. {UNITS_HELP}", *lines])

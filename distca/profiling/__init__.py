@@ -1,14 +1,14 @@
 """Measure this machine's attention, linear layers and copies, so that plans and predictions use its own seconds.
 
-Attention is timed over a grid of (q_len, kv_len), queries at the end of their keys, forward and backward apart. One
-short shard alone leaves most of a GPU idle, while a server computes the many shards of its batch in one call. So a grid
-point is several identical shards in one call, enough to fill the device, and the time is divided by their number. Each
-has keys of its own; in forward shards share keys if those of enough shards would not fit. Beyond MAX_Q_LEN queries
-throughput no longer changes and the table charges its peak.
+Attention is timed over a grid of (q_len, kv_len), queries at the end of their keys, forward and backward separately.
+One short shard alone leaves most of a GPU idle, while a server computes many shards in one call. So a grid point is one
+call with several identical shards, enough to fill the device, and the time is divided by their number. Each shard has
+its own keys; in forward, all shards share keys if separate keys would not fit. Beyond MAX_Q_LEN queries throughput no
+longer changes and the table charges its peak.
 
-A kernel with a work list (cost/dealing.py) gives the size of its items. Then a few batches of equal items measure the
-launch and the speed-up of items on an idle device. With these, launch and tail are subtracted from the grid's times:
-what is left is what a shard adds to a full batch. Times are medians; see machine.py.
+If the kernel has a work list (cost/dealing.py), a few batches of equal items measure the launch and the speed-up of
+items on an idle device. The launch and the tail are then subtracted from the grid's times: the rest is the time that a
+shard adds to a full batch. Times are medians; see machine.py.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ProfileLimits:
 
     max_kv_len: int       # by default
     most_kv_len: int      # that a user may ask for
-    why: str              # that is the most
+    why: str              # reason for most_kv_len, in its error message
     num_tiles: int        # tiles of 128 queries, over all heads, that fill the device in a batch of shards
-    num_pairs: int        # per call, so that launching it costs little beside it
-    most_q_tokens: int    # per batch of shards, as many as a server holds
+    num_pairs: int        # per call, so that the launch is a small part of its time
+    most_q_tokens: int    # per batch of shards: what a server holds
     most_kv_tokens: int
     budget_seconds: float  # for the samples of one measurement
     most_samples: int
@@ -60,12 +60,12 @@ CPU = ProfileLimits(2_048, 524_288, "whose keys and values of a layer take 4 GB"
                     2**26)
 CUDA = ProfileLimits(524_288, 2**22, "whose keys and values of a layer take 16 GB", 2_048, 2**26, 65_536, 2**20, 0.1,
                      1_000, 8_192, 2**30)
-SHORT_ITEM, LONG_ITEM = 16, 256   # tiles that an item of a probe walks
+SHORT_ITEM, LONG_ITEM = 16, 256   # tiles per item in measurements of the work list
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What one profile measures."""
+    """Checked options of one profile."""
 
     device: torch.device
     dtype: torch.dtype
@@ -116,7 +116,7 @@ def settings(
 
 
 def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
-    """Powers of two from 128 on, and the longest itself."""
+    """128 times powers of two, or `every` nth of these, and the longest itself."""
     octaves = range(0, max(1, math.ceil(math.log2(longest / MIN_LEN))), every)
     return (*(MIN_LEN << octave for octave in octaves), longest)
 
@@ -168,7 +168,7 @@ class _Tensors:
 
 
 def num_shards(chosen: ProfileSettings, q_len: int, kv_len: int, *, own_keys: bool = True) -> int:
-    """Number of shards of a grid point that fill the device, within what a server would hold."""
+    """Number of shards of a grid point: enough to fill the device, at most what a server would hold."""
     limits = chosen.limits
     tiles = chosen.heads[0] * -(-q_len // MIN_LEN)
     wanted = max(-(-limits.num_tiles // tiles), -(-limits.num_pairs // pairs_of_shard(q_len, kv_len)))
@@ -190,19 +190,19 @@ def attention_seconds(
                                 f"{chosen.device}; give a smaller --max-kv-len or a larger --tp") from None
         torch.cuda.empty_cache()
         counts = max(1, counts[0] // 2), max(1, counts[1] // 2)
-    return (_of_one(forward, q_len, kv_len, counts[0], False, work_list),
-            _of_one(backward, q_len, kv_len, counts[1], True, work_list))
+    return (_seconds_per_shard(forward, q_len, kv_len, counts[0], False, work_list),
+            _seconds_per_shard(backward, q_len, kv_len, counts[1], True, work_list))
 
 
-def _of_one(
+def _seconds_per_shard(
     seconds: float, q_len: int, kv_len: int, count: int, backward: bool, work_list: WorkList | None
 ) -> float:
-    """Seconds per shard, without the launch and the tail."""
+    """Divide a call's seconds by its shards, without the launch and the tail."""
     if work_list is None:
         return seconds / count
     shards = Tasks(np.ones(count), np.full(count, float(q_len)), np.full(count, float(kv_len)),
                    np.ones(count, dtype=bool), np.zeros(count, dtype=np.int64), np.arange(count), np.zeros(count))
-    (tail,) = work_list.tail(shards, 1, backward)                # of shards that take a second each
+    (tail,) = work_list.tail(shards, 1, backward)                # in units of a shard's seconds
     return max(seconds - work_list.launch_seconds[backward], 0.5 * seconds) / (count + float(tail))
 
 
@@ -232,9 +232,9 @@ def _call(chosen: ProfileSettings, tensors: _Tensors, tasks: TaskRows, backward:
 def work_list_facts(chosen: ProfileSettings, tensors: _Tensors) -> dict[str, Any] | None:
     """Measure the parameters of `WorkList` for this kernel and device; None for a kernel without a work list.
 
-    A quarter of the multiprocessors get an item each, short ones and long ones: extrapolated to items of no length,
-    that is the launch. Then all of them get a long one: the ratio of the times is the speed-up on an idle device. A
-    call uses only as many multiprocessors as it has items, so that no item is split.
+    A quarter of the multiprocessors get one item each, first short and then long ones: extrapolating to items of length
+    zero gives the launch. Then all multiprocessors get a long item: the ratio of the times is the speed-up on an idle
+    device. A call uses only as many multiprocessors as it has items, so that no item is split.
     """
     kernel = chosen.kernel
     if not isinstance(kernel, HopperKernel) or chosen.device.type != "cuda":
@@ -311,7 +311,7 @@ def facts(chosen: ProfileSettings) -> dict[str, Any]:
 
 
 def describe(table: LatencyTable) -> list[str]:
-    """Describe a profile in a few lines, for people."""
+    """Describe a profile in a few lines of text."""
     about: Any = table.metadata
     model, tp = model_named(about["model"]), about["tp"]
     lines = [f"{table.name}: {about['kernel']} in {about['dtype']}", "attention   queries x keys   forward   backward"]

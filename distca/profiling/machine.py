@@ -1,8 +1,7 @@
-"""Time calls on this machine, by device events on CUDA and by the host's clock on a CPU, and name what it is.
+"""Time calls by device events on CUDA and by the host's clock on a CPU, and name the CPU and package versions.
 
-A GPU at its power limit lowers its clock within some milliseconds and by up to a sixth, and more so in forward than in
-backward. So short calls are repeated for as long as long ones take, and forward and backward take turns, as they do in
-training.
+A GPU at its power limit lowers its clock within some milliseconds and by up to a sixth, more in forward than in
+backward. So short calls are repeated for as long as long ones take, and forward and backward alternate, as in training.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from time import perf_counter
 import torch
 
 QUEUED = 30
-SLEEP_CYCLES = 10_000_000  # milliseconds, in which the host queues all of them
+SLEEP_CYCLES = 10_000_000  # some milliseconds, in which the host queues all calls
 
 Run = Callable[[], object]
 
@@ -42,16 +41,17 @@ def cpu_name() -> str:
 def samples(
     run: Run, device: torch.device, *, budget_seconds: float, least: int = 1, most: int = 30
 ) -> list[float]:
-    """Seconds of `run` after a warm-up, as many as the budget allows."""
+    """Return as many samples of a run's seconds, after a warm-up, as the budget allows."""
     return in_turns([run], device, budget_seconds=budget_seconds, least=least, most=most)[0]
 
 
 def in_turns(
     runs: Sequence[Run], device: torch.device, *, budget_seconds: float, least: int = 1, most: int = 30
 ) -> list[list[float]]:
-    """Seconds of each run, taken in turns, as many as the budget allows for all of them.
+    """Return samples of the seconds of runs that alternate, as many as the budget allows for all of them together.
 
-    A single run may be disturbed, by memory allocated late for example, so the faster of two says how many fit.
+    Two first rounds are timed, and the faster time of each run decides how many fit: a first call may be slow, for
+    example because it allocates memory.
     """
     time = _on_cuda if device.type == "cuda" else _on_host
     for run in runs:
@@ -63,7 +63,7 @@ def in_turns(
 
 
 def queued_samples(run: Run) -> list[float]:
-    """Device seconds of a call that is shorter than its launch."""
+    """Return device seconds of a call that is shorter than its launch: calls are queued while the device sleeps."""
     run()
     torch.cuda._sleep(SLEEP_CYCLES)
     return _events([run], QUEUED)[0]

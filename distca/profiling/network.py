@@ -1,8 +1,8 @@
-"""Measure what an exchange costs on a group: a start-up latency and a bandwidth.
+"""Measure the latency and the bandwidth of an all-to-all on a process group.
 
-Every rank sends the same number of bytes, in equal parts to all others, in several sizes; the slowest rank's median
-counts. Seconds = latency + sent bytes / bandwidth is fitted to relative error, so that small and large exchanges have
-the same weight. On CUDA the latency includes launching and waiting from the host.
+Every rank sends equally many bytes to every other rank, in several sizes; a sample is the time of the slowest rank, and
+the median of the samples counts. Seconds = latency + sent bytes / bandwidth is fitted by relative error, so that small
+and large exchanges have the same weight. On CUDA the latency includes the launch and the host's synchronization.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class ExchangeCost:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPart:
-    """The network in a profile, and whether this process measures the rest of the profile."""
+    """Network entry of a profile, and whether this process measures the rest of the profile."""
 
     cost: dict[str, object] | None
     measures_the_rest: bool
 
 
 def measure_network(device: torch.device, local_ranks: int | None = None) -> NetworkPart:
-    """Measure exchanges over the initialized group, over torchrun's, or between `local_ranks` processes started here.
+    """Measure exchanges over the initialized group, over torchrun's, or between `local_ranks` new local processes.
 
-    Every rank of a group must call this; its first rank measures the rest.
+    Every rank of a group must call this; then rank 0 measures the rest of the profile.
     """
     ours = dist.is_torchelastic_launched() and not dist.is_initialized()
     if ours:
         if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # where torchrun says which GPU is ours
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     if dist.is_initialized():
         if local_ranks is not None:

@@ -1,1 +1,1 @@
-"""Pages, pictures and tables of plans, traces and comparisons."""
+"""Show plans, traces and comparisons as HTML pages, plots and terminal tables."""

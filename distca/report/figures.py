@@ -29,12 +29,12 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 class PlannedBatch:
     """A batch before planning (documents in order, queries computed on their home ranks) and after."""
 
-    source: str           # where the documents come from, for people
-    placement: str        # as asked
+    source: str           # where the documents come from, to be printed
+    placement: str        # as the user asked
     plan: Plan
     before: PlanSummary   # over the ranks that own tokens
     after: PlanSummary    # over all servers: the ranks, then the dedicated ones
-    backward: PlanSummary  # of backward's own plan where work is seconds, else of forward's
+    backward: PlanSummary  # of the backward plan if work is in seconds, else of the forward plan
     plan_seconds: float = 0.0
     invalid: str | None = None  # why the plan failed validation
     placement_used: str | None = None  # `given` if `balanced` was asked for and would send more
@@ -45,7 +45,7 @@ class PlannedBatch:
         cls, plan: Plan, source: str, *, before: Plan | None = None, backward: Plan | None = None,
         placement: str = "given", invalid: str | None = None,
     ) -> PlannedBatch:
-        """Summarize every plan once; `before` computes each query on its home rank unless given."""
+        """Summarize every plan once; by default `before` computes each query of `plan` on its home rank."""
         if before is None:
             ranks = plan.layout.num_ranks
             speed = np.ones(ranks) if plan.cost is None else plan.cost.speeds(ranks)
@@ -153,7 +153,7 @@ class StrategyFigures:
 
     @classmethod
     def from_json(cls, name: str, content: Any, num_tokens: float | None) -> StrategyFigures:
-        """Read a strategy as `distca simulate --json` prints it; a step's `num_tokens` give the range of speeds."""
+        """Read a strategy as `distca simulate --json` prints it; `num_tokens` per step gives the range of speeds."""
         where = f"strategies.{check_name('the name of a strategy', name)}"
         one = _object(where, content)
 
@@ -203,7 +203,7 @@ def _range(field: str, value: Any, above: float = -np.inf) -> tuple[float, float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """One step on all its ranks, measured or predicted."""
+    """Traces of one step on all ranks, measured or predicted."""
 
     title: str
     traces: tuple[StepTrace, ...]
@@ -211,7 +211,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFigures:
-    """A run step by step; NaN where a step has no figure."""
+    """Figures of a run's steps; NaN where a step has none."""
 
     step: np.ndarray                             # [steps]
     series: tuple[tuple[str, np.ndarray], ...]   # label with its unit, [steps]
@@ -219,7 +219,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportData:
-    """A whole page."""
+    """Content of a report page."""
 
     title: str
     subtitle: str = ""
@@ -253,7 +253,7 @@ def comparison_page(comparison: Comparison) -> ReportData:
 def ours_and_best_baseline(
     strategies: Sequence[StrategyFigures],
 ) -> tuple[StrategyFigures | None, StrategyFigures | None]:
-    """Return our strategy (distca if it ran) and the fastest baseline, or None for what did not run."""
+    """Return our strategy (distca if it ran) and the fastest baseline; None for either that did not run."""
     known = [one for one in strategies if one.name in STRATEGIES]
     ours = [one for one in known if not STRATEGIES[one.name].is_baseline]
     baselines = [one for one in known if STRATEGIES[one.name].is_baseline]
@@ -305,6 +305,6 @@ def count_text(number: int, noun: str, several: str = "") -> str:
 
 
 def over_mean(values: np.ndarray) -> np.ndarray:
-    """Each value over their mean; ones where all are zero."""
+    """Divide values by their mean; return ones if all are zero."""
     mean = values.mean()
     return values / mean if mean > 0 else np.ones_like(values)

@@ -1,9 +1,10 @@
 """Render a report as one HTML file that opens anywhere: no server, no network, no installation.
 
-The charting library, the style, the scripts and the numbers are all inside. The page forbids itself every request, so
-it is safe to pass on. A section is words and controls as HTML, and a payload for the script to draw; sections without
-figures are left out. Whatever a chart shows is also given in words or in a table, for readers who cannot see or point
-at it. Data that grows with the square of the ranks or with the documents is reduced here, and the section says so.
+The file contains the charting library, the style, the scripts and the numbers. Its content security policy forbids
+every request, so it is safe to share. A section is text and controls as HTML, and a payload that the script draws;
+sections without figures are left out. Everything that a chart shows is also in a text or a table, for readers who
+cannot see the chart or use a pointer. Data that grows with the square of the ranks or with the documents is reduced
+here, and the section says so.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LIBRARY = "plotly-cartesian-4.1.1.min.js"  # the partial bundle: a third of the 
 SCRIPTS = (LIBRARY, "base.js", "charts.js", "raster.js", "timeline.js", "start.js")
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 MAX_CELLS = 128        # edge of the matrix of transfers
-MAX_COLUMNS = 2048     # ranks drawn one by one; beyond, the largest of neighbours
+MAX_COLUMNS = 2048     # bars; with more ranks, a bar is the largest of several neighbours
 MAX_DOCUMENTS = 40     # documents drawn
 MAX_PIECES = 800       # pieces of documents drawn
 NUM_LARGEST = 10       # pairs of ranks listed
@@ -131,8 +132,8 @@ def comparison_section(strategies: Sequence[StrategyFigures]) -> Section:
 def work_section(batch: PlannedBatch) -> Section:
     before, after = batch.before.work, batch.after.work
     words = (f"The busiest of {len(before):,} ranks did {over_mean(before).max():.2f} times the mean; after planning "
-             f"the busiest of {len(after):,} servers does {over_mean(after).max():.2f} times the mean. Everybody waits "
-             "for the busiest.")
+             f"the busiest of {len(after):,} servers does {over_mean(after).max():.2f} times the mean. All wait for "
+             "the busiest.")
     controls = _select("work-order", "Order", (("rank", "by rank"), ("size", "largest first")))
     group = -(-len(after) // MAX_COLUMNS)
     payload = {"before": _short(_largest(before, group)), "after": _short(_largest(after, group)),
@@ -153,7 +154,7 @@ def bytes_between(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def transfers_section(source: np.ndarray, destination: np.ndarray, num_bytes: np.ndarray, *, size: int) -> Section:
-    """Entries with the same source and destination are added up."""
+    """Show bytes by source and destination; entries with the same source and destination are added up."""
     distinct, where = np.unique(source * size + destination, return_inverse=True)
     num_bytes = np.bincount(where, weights=num_bytes, minlength=len(distinct))
     source, destination = distinct // size, distinct % size
@@ -231,16 +232,16 @@ def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
     moved = np.bincount(tasks.document, weights=away, minlength=num_documents) > 0
     order = np.argsort(-lengths, kind="stable")
     shown = order[: max(1, min(MAX_DOCUMENTS, int((np.cumsum(pieces[order]) <= MAX_PIECES).sum())))]
-    bar = np.full(num_documents, -1)                             # [documents] of the chart
+    bar = np.full(num_documents, -1)                             # [documents] bar of the chart, -1 if not drawn
     bar[shown] = np.arange(len(shown))
     drawn = np.flatnonzero(bar[tasks.document] >= 0)
     drawn = drawn[np.lexsort((tasks.q_start[drawn], bar[tasks.document[drawn]]))][:MAX_PIECES]
-    level, levels = _sub_bars(tasks.document[drawn], tasks.q_start[drawn], tasks.q_stop[drawn])
+    sub_bar, num_sub_bars = _sub_bars(tasks.document[drawn], tasks.q_start[drawn], tasks.q_stop[drawn])
     words = (f"{count_text(num_documents, 'document')}, {int((pieces > 1).sum()):,} of them in more than one piece and "
              f"{int(moved.sum()):,} with queries computed away from home.")
     if len(shown) < num_documents:
         words += f" The {len(shown)} longest are drawn."
-    if levels.max(initial=1) > 1:
+    if num_sub_bars.max(initial=1) > 1:
         words += " Pieces below each other are the same queries with different keys."
     controls = _select("documents-color", "Colour", (
         ("moved", "at home or moved"), ("server", "by server"), ("home", "by home")))
@@ -248,7 +249,7 @@ def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
         "documents": shown.tolist(), "lengths": lengths[shown].tolist(),
         "row": bar[tasks.document[drawn]].tolist(), "start": tasks.q_start[drawn].tolist(),
         "stop": tasks.q_stop[drawn].tolist(), "home": tasks.home[drawn].tolist(),
-        "server": tasks.server[drawn].tolist(), "level": level.tolist(), "levels": levels.tolist()}
+        "server": tasks.server[drawn].tolist(), "level": sub_bar.tolist(), "levels": num_sub_bars.tolist()}
     body = (f"<p>{words}</p>{_controls(controls)}"
             f"{_chart('documents', 'How documents were cut. ' + words, height=90 + 15 * max(len(shown), 8))}"
             f"{_numbers('documents')}")
@@ -256,19 +257,19 @@ def documents_section(lengths: np.ndarray, tasks: TaskTable) -> Section:
 
 
 def _sub_bars(document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sub-bar of each piece, and number of sub-bars of its document: pieces with the same queries and different keys
-    are drawn below each other."""
-    level = np.zeros(len(document), dtype=np.int64)
+    """Return the sub-bar of each piece and the number of sub-bars of its document: pieces with the same queries and
+    different keys are drawn below each other."""
+    sub_bar = np.zeros(len(document), dtype=np.int64)
     ends: list[int] = []
     for i in range(len(document)):
         if i == 0 or document[i] != document[i - 1]:
             ends = []
         free = next((number for number, end in enumerate(ends) if end <= start[i]), len(ends))
         ends[free:free + 1] = [int(stop[i])]
-        level[i] = free
+        sub_bar[i] = free
     most = np.zeros(int(document.max(initial=0)) + 1, dtype=np.int64)
-    np.maximum.at(most, document, level + 1)
-    return level, most[document]
+    np.maximum.at(most, document, sub_bar + 1)
+    return sub_bar, most[document]
 
 
 def memory_section(memory: Memory, capacity_bytes: float | None) -> Section:
@@ -331,7 +332,7 @@ def _spread(spread: Spread, form: str, unit: str = "") -> str:
 
 
 def _largest(values: np.ndarray, group: int) -> np.ndarray:
-    """Maximum over every `group` neighbours."""
+    """Maximum over each group of `group` neighbours."""
     return np.maximum.reduceat(values, np.arange(0, len(values), group)) if group > 1 else values
 
 

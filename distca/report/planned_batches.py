@@ -1,7 +1,7 @@
 """Plans of several batches of one corpus: their mean, the worst of them, and statistics of the corpus.
 
-One batch says little about a corpus: whether it holds a rare long document decides everything. Figures of all batches
-are kept. One batch is shown in full: the one whose slowest rank was furthest above the mean before planning.
+One batch says little about a corpus, because the result depends on whether it contains a rare long document. Figures of
+all batches are kept; the batch with the worst imbalance before planning is shown in full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIELDS: dict[str, Callable[[PlannedBatch], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """Figures that are kept of every batch."""
+    """Figures of one batch, kept after its plan is dropped."""
 
     documents: int
     is_valid: bool
@@ -45,7 +45,7 @@ class BatchFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedBatches:
-    """One batch, or several (`is_dealt`) that are a sample of a corpus, so that their mean is meaningful."""
+    """One batch, or (`is_dealt`) several that sample a corpus, so that their mean is meaningful."""
 
     source: str
     note: str                  # how the batches were made
@@ -60,7 +60,7 @@ class PlannedBatches:
         cls, planned: Iterable[PlannedBatch], source: str, *, note: str = "", corpus: CorpusFigures | None = None,
         is_dealt: bool = False,
     ) -> PlannedBatches:
-        """Keep the worst batch and the figures of the others: plans are large."""
+        """Keep the worst batch's plan and the figures of all batches, because plans are large."""
         batches: list[BatchFigures] = []
         shown: tuple[int, PlannedBatch] | None = None
         for number, batch in enumerate(planned, 1):
@@ -79,7 +79,7 @@ class PlannedBatches:
         return all(batch.is_valid for batch in self.batches)
 
     def as_json(self) -> dict[str, Any]:
-        """The shown batch's figures; of several, all batches under `batches`, and the `corpus`."""
+        """Return the shown batch's figures, for several batches also `batches` with all of them, and the `corpus`."""
         content: dict[str, Any] = self.shown.as_json() | {"valid": self.are_valid}
         if self.is_dealt:
             content["batches"] = {
@@ -92,7 +92,7 @@ class PlannedBatches:
         return content
 
     def page(self) -> ReportData:
-        """The page of the shown batch, below the verdict on all batches."""
+        """Build the page of the shown batch, with the verdict on all batches at the top."""
         data = plan_page(self.shown)
         facts = () if self.corpus is None else _corpus_facts(self.corpus)
         words = [data.subtitle, self.note.rstrip(".")]
@@ -103,7 +103,7 @@ class PlannedBatches:
                        verdict=self.verdict(), facts=(*data.facts, *facts))
 
     def verdict(self) -> str:
-        """Sum the figures up in a sentence or two."""
+        """Summarize all batches in a sentence or two."""
         if not self.is_dealt:
             return verdict_on_batch(self.shown)
         before, after = self.column("work_max_over_mean_before"), self.column("work_max_over_mean")
@@ -135,7 +135,7 @@ def _corpus_facts(corpus: CorpusFigures) -> tuple[tuple[str, str], ...]:
 
 
 def plan_page(batch: PlannedBatch) -> ReportData:
-    """The page of one batch: its work before and after planning, its traffic, and how its documents were cut."""
+    """Build the page of one batch: work before and after planning, traffic, and how documents were cut."""
     facts = [
         ("slowest server's work, × mean",
          f"{batch.before.work_max_over_mean:.2f} → {batch.after.work_max_over_mean:.2f}"),
@@ -157,7 +157,7 @@ def plan_page(batch: PlannedBatch) -> ReportData:
 
 
 def verdict_on_batch(batch: PlannedBatch) -> str:
-    """Sum one batch up in a sentence or two."""
+    """Summarize one batch in a sentence or two."""
     before, after = batch.before, batch.after
     if after.num_moved == 0 and before.work_max_over_mean <= 1 + batch.plan.tolerance:
         return (f"The slowest rank does {before.work_max_over_mean:.2f}× the mean work, inside the tolerance: "

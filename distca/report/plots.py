@@ -84,4 +84,4 @@ def _series(axes: Axes, before: np.ndarray, after: np.ndarray, servers: int) -> 
         return
     for values, color, label in ((before, BEFORE_COLOR, "before"), (after, AFTER_COLOR, "after")):
         axes.stairs(values, np.arange(len(values) + 1) - 0.5, fill=True, color=color, linewidth=0, label=label)
-    axes.stairs(before, np.arange(len(before) + 1) - 0.5, color=BEFORE_COLOR, linewidth=0.4)  # where it is lower
+    axes.stairs(before, np.arange(len(before) + 1) - 0.5, color=BEFORE_COLOR, linewidth=0.4)  # visible where lower

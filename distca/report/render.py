@@ -42,7 +42,7 @@ _PARTS = "▏▎▍▌▋▊▉█"
 
 
 def print_plan(batch: PlannedBatch, console: Console, note: str = "") -> None:
-    """Print one batch in full; the note says how it was made."""
+    """Print one batch in full; `note` says how the batch was made."""
     console.print(Text.assemble((batch.source, "bold"), f"\n{batch.pool_text}\n{batch.options_text}"))
     if note:
         console.print(Text(note))
@@ -54,7 +54,7 @@ def print_plan(batch: PlannedBatch, console: Console, note: str = "") -> None:
 
 
 def _print_work(batch: PlannedBatch, words: str, console: Console) -> None:
-    """Print work per server, the verdict, and what keeps the plan from its tolerance or from being valid."""
+    """Print work per server, the verdict, and why the plan exceeds its tolerance or is not valid."""
     console.print(work_bars(batch) if batch.num_servers <= MAX_BARS else work_profile(batch))
     console.print()
     console.print(Text(words))
@@ -65,7 +65,7 @@ def _print_work(batch: PlannedBatch, words: str, console: Console) -> None:
 
 
 def _table(titles: Sequence[str], styles: Sequence[str] = (), title: str | None = None) -> Table:
-    """An empty table, whose first column is left-aligned and the others right-aligned."""
+    """Make an empty table with a left-aligned first column and right-aligned others."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for at, (name, style) in enumerate(zip_longest(titles, styles)):
         table.add_column(name, justify="right" if at else "left", style=style)
@@ -101,7 +101,7 @@ def plan_table(batch: PlannedBatch) -> Table:
 
 
 def work_bars(batch: PlannedBatch) -> Table:
-    """One line per server. Bars have one scale in both columns; numbers are relative to their column's mean."""
+    """Draw one bar per server, before and after, on the same scale; numbers are relative to their column's mean."""
     longest = max(batch.before.work.max(), batch.after.work.max(), np.finfo(float).tiny)
     columns = []
     for side, style in ((batch.before, BEFORE_STYLE), (batch.after, AFTER_STYLE)):
@@ -121,7 +121,7 @@ def work_bars(batch: PlannedBatch) -> Table:
 
 
 def work_profile(batch: PlannedBatch) -> RenderableType:
-    """Work over all servers in rank order, with its quantiles."""
+    """Draw work over all servers in rank order, with its quantiles."""
     longest = max(batch.before.work.max(), batch.after.work.max(), np.finfo(float).tiny)
     spread = Table(box=None, pad_edge=False)
     for title in ("work, × mean", "min", "10 %", "median", "90 %", "max"):
@@ -157,7 +157,7 @@ def print_batches(planned: PlannedBatches, console: Console) -> None:
 
 
 def corpus_table(corpus: CorpusFigures) -> Table:
-    """Share of tokens and of attention in documents of at least a length."""
+    """Tabulate the shares of tokens and of attention in documents of at least some lengths."""
     table = _table(("documents of at least", "documents", "of tokens", "of attention"))
     for one in corpus.long_documents:
         if one.documents:
@@ -191,7 +191,7 @@ def batches_table(planned: PlannedBatches) -> Table:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table of strategies, and what each one chose."""
+    """Print the table of strategies and the choice of each."""
     first = comparison.setting
     stages = ", ".join(sorted({str(outcome.setting.pp) for outcome in comparison.outcomes}))
     console.print(Text.assemble(
@@ -214,7 +214,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _ratios(comparison: Comparison) -> Table:
-    """Speed of our strategies over each baseline: the mean, and the range over the batches."""
+    """Tabulate the speedup of our strategies over each baseline: the mean, and the range over the batches."""
     others = [outcome for outcome in comparison.outcomes if STRATEGIES[outcome.name].is_baseline]
     table = _table(("", *(other.name for other in others)), title="times as fast as (range over batches)")
     for outcome in [outcome for outcome in comparison.entries if outcome not in others] or others:
@@ -230,7 +230,7 @@ def _bar(share: float) -> str:
 
 
 def _profile(shares: np.ndarray, width: int) -> list[str]:
-    """Lines of block characters, top first; each column is the largest share of its group of servers."""
+    """Draw lines of block characters, top first; each column is the largest share of its group of servers."""
     first = np.arange(width) * len(shares) // width
     height = np.ceil(np.maximum.reduceat(shares, first) * _PROFILE_HEIGHT * 8).astype(int)
     return ["".join(_EIGHTHS[min(max(int(eighths) - 8 * line, 0), 8)] for eighths in height)

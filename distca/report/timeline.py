@@ -31,7 +31,7 @@ class SpanColumns:
     name: np.ndarray       # [spans] index into the timeline's names
     start: np.ndarray      # [spans] seconds
     seconds: np.ndarray    # [spans] from start to end
-    busy: np.ndarray       # [spans] seconds inside that are not gaps between joined spans
+    busy: np.ndarray       # [spans] seconds without the gaps between joined spans
     num_bytes: np.ndarray  # [spans]
     count: np.ndarray      # [spans] how many were joined
 
@@ -110,7 +110,7 @@ def lane_seconds(spans: SpanColumns, names: Names, num_ranks: int) -> np.ndarray
 
 
 def thinned(spans: SpanColumns, lane: np.ndarray, max_spans: int) -> tuple[SpanColumns, float]:
-    """Join short spans until at most `max_spans` are left, if possible; return them and what counts as short, or 0."""
+    """Join short spans until at most `max_spans` are left, if possible; return the spans and the resolution, or 0."""
     if len(spans) <= max_spans:
         return spans, 0.0
     stop = float((spans.start + spans.seconds).max())

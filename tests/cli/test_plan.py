@@ -222,7 +222,7 @@ def test_plot_is_written(run: Callable[..., tuple[int, str, str]], tmp_path: Pat
 
 def test_a_plan_that_fails_its_proof_is_not_passed_over(run: Callable[..., tuple[int, str, str]],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distca.cli.plan._failed_proof", lambda plan: "task 7 is nowhere")
+    monkeypatch.setattr("distca.cli.plan._validation_error", lambda plan: "task 7 is nowhere")
     code, out, _ = run("plan", "prolong", "--ranks", 2, "--json")
     assert code == 1 and json.loads(out)["valid"] is False
     code, out, _ = run("plan", "prolong", "--ranks", 2)
