@@ -80,7 +80,7 @@ def from_arguments(
     """
     for name in _OF_OTHERS:
         if named.get(name) is not None:
-            raise UserError(f"attention got {name}, which nothing here reads; say where documents begin by "
+            raise UserError(f"attention got {name}, which distca does not read; give documents by "
                             "cu_seq_lens_q, or by position_ids that restart and document_ids")
     edges, key_edges = named.get("cu_seq_lens_q"), named.get("cu_seq_lens_k")
     if edges is None and key_edges is not None:
@@ -112,8 +112,8 @@ def _from_rows(
     """Return the slices of rows from their positions, without padding (false in `real` [rows, tokens])."""
     if position_ids is None or position_ids.ndim != 2:
         found = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
-        raise UserError(f"attention got {found}, so documents cannot be told apart; give cu_seq_lens_q, or "
-                        "position_ids [rows, tokens] to a model that hands them to its attention")
+        raise UserError(f"attention got {found} and does not know where documents begin; give cu_seq_lens_q, "
+                        "or position_ids [rows, tokens] to a model that passes them to its attention")
     position = _numbers(position_ids, "position_ids", shape)
     document = None if document_ids is None else _numbers(document_ids, "document_ids", shape)
     begins = _begins(position, document)
@@ -138,8 +138,8 @@ def _check_numbers(number: np.ndarray, slices: RowSlices, kept: np.ndarray | Non
     wrong = wrong[at[wrong + 1] % number.shape[1] != 0]          # every row begins a slice
     if len(wrong):
         raise UserError(f"seq_idx goes from {flat[wrong[0]]} to {flat[wrong[0] + 1]} at token {at[wrong[0] + 1]}, "
-                        "which is not where position_ids or cu_seq_lens_q begin documents; let them say the same, or "
-                        "leave it out")
+                        "which is not where position_ids or cu_seq_lens_q begin documents; make them agree, or leave "
+                        "it out")
 
 
 def from_edges(
@@ -176,7 +176,7 @@ def from_edges(
         at = int(np.flatnonzero(wrong)[0])
         does, they = ("begins", "go on with") if cut[at] else ("does not begin", "begin one with")
         raise UserError(f"{field} {does} a document at token {at} but {names} {they} position {flat[at]} there; "
-                        "let them say the same, or give one of them")
+                        "make them agree, or give one of them")
     if document is None and from_zero:
         return whole_documents(lengths)
     return _slices(position, begins | cut.reshape(begins.shape), document)

@@ -248,7 +248,7 @@ def packed_mask(
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
                          kv_offset=kv_offset, **about)
     if about.get("use_vmap"):
-        raise _refused(about["config"], "it overlays a mask of its own")
+        raise _refused(about["config"], "it adds a mask of its own")
     return _mask_of_forward(about["config"], about.get("local_size"), about.get("attention_mask"))
 
 
@@ -305,7 +305,7 @@ def _check_call(module: torch.nn.Module, qkv: Qkv, dropout: float, about: dict[s
     if dropout:
         raise _refused(config, f"attention dropout is {dropout}; set it to 0")
     if num_keys != num_queries:
-        raise _refused(config, f"{num_queries} queries meet {num_keys} keys under a mask for as many")
+        raise _refused(config, f"{num_queries} queries and {num_keys} keys came with a mask for equally many")
 
 
 def _ordinary(
@@ -325,8 +325,8 @@ def _ordinary(
         raise error
     unread = next((name for name in DOCUMENTS if about.get(name) is not None), None)
     if unread is not None:
-        raise UserError(f"{unread} came with a cache or with a mask of your own, which alone say what is seen; leave "
-                        f"out {unread}, or the mask or cache")
+        raise UserError(f"{unread} came with a cache or with a mask of your own, which alone decide what is seen; "
+                        f"leave out {unread}, or the mask or cache")
     if not torch.compiler.is_compiling():
         _log_decoding()
     if about.get("softcap") is None and about.get("s_aux") is None:
@@ -345,7 +345,7 @@ def _eager_attention(kind: type[torch.nn.Module]) -> Any:
 
 @cache
 def _log_decoding() -> None:
-    _LOG.info("queries meet keys of a cache or under a given mask: attention runs at home as transformers' sdpa")
+    _LOG.info("with a cache or a given mask, attention is computed locally by transformers' sdpa")
 
 
 @cache

@@ -59,8 +59,8 @@ class AttentionLogs(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
-            warn_once("packing_strategy is 'wrapped', which loses where documents begin: each row is attended as one "
-                      "document, and neighbours in it see each other; choose 'bfd', or distca.data.Collator")
+            warn_once("packing_strategy is 'wrapped', which loses the documents' boundaries: each row is attended as "
+                      "one document, and neighbours in it see each other; choose 'bfd', or distca.data.Collator")
         self.recorder = Recorder(args.device)
         for module in about["model"].modules():
             if (served := attached(module)) is not None:

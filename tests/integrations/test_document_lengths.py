@@ -87,7 +87,7 @@ def counts_on(position_ids: torch.Tensor | None, edges: list[int]) -> bool:
     ({"document_ids": torch.zeros(1, 11, dtype=torch.int64)}, r"document_ids has shape \(1, 11\)"),
     ({"position_ids": None}, "document_ids came with cu_seq_lens_q but without position_ids"),
     ({"seq_idx": torch.tensor([[0] * 4 + [1] * 4 + [2] * 4])}, "seq_idx goes from 0 to 0 at token 3"),
-    ({"cu_seqlens": torch.tensor([0, 12])}, "attention got cu_seqlens, which nothing here reads"),
+    ({"cu_seqlens": torch.tensor([0, 12])}, "attention got cu_seqlens, which distca does not read"),
     ({"packed_seq_params": object()}, "attention got packed_seq_params"),
 ])
 def test_contradictions_are_named(changes: dict[str, Any], words: str) -> None:

@@ -276,7 +276,7 @@ def test_documents_are_read_from_padded_rows(rows: list[tuple[list[int], bool]],
     ((None, torch.tensor([0, 3, 2, 6]), None), "rising numbers"),
     ((None, torch.tensor([0, 3, 5]), None), r"cu_seq_lens_q is \[0, 3, 5\] for 6 tokens"),
     ((None, torch.tensor([0, 6]), torch.tensor([[1, 1, 1, 1, 1, 0]])), "give one of them"),
-    ((None, None, None), "cannot be told apart; give cu_seq_lens_q"),
+    ((None, None, None), "does not know where documents begin; give cu_seq_lens_q"),
     ((torch.zeros(3, 1, 6), None, None), r"position_ids of shape \(3, 1, 6\)"),
     ((torch.arange(6)[None], None, torch.tensor([[1, 1, 0, 1, 1, 1]])), "padding between the tokens"),
 ])

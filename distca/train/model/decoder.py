@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Pre(nn.Module):
-    """The layer before attention: norm, projections, rotation."""
+    """The part of a layer before attention: norm, projections, rotation."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Projections(nn.Module):
 
 
 class Post(nn.Module):
-    """The layer after attention: output projection and feed-forward, each added to x."""
+    """The part of a layer after attention: output projection and feed-forward, each added to x."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -175,14 +175,14 @@ class Decoder(nn.Module):
         """
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         narrow = self.shape.init_std / sqrt(2 * self.shape.model.num_layers)
-        own = dict(self.named_parameters())
+        parameters = dict(self.named_parameters())
         for name, like in Decoder(self.shape, device="meta").named_parameters():
             whole = torch.full(like.shape, float(not name.endswith(".bias")), device=generator.device)
             if like.ndim > 1:
                 std = narrow if name.endswith(("post.output.weight", "mlp.down.weight")) else self.shape.init_std
                 whole.normal_(std=std, generator=generator)
-            if name in own:
-                write_parameter(own[name], whole)
+            if name in parameters:
+                write_parameter(parameters[name], whole)
 
 
 def write_parameter(parameter: torch.Tensor, whole: torch.Tensor) -> None:

@@ -225,10 +225,10 @@ def hf_name(name: str) -> str:
 def load_hf(folder: str | Path, decoder: Decoder) -> None:
     """Load a folder's weights into a decoder or a pipeline stage, sharded or not. Rotary settings do not change."""
     folder = Path(folder)
-    theirs, ours = shape_from_hf(folder).key(), decoder.shape.key()
-    if theirs != ours:
-        raise UserError(f"{folder} holds a model with {theirs} but the decoder has {ours}; "
-                        "build it with shape_from_hf")
+    stored, wanted = shape_from_hf(folder).key(), decoder.shape.key()
+    if stored != wanted:
+        raise UserError(f"{folder} holds a model with {stored} but the decoder has {wanted}; build it with "
+                        "shape_from_hf")
     parameters = {hf_name(name): parameter for name, parameter in decoder.named_parameters()}
     whole = {hf_name(name) for name, _ in Decoder(decoder.shape, device="meta").named_parameters()}
     found = set()
@@ -245,16 +245,15 @@ def load_hf(folder: str | Path, decoder: Decoder) -> None:
             tensor = read()
             if tensor.shape != parameters[name].shape:
                 raise UserError(f"{folder} has {name} with shape {tuple(tensor.shape)} but config.json makes it "
-                                f"{tuple(parameters[name].shape)}; the folder is not whole")
+                                f"{tuple(parameters[name].shape)}; the folder is incomplete")
             write_parameter(parameters[name], tensor)
             found.add(name)
-        elif not (name in whole or name.endswith("rotary_emb.inv_freq")
-                  or (name == HEAD and decoder.shape.tied)):
+        elif not (name in whole or name.endswith("rotary_emb.inv_freq") or (name == HEAD and decoder.shape.tied)):
             raise UserError(f"{folder} has {name}, which this decoder does not; only plain models of its type can be "
                             "loaded")
     missing = sorted(parameters.keys() - found)
     if missing:
-        raise UserError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; the folder is not whole")
+        raise UserError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; the folder is incomplete")
 
 
 def check_weight_files(folder: str | Path) -> None:

@@ -226,5 +226,5 @@ class Offload:
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """Return whether two tensors at the same address have the same layout and are not different views."""
+    """Return whether two tensors at one address have the same layout; otherwise they are different views."""
     return one is not None and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)

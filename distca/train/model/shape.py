@@ -139,11 +139,11 @@ def check_heads(shape: DecoderShape) -> None:
     """Refuse heads that rotary embeddings cannot rotate or that transformers would not load."""
     model = shape.model
     if model.head_dim % 2:
-        raise UserError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one, of which rotary "
-                        "positions turn one half against the other")
+        raise UserError(f"model {model.name!r}: head_dim is {model.head_dim}; give an even one: rotary "
+                        "embeddings rotate pairs of dimensions")
     if shape.family == "llama" and model.hidden % model.num_heads:
         raise UserError(f"model {model.name!r}: hidden is {model.hidden}, not a multiple of its {model.num_heads} "
-                        "heads, which transformers' Llama refuses whatever head_dim is; choose others")
+                        "heads, which transformers' Llama refuses for any head_dim; choose others")
 
 
 def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
@@ -163,7 +163,7 @@ def _with_fields(shape: DecoderShape, model: Model) -> DecoderShape:
     if "num_layers" in sizes and windows and not model.window:
         if len(set(windows)) > 1:
             raise UserError(f"model.layers is {sizes['num_layers']} but the model mixes windows over its "
-                            f"{before.num_layers} layers; give a model.config that says them for all")
+                            f"{before.num_layers} layers; give a model.config with all windows")
         windows = windows[:1] * sizes["num_layers"]
     if model.window:
         windows = (model.window,) * sizes.get("num_layers", before.num_layers) if model.window > 0 else ()

@@ -35,7 +35,7 @@ class Run:
     seed: int = setting(0, "Seed of the weights.", most=MAX_SEED)
     ranks: int = setting(2, "Ranks to start on this machine; torchrun and srun set their own number instead.", least=1,
         most=MAX_RANKS, common=True, counted=True)
-    device: str = setting("auto", "Where to train; auto is cuda where there is a GPU.", choices=("auto", "cpu", "cuda"),
+    device: str = setting("auto", "Where to train; auto is cuda if there is a GPU.", choices=("auto", "cpu", "cuda"),
         common=True)
     dtype: str = setting("auto", "Arithmetic of the layers; auto is bfloat16 on cuda and float32 on cpu.",
         choices=("auto", "bfloat16", "float32", "float64"))
@@ -55,7 +55,7 @@ class Model:
     layers: int = setting(0, "Number of layers; 0: as the model says.", most=MAX_LAYERS)
     heads: int = setting(0, "Query heads; 0: as the model says.")
     kv_heads: int = setting(0, "Key and value heads, which divide the query heads; 0: as the model says.")
-    head_dim: int = setting(0, "Width of a head; 0: as the model says, and where that is hidden / heads it stays so.")
+    head_dim: int = setting(0, "Width of a head; 0: as the model says, or hidden / heads if the model has that.")
     ffn: int = setting(0, "Width of the feed-forward; 0: as the model says.")
     vocab: int = setting(0, "Size of the model's vocabulary; 0: as the model says.")
     window: int = setting(0, "Keys that a query sees in every layer, itself included; 0: as the model says, -1: all.",
@@ -96,10 +96,10 @@ class Data:
 class Eval:
     every: int = setting(0, "Steps between evaluations on held-out documents, the last step included; 0 for none.",
         most=MAX_STEPS, common=True)
-    fraction: float = setting(0.0, "Share of the documents that is held out of training, the same for any run of the "
-        "data.seed.", below=1, common=True)
-    path: str = setting("", "Held-out documents of their own, read as those of data.path are; instead of a fraction.")
-    batches: int = setting(8, "Batches of an evaluation, always the same ones; fewer where fewer are held out.",
+    fraction: float = setting(0.0, "Share of the documents that is held out of training, chosen by data.seed.", below=1,
+        common=True)
+    path: str = setting("", "File or folder of held-out documents, read like data.path; instead of a fraction.")
+    batches: int = setting(8, "Batches of an evaluation, the same every time; fewer if too little is held out.",
         least=1, most=MAX_STEPS)
 
 
@@ -134,7 +134,7 @@ class Attention:
         choices=("resend", "keep"))
     transport: str = setting("c10d", "How attention's tensors are sent: by torch.distributed, between nodes once per "
         "node (c10d) or once per rank (flat), by symmetric memory of the GPUs of one node (symmetric), or "
-        "symmetric where possible (auto).", choices=("c10d", "flat", "symmetric", "auto"))
+        "symmetric if possible (auto).", choices=("c10d", "flat", "symmetric", "auto"))
     ranks_per_node: int = setting(0, "Ranks per node with the same tensor-parallel index, numbered node by node, for "
         "plans and exchanges that stay inside nodes; 0: the ranks of each host.", most=MAX_RANKS, counted=True)
     dedicated: int = setting(0, "Number of ranks, the last ones, that only serve attention and hold no layers and "

@@ -50,7 +50,7 @@ MODEL_AND_RANKS: list[Rule] = [
      "attention.adapt is true but attention.mode is {attention.mode!r}, in which speeds change nothing; use "
      "'disaggregated', or set attention.adapt to false"),
     (lambda s: s.parallel.pipeline > 1 and (s.attention.state, s.attention.mode) == ("keep", "disaggregated"),
-     "attention.state is 'keep' but with parallel.pipeline {parallel.pipeline} others serve a backward than its "
+     "attention.state is 'keep' but with parallel.pipeline {parallel.pipeline} backward has other servers than "
      "forward; use 'resend'"),
     (lambda s: s.attention.state == "keep" and s.attention.cost,
      "attention.cost is {attention.cost!r}, so that backward has plans of its own, but attention.state is 'keep', "

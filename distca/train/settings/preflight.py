@@ -136,10 +136,10 @@ def _check_files(settings: Settings) -> None:
         if path:
             _check_corpus(name, path, data.source, data.split if name == "data.path" else "")
     if not data.tokenizer and data.content == "text" and data.source in ("text", "jsonl", "table"):
-        own = Path(settings.model.load, "tokenizer.json")
-        if settings.model.load and own.is_file():
+        tokenizer = Path(settings.model.load, "tokenizer.json")
+        if settings.model.load and tokenizer.is_file():
             raise UserError(f"model.load is {settings.model.load!r}, which has a tokenizer of its own, but "
-                            f"data.tokenizer is empty, so that texts would become bytes; set it to {str(own)!r}")
+                            f"data.tokenizer is empty, so that texts would become bytes; set it to {str(tokenizer)!r}")
     if data.content == "chat":
         from distca.corpus.chat import load_chat_template
 
@@ -182,7 +182,7 @@ def _check_writable(name: str, folder: str, path: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             return
     except (OSError, ValueError):
-        raise UserError(f"{name} is {folder!r}, where no file can be made; name another folder") from None
+        raise UserError(f"{name} is {folder!r}, where no file can be created; name another folder") from None
 
 
 def _model(settings: Settings) -> DecoderShape:
