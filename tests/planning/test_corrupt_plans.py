@@ -307,7 +307,7 @@ def test_each_wrong_field_is_named_with_its_value_and_the_remedy() -> None:
         (lambda: replace(plan, tolerance=float("nan")), "tolerance is nan; give a number from 0 to 1"),
         (lambda: replace(plan, topology=Topology.regular(4, 2)), "the topology has 4 servers but the pool has 3; give"),
         (lambda: Topology(np.array([0, -1]), np.array([0, 0])), "node is -1 for some server; number nodes from 0"),
-        (lambda: replace(tasks, home=tasks.home[:-1]), r"home, server of TaskTable have shapes .*; give each one"),
+        (lambda: replace(tasks, home=tasks.home[:-1]), r"home, server of TaskTable have shapes .*; give each the same"),
         (lambda: replace(tasks, server=tasks.server + 0.5), "server of TaskTable is .*; give whole numbers"),
         (lambda: replace(plan, layout=replace(layout, num_ranks=0)), "num_ranks is 0; give a whole number of"),
         (lambda: replace(layout, rank=[*layout.rank, 2]), r"columns document, start, stop, rank of Layout have shapes"),
