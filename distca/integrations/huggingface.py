@@ -141,8 +141,8 @@ def _enter(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, An
             served.refused = UserError(
                 f"attention_mask has numbers up to {int(mask.max())}, as if it numbered documents; give 1 for tokens "
                 "and 0 for padding, and documents by position_ids that restart or by cu_seq_lens_q")
-    is_made = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
-    _RUNNING.set(None if is_made and not module.training else served)  # masks of a static cache already exist
+    has_masks = any(isinstance(mask, dict | PackedMask) or getattr(mask, "ndim", 2) > 2 for mask in masks)
+    _RUNNING.set(None if has_masks and not module.training else served)  # masks of a static cache already exist
 
 
 class _Forward:
@@ -153,20 +153,20 @@ class _Forward:
         self.in_pool = served.pool_evaluation and not served.generates
         self.windows: set[int | None] = set()
         self.padding: torch.Tensor | None = None                 # [rows, tokens], false for padding
-        self.records = False
+        self.records_gradients = False
         self.batch: PackedBatch | None = None
         self.kept: torch.Tensor | None = None                    # index of the tokens that are not padding
 
     def mask(self, window: int | None, padding: torch.Tensor | None) -> PackedMask:
         self.windows.add(window)
         self.padding = padding
-        self.records = torch.is_grad_enabled()                   # in the model; checkpointed layers run without
+        self.records_gradients = torch.is_grad_enabled()         # checkpointing disables them inside layers
         return PackedMask(self, window)
 
     def begin(self, module: torch.nn.Module, qkv: Qkv, about: dict[str, Any]) -> PackedBatch:
         if self.batch is None:
             query, slices = qkv[0], self._read(qkv[0], about)
-            if not (self.in_pool or (module.training and self.records)):
+            if not (self.in_pool or (module.training and self.records_gradients)):
                 self.batch = self.attention.at_home(slices)
                 return self.batch
             shapes = Shapes(query.shape[1], qkv[1].shape[1], query.shape[3], query.dtype, query.device)

@@ -130,12 +130,12 @@ class PackedAttention:
                                 "position for each token")
             return from_positions(position_ids, document_ids)
 
-        rows = (q, k, v)
-        if q.ndim != 3:
-            rows = tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in rows)  # type: ignore[assignment]
-        batch = self.begin_once(position_ids, read, rows, layer=layer, beside=document_ids)
-        out = self.attend(*rows, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])  # q itself: a view adds an autograd node
+        qkv = (q, k, v)
+        if q.ndim != 3:                                          # otherwise no view, which adds an autograd node
+            qkv = tuple(x.flatten(0, 1) if x.ndim == 4 else x for x in qkv)  # type: ignore[assignment]
+        batch = self.begin_once(position_ids, read, qkv, layer=layer, beside=document_ids)
+        out = self.attend(*qkv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out if q.ndim == 3 else out.unflatten(0, q.shape[:2])
 
     def begin_edges(self, given: PackedEdges, qkv: Qkv, *, training: bool, layer: int | None = None) -> PackedBatch:
         """Return the batch of the cumulative lengths that every layer of a forward gets.
