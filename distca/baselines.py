@@ -1,9 +1,9 @@
-"""What others do, as ordinary step plans, so that comparisons run on the same runtime and are counted the same way.
+"""Baselines as ordinary step plans, so that comparisons use the same runtime and the same counts.
 
-A baseline computes attention where its queries live, and its stages run 1F1B. A micro-batch is rows of whole documents,
-one row to a replica: of equal tokens in the loader's order (`fixed_rows`) or of equal work (`variable_rows`). A replica
-is a group of cp data ranks, group g being ranks g * cp to (g + 1) * cp - 1, over which its row is cut and which gather
-each other's keys: by sequence, by document, or by whichever attends sooner (`adaptive_layout`). The last is WLB-LLM
+A baseline computes attention on its queries' home ranks, and its stages run 1F1B. A micro-batch has one row of whole
+documents per replica: rows of equal tokens in the loader's order (`fixed_rows`) or of equal work (`variable_rows`). A
+replica is a group of cp data ranks (group g is ranks g * cp to (g + 1) * cp - 1), which gather each other's keys. Its
+row is cut over these ranks by sequence, by document, or by the faster of both (`adaptive_layout`). The last is WLB-LLM
 without deferred execution.
 """
 
@@ -25,9 +25,9 @@ from distca.workload.packing import NanoBatch, pack, pack_whole
 
 
 def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTime | None = None) -> Plan:
-    """The plan that moves no query, however unequal the work; its tolerance is 0 and its `limit` says why.
+    """Make the plan that moves no query; its tolerance is 0, and its `limit` says why if work is unequal.
 
-    Where documents span ranks, the keys of a slice's prefix still travel to it.
+    If documents span ranks, the keys of a slice's prefix are still sent to the slice's rank.
     """
     plan = Plan(layout, tasks_at_home(layout), np.ones(layout.num_ranks), 0.0, model, tp, cost)
     is_balanced = max_over_mean(plan.work(), plan.speed) <= 1.0
@@ -37,24 +37,24 @@ def at_home(layout: Layout, model: ModelShape, *, tp: int = 1, cost: AttentionTi
 def at_home_step(
     micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1
 ) -> StepPlan:
-    """A step without us: documents where a loader puts them, in order over the data ranks, stages in 1F1B."""
+    """Plan a step without balancing: documents in the loader's order over the data ranks, stages in 1F1B."""
     packed = [MicroBatch(np.asarray(lengths, dtype=np.int64), pack_whole(lengths, ranks=num_data))
               for lengths in micro_batches]
     return step_among_data_ranks(packed, lambda layout: at_home(layout, model, tp=tp), model, layers=layers, tp=tp)
 
 
-Cut = Callable[[Layout, int], Layout]  # rows of replicas, ranks of a group -> rows of ranks
+Cut = Callable[[Layout, int], Layout]  # (rows of replicas, ranks per group) -> rows of ranks
 
 
 def fixed_rows(micro_batches: Sequence[np.ndarray], replicas: int) -> list[Layout]:
-    """Documents in the loader's order, as many tokens in every row, each document in one of them."""
+    """Pack documents in the loader's order into rows of equal tokens; no document spans rows."""
     return [pack(lengths, ranks=replicas, spanning=False) for lengths in micro_batches]
 
 
 def step_of_groups(
     rows: Sequence[Layout], cut: Cut, model: ModelShape, *, cp: int, layers: Sequence[int], tp: int = 1
 ) -> StepPlan:
-    """`rows[m]` has micro-batch m's documents, one rank to a replica; `cut` spreads each over its group."""
+    """Plan a step of groups: `rows[m]` is micro-batch m with one row per replica, which `cut` divides over cp ranks."""
     check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     packed = []
     for row in rows:
@@ -93,7 +93,7 @@ def per_document_cp_step(
     micro_batches: Sequence[np.ndarray], model: ModelShape, *, num_data: int, layers: Sequence[int], tp: int = 1,
     cp: int | None = None,
 ) -> StepPlan:
-    """A step whose documents are cut over groups of cp data ranks, by default over all of a stage."""
+    """Plan a step that cuts documents over groups of cp data ranks, by default over all of a stage."""
     cp = num_data if cp is None else cp
     return step_of_groups(fixed_rows(micro_batches, num_data // cp), head_tail_layout, model, cp=cp, layers=layers,
                           tp=tp)
@@ -102,10 +102,10 @@ def per_document_cp_step(
 def head_tail_layout(layout: Layout, cp: int) -> Layout:
     """Cut every document into 2 * cp chunks, chunk i and chunk 2 * cp - 1 - i on rank i of its group.
 
-    Early queries of a causal document are cheap and late ones expensive, so every rank gets nearly equal work. It pays
-    by gathering the keys of every document that its queries see. Lengths need not divide: a document's remaining
-    len % cp tokens go to as many ranks in turn, the next document continuing where it stopped, so that the rows of a
-    group differ by at most one token. A document shorter than 2 * cp tokens has fewer chunks.
+    Early queries of a causal document are cheap and late ones expensive, so every rank gets nearly equal work. The
+    price is that a rank gathers all keys that its queries see. Lengths need not divide: a document's remaining len % cp
+    tokens are assigned round-robin, and the next document continues with the next rank, so that the rows of a group
+    differ by at most one token. A document shorter than 2 * cp tokens has fewer chunks.
     """
     check_whole("cp", cp, remedy="give the number of ranks of a context-parallel group, 1 or more")
     tokens = _tokens_of_ranks(layout, cp)                        # [slices, cp]
@@ -122,7 +122,7 @@ def head_tail_layout(layout: Layout, cp: int) -> Layout:
 
 
 def _tokens_of_ranks(layout: Layout, cp: int) -> np.ndarray:
-    """[slices, cp] tokens of each slice on each rank of its group; remainders go round the group."""
+    """[slices, cp] tokens of each slice on each rank of its group; remainders are assigned round-robin."""
     length = layout.stop - layout.start
     extra = length % cp
     before = np.cumsum(extra) - extra                            # [slices] remainders of earlier slices
@@ -133,11 +133,11 @@ def _tokens_of_ranks(layout: Layout, cp: int) -> np.ndarray:
 
 
 _ROUNDS = 200
-_LEVEL = 1e-3  # a heaviest chunk this little above the mean is left alone
+_TOLERANCE = 1e-3  # of the heaviest chunk above the mean, at which `_improve` stops
 
 
 def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list[Layout]:
-    """Chunk c is replica c % replicas' row in micro-batch c // replicas; a micro-batch without documents is none."""
+    """Make chunk c the row of replica c % replicas in micro-batch c // replicas; empty micro-batches are dropped."""
     rows = []
     for micro_batch in np.unique(chunk // replicas).tolist():
         mine = np.flatnonzero(chunk // replicas == micro_batch)
@@ -148,11 +148,11 @@ def variable_rows(lengths: np.ndarray, chunk: np.ndarray, replicas: int) -> list
 
 
 def variable_length(lengths: np.ndarray, work: np.ndarray, *, num_chunks: int, max_tokens: int) -> np.ndarray | None:
-    """The chunk of every document so that chunks have equal work and unequal tokens, or None where they do not fit.
+    """[documents] chunk of each, so that chunks have equal work and unequal tokens; None if they do not fit.
 
-    Documents go heaviest first to the chunk with the least work that has the tokens to spare. Then single documents
-    move off the heaviest chunk, or are swapped for a lighter one elsewhere, as long as that lowers the heaviest. A
-    document is never cut, so a chunk's work is at least that of its longest document.
+    Each document, heaviest first, is assigned to the chunk with the least work that has room for its tokens. Then
+    single documents are moved from the heaviest chunk, or swapped for a lighter one, as long as that lowers the
+    maximum. A document is never cut, so a chunk's work is at least that of its longest document.
     """
     if num_chunks < 1 or max_tokens < 1:
         raise UserError(f"num_chunks is {num_chunks} and max_tokens {max_tokens}; give at least 1 of each")
@@ -176,7 +176,7 @@ def _improve(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.
     """Lower the heaviest chunk by one move or one swap at a time."""
     for _ in range(_ROUNDS):
         heavy = int(load.argmax())
-        if load[heavy] <= (1.0 + _LEVEL) * load.mean():
+        if load[heavy] <= (1.0 + _TOLERANCE) * load.mean():
             return
         lightest = np.argsort(load, kind="stable")[:-1].tolist()
         if not any(_shift(chunk, lengths, work, load, free, heavy, light) for light in lightest):
@@ -185,7 +185,7 @@ def _improve(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.
 
 def _shift(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.ndarray, free: np.ndarray, heavy: int,
            light: int) -> bool:
-    """Move one document to the lighter chunk, for nothing or for one of its own, where both stay below the heavier."""
+    """Move one document to the lighter chunk, or swap two, so that both end below the heavier; False if impossible."""
     mine, other = np.flatnonzero(chunk == heavy), np.flatnonzero(chunk == light)
     gap = load[heavy] - load[light]
     moved = work[mine][:, None] - np.concatenate([[0.0], work[other]])  # [mine, nothing or one of other]
@@ -207,9 +207,9 @@ def _shift(chunk: np.ndarray, lengths: np.ndarray, work: np.ndarray, load: np.nd
 
 
 def adaptive_layout(layout: Layout, cp: int, *, cost: AttentionTime) -> Layout:
-    """Cut every row by document or by sequence, whichever its group of ranks attends sooner by the seconds of `cost`.
+    """Cut every row by document or by sequence, whichever takes its group fewer seconds by `cost`.
 
-    Cuts by document balance a group's work but turn short documents into slivers, which kernels run slowly.
+    Cuts by document balance a group's work but cut short documents into very short shards, which kernels run slowly.
     """
     cut = [cutter(layout, cp) for cutter in (head_tail_layout, per_sequence_layout)]
     by_document, by_sequence = (_longest(one, cp, cost) for one in cut)

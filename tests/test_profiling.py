@@ -68,7 +68,7 @@ def test_seconds_are_those_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None
     chosen = profiling.settings("cpu", model="tiny", max_kv_len=512)
     seen: list[str] = []
     table = profiling.profile(chosen, seen.append)
-    assert len(seen) == chosen.num_steps and table.backward_seconds is not None
+    assert len(seen) == chosen.num_updates and table.backward_seconds is not None
     for q_len, kv_len in chosen.grid:
         at = chosen.q_len.index(q_len), chosen.kv_len.index(kv_len)
         assert table.forward_seconds[at] == 1 / profiling.num_shards(chosen, q_len, kv_len, own_keys=False)

@@ -146,11 +146,11 @@ class OnProgress(Protocol):
 
 
 @contextmanager
-def progress(num_steps: int = 5) -> Iterator[OnProgress]:
+def progress(num_updates: int = 5) -> Iterator[OnProgress]:
     """Show a progress bar on stderr if the work takes longer than a second."""
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
     with_bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = with_bar.add_task("", total=num_steps)
+    task = with_bar.add_task("", total=num_updates)
     timer = Timer(PROGRESS_AFTER_SECONDS, with_bar.start)
     timer.daemon = True
     if with_bar.console.is_terminal:

@@ -183,28 +183,30 @@ def _nodes(ranks_per_node: int | None, cluster: str | None, tp: int) -> tuple[in
 
 def plan_asked(asked: BatchesAsked, pool: PlanPool) -> PlannedBatches:
     """Read and plan the batches, with progress on stderr."""
-    with progress(1 + 4 * (asked.batches or DEFAULT_BATCHES)) as step:
-        step("reading documents")
-        dealt = read_batches(asked, lambda read: step(f"{read:,} documents", 0))
+    with progress(1 + 4 * (asked.batches or DEFAULT_BATCHES)) as update:
+        update("reading documents")
+        dealt = read_batches(asked, lambda read: update(f"{read:,} documents", 0))
         source = f"{dealt.source}, cut at ranks" if asked.no_spanning else dealt.source
-        planned = (plan_batch(lengths, source, dealt, pool, step) for lengths in dealt.batches)
+        planned = (plan_batch(lengths, source, dealt, pool, update) for lengths in dealt.batches)
         return PlannedBatches.of(planned, dealt.source, note=dealt.note, corpus=dealt.corpus, is_dealt=dealt.is_dealt)
 
 
-def plan_batch(lengths: np.ndarray, source: str, dealt: DealtBatches, pool: PlanPool, step: OnProgress) -> PlannedBatch:
+def plan_batch(
+    lengths: np.ndarray, source: str, dealt: DealtBatches, pool: PlanPool, update: OnProgress
+) -> PlannedBatch:
     """Plan, validate and summarize one batch; only placement and balancing are timed."""
     cost, ranks = pool.cost, dealt.ranks
     if cost is not None:
         for one in cost.kinds if isinstance(cost, MixedTime) else (cost,):
             one.table.require(int(lengths.max()))
-    step("placing documents and balancing attention")
+    update("placing documents and balancing attention")
     begin = perf_counter()
     planned = pool.step(lengths, ranks)
     plan_seconds = perf_counter() - begin
     plan, backward = planned.plans[0], planned.plans[-1]
-    step("validating the plan")
+    update("validating the plan")
     invalid = _validation_error(plan) or _validation_error(backward)
-    step("counting bytes")
+    update("counting bytes")
     in_order = pack(lengths, ranks=ranks, tokens_per_rank=dealt.tokens_per_rank)
     topology = pool.topology(ranks)
     speeds = np.ones(ranks) if cost is None else cost.speeds(ranks)

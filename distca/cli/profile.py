@@ -39,7 +39,7 @@ def profile_command(
     chosen = profiling.settings(device, model, tp, kernel, max_kv_len, quick)
     network = measure_network(chosen.device, ranks)
     if network.measures_the_rest:
-        with progress(chosen.num_steps) as step:
-            table = profiling.profile(chosen, step, network.cost)
+        with progress(chosen.num_updates) as update:
+            table = profiling.profile(chosen, update, network.cost)
         table.save(output)
         print(*profiling.describe(table), f"Written to {output}.", sep="\n")

@@ -81,9 +81,9 @@ def simulate_command(
     if trace is not None:
         check_output("trace", trace)
     write_page = page_writer("html", html)
-    with progress(batches + 2) as step:
-        step("reading documents")
-        source = read_lengths(data, Reading(format_, column, tokenizer), lambda read: step(f"{read:,} documents", 0))
+    with progress(batches + 2) as update:
+        update("reading documents")
+        source = read_lengths(data, Reading(format_, column, tokenizer), lambda read: update(f"{read:,} documents", 0))
         grid = settings(
             model_named(model), find_cluster(cluster), gpus=gpus, tp=tp, pp=counts("pp", pp), sequences=sequences,
             context=default_context(source) if context is None else context,
@@ -92,10 +92,10 @@ def simulate_command(
         question = Question(grid, names, source, find_cost(cost), tolerance, batches, seed)
         if note := question.costs(grid[0]).attention.note:
             print(f"distca: {note}", file=sys.stderr)
-        step("simulating")
-        comparison = compare(question, workers=workers or os.cpu_count() or 1, step=step)
+        update("simulating")
+        comparison = compare(question, workers=workers or os.cpu_count() or 1, update=update)
         if trace or html:
-            step("drawing timelines", 0)
+            update("drawing timelines", 0)
             _write_timelines(question, comparison, trace, write_page if html else None)
     if as_json:
         print(json.dumps({**comparison.as_json(), "verdict": verdict(strategies_of(comparison))}))

@@ -1,1 +1,1 @@
-"""What a plan costs: work in pairs and FLOPs, kernel time from measured latencies, and bytes on the wire."""
+"""Costs of a plan: work in pairs and FLOPs, kernel seconds from measured latencies, and bytes sent."""

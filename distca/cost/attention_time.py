@@ -1,16 +1,16 @@
 """Seconds of attention on one rank: of a shard in a full batch, of whole batches, and a lower bound.
 
-Plans are searched on `shard` and judged on `servers`; the runtime, the simulator and the planner charge the same. A
-latency table gives the seconds that a shard adds to a batch that fills the device. If the table's kernel is known to
-draw from a work list, a batch takes a launch and the tail of that list more (dealing.py), and a shard of fewer queries
-than the table's shortest takes time in proportion to its whole tiles.
+The planner searches with `shard` and evaluates plans with `servers`; the runtime and the simulator use the same times.
+A latency table gives the seconds that a shard adds to a batch that fills the device. If the table's kernel has a work
+list, a batch also takes a launch and the tail of that list (dealing.py), and a shard of fewer queries than the table's
+shortest takes time in proportion to its whole tiles.
 
 A table is measured with the heads of one rank. Another head dim is another kernel: it is refused, except that shipped
 tables are scaled by FLOPs. Another number of heads is scaled by pairs times heads. Between an H200's tables of 32, 8
 and 4 heads that is 1 to 3 % off in the median and up to a fifth for the shortest shards. `note` says what was scaled.
 
 Some tables come with the package, so that a plan in seconds needs no GPU. `tables/h200.json` is `h200`; tables of the
-same GPU and kernel with other heads are in the folder `tables/h200`, and the one nearest in heads is taken.
+same GPU and kernel with other heads are in the folder `tables/h200`, and the one nearest in heads is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distca.workload.placement import Cuts
 FloatArray = npt.NDArray[np.float64]
 Column = npt.NDArray[Any]
 
-_LONGEST_ITEM = 0.5  # of a rank's backward that the longest item of a document may take
+_LONGEST_ITEM = 0.5  # share of a rank's backward time that the longest item of a document may take
 _TABLES = files("distca.cost") / "tables"
 
 
@@ -46,10 +46,10 @@ class AttentionTime:
     table: LatencyTable
     heads: int
     kv_heads: int
-    scale: float                 # of all seconds: another GPU's rate
+    scale: float                 # factor of all seconds, for another GPU's rate
     work_list: WorkList | None
-    note: str | None             # a sentence where the table's heads are not the rank's
-    flops: float = 1.0           # of a pair and head, over those of the table's head dim
+    note: str | None             # a sentence for the user if times are scaled from other heads
+    flops: float = 1.0           # per pair and head, relative to the table's head dim
     _factor: float = field(init=False, repr=False)
     _surfaces: tuple[Surface, Surface | None] = field(init=False, repr=False)
     _best_rates: tuple[float, float] = field(init=False, repr=False)  # pairs per second of the table
@@ -108,10 +108,10 @@ class AttentionTime:
                 self.work_list)
 
     def cuts(self) -> Cuts:
-        """Return the slices that suit the device, if work is known to come in items.
+        """Return limits on slices that suit the device, if its kernel has a work list.
 
-        All queries of a document on a server read its first keys, in one worker: that should not take longer than the
-        work of all other workers meanwhile.
+        In backward, one worker computes a document's first keys with all queries that see them on a server. Limiting
+        these queries keeps that item from outlasting the work of all other workers.
         """
         if self.work_list is None or self._surfaces[1] is None:
             return Cuts()
@@ -124,7 +124,7 @@ class AttentionTime:
         return np.ones(num_servers)
 
     def check_servers(self, num_servers: int) -> None:
-        """Refuse a pool of another size than the cost names."""
+        """Refuse a pool whose size differs from the number of servers that the cost describes."""
 
     def repeated(self, times: int) -> AttentionTime:
         """Return the cost of a pool in which each server is repeated `times` times in a row."""
@@ -134,13 +134,13 @@ class AttentionTime:
         """Return the seconds that queries at the end of their keys add to a full batch; monotonic in both lengths."""
         surface = self._surfaces[backward]
         if surface is None or not 0 <= q_len <= kv_len:
-            return self._factor * self.table.seconds(q_len, kv_len, backward=backward)  # says what is wrong
+            return self._factor * self.table.seconds(q_len, kv_len, backward=backward)  # raises the error
         if q_len < self.table.q_len[0]:
             return float(self.shards(np.array([q_len]), np.array([kv_len]), backward)[0])
         return self._factor * surface.at(q_len, kv_len)
 
     def shards(self, q_len: Column, kv_len: Column, backward: bool = False) -> FloatArray:
-        """Return `shard` of arrays."""
+        """Return `shard` for arrays of lengths."""
         q, kv = np.atleast_1d(np.asarray(q_len, dtype=np.float64)), np.asarray(kv_len, dtype=np.float64)
         seconds = self.table.seconds(q, kv, backward=backward)
         if not backward and self.work_list is not None:
@@ -155,7 +155,7 @@ class AttentionTime:
         """Return the seconds of every server's attention call; 0 without tasks.
 
         `aligned` is False where all queries see all keys. `document` and `kv_start` say which keys tasks read. Without
-        them no two tasks share keys, which changes the time of a kernel with a work list by a few per cent.
+        them no tasks are assumed to share keys, which changes the time of a kernel with a work list by a few per cent.
         """
         q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         kept = np.flatnonzero((q > 0) & (kv > 0))
@@ -177,8 +177,8 @@ class AttentionTime:
     def tasks(self, q_len: Column, kv_len: Column, aligned: Column, backward: bool = False) -> FloatArray:
         """Return the seconds that each task adds to a full batch.
 
-        A rectangle is charged as an aligned shard of as many queries and pairs. With fewer keys than half its queries
-        there is no such shard, and it runs at the rate of a square.
+        A rectangle is charged as the aligned shard with the same queries and pairs. If it has fewer keys than half its
+        queries, no such shard exists, and it is charged at the rate of a square.
         """
         q, kv = np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64)
         as_aligned = np.maximum(np.where(aligned, kv, kv + 0.5 * (q - 1)), q)
@@ -186,16 +186,16 @@ class AttentionTime:
         return np.where(aligned, seconds, seconds * (kv / (as_aligned - 0.5 * (q - 1))))
 
     def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
-        """Return a lower bound of the seconds of a batch: all pairs at the best rate of any shape.
+        """Return a lower bound on the seconds of a batch: all pairs at the best rate of any shape.
 
-        For pairs in documents of `kv_len` tokens, that is the best rate of any shape with no more keys.
+        For pairs in documents of `kv_len` tokens, only shapes with at most that many keys count.
         """
         surface = self._surfaces[backward]
         if surface is None:
-            self.table.seconds(1, 1, backward=backward)          # says what is missing
+            self.table.seconds(1, 1, backward=backward)          # raises the error
         assert surface is not None
         rates = surface.best_rates(np.asarray(kv_len, dtype=np.float64))
-        if not backward and self.work_list is not None:          # fewer queries than the table's, in whole tiles
+        if not backward and self.work_list is not None:          # shards shorter than the table's, in whole tiles
             keys = np.append(surface.kv[1:], inf)
             of_tiles = np.maximum.accumulate(surface.q[0] * keys / surface.seconds[0])
             rates = np.maximum(rates, of_tiles[np.maximum(np.searchsorted(surface.kv, kv_len) - 1, 0)])
@@ -215,7 +215,7 @@ def shipped_names() -> list[str]:
 
 
 def find_table(name: str) -> LatencyTable:
-    """Return the table in a file of this name, or else the shipped one."""
+    """Return the table in the file of this name, or else the shipped table of this name."""
     if not Path(name).exists() and name in shipped_names():
         return shipped_table(name)
     return LatencyTable.load(name)
@@ -230,7 +230,7 @@ def shipped_table(name: str) -> LatencyTable:
 
 
 def nearest_heads(table: LatencyTable, heads: int, kv_heads: int, head_dim: int) -> LatencyTable:
-    """Return the table nearest in heads among a shipped one and those measured like it; any other table itself."""
+    """Replace a shipped table by the shipped table nearest in heads; return any other table unchanged."""
     about, name = table.metadata, table.metadata.get("shipped")
     is_exact = (about.get("num_heads"), about.get("num_kv_heads"), about.get("head_dim")) == (heads, kv_heads, head_dim)
     if is_exact or not isinstance(name, str):
@@ -240,15 +240,15 @@ def nearest_heads(table: LatencyTable, heads: int, kv_heads: int, head_dim: int)
 
 
 def other_heads(name: str) -> list[LatencyTable]:
-    """Load the shipped tables that were measured like the one of this name, with other heads."""
-    if name not in shipped_names() or not (_TABLES / name).is_dir():  # the metadata of a user's file may say anything
+    """Load the shipped tables of the same GPU and kernel with other heads."""
+    if name not in shipped_names() or not (_TABLES / name).is_dir():  # the name may come from a user's file
         return []
     with as_file(_TABLES / name) as path:
         return [LatencyTable.load(file) for file in sorted(path.glob("*.json"))]
 
 
 def _distance(table: LatencyTable, heads: int, kv_heads: int) -> Fraction:
-    """Return the ratio of KV heads, which are the items of a work list, times that of query heads per KV head."""
+    """Return the ratio of KV heads times the ratio of query heads per KV head, each at least 1."""
     about = table.metadata
     q, kv = about["num_heads"], about["num_kv_heads"]
     assert isinstance(q, int) and isinstance(kv, int)

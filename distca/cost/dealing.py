@@ -1,11 +1,11 @@
 """List scheduling of work items: the makespan, which items to split, and the tail of a kernel's work list.
 
-The Hopper kernel divides a batch into items, forward tiles of queries and backward tiles of keys. Each multiprocessor
-draws the next item when it is done with its last, long ones first. With the 32 heads of a whole model there are so many
-items that the work spreads evenly. A tensor-parallel rank has 4 query heads and 1 KV head: then a few long items keep
-some multiprocessors busy while the others wait. Forward splits such items if it pays: the kernel decides by `cut`, and
-the planner charges the same. Backward does not split, and may take twice its even share. `WorkList.tail` gives the
-seconds by which every server ends later than with evenly spread work.
+The Hopper kernel divides a batch into items: tiles of queries in forward, tiles of keys in backward. Each
+multiprocessor takes the next item when it has finished one, longest first. With the 32 heads of a whole model there are
+enough items to spread the work evenly. A tensor-parallel rank with 4 query heads and 1 KV head has few: then some long
+items keep a few multiprocessors busy while the others wait. Forward splits such items if that pays: the kernel and the
+planner's costs both use `cut`. Backward does not split, and may take twice its even share. `WorkList.tail` returns the
+seconds by which each server ends later than with evenly spread work.
 
 In backward, several tasks of a server that read the same keys of a document share their items.
 """
@@ -29,15 +29,15 @@ WORTH = 1.1               # least ratio of the makespans without and with splitt
 MOST_PARTS = 8            # per worker, of all split items
 LENGTH_CLASSES = 16       # per worker's share
 MOST_COUNT = 4_096        # of a GPU's multiprocessors and of an item's query rows: several times what exists
-MOST_FACTOR = 1e3         # seconds to launch, and speed-up of an item
-MOST_ITEMS = 2**15        # dealt in one call; if there are more, several items on as many workers count as one on one
+MOST_FACTOR = 1e3         # of launch_seconds and of idle_speedup
+MOST_ITEMS = 2**15        # dealt in one call; beyond, n items on n workers are merged into one item on one worker
 
 _TRIES = 8                # numbers of parts tried for the longest item
-_SHORT = 1 / 16           # of a worker's share: shorter items fill gaps
+_SHORT = 1 / 16           # of a worker's share: shorter items fill gaps and are not dealt
 _AS_GOOD = 1.02           # ratio of makespans below which fewer parts win
-_PART_COST = 0.4          # of the merge cost: a part writes its sums, and the next part begins
+_PART_COST = 0.4          # share of the merge cost that each part adds: it writes partial sums
 _TINY = 1e-300
-_MOST_ROUNDS = 40         # of dealing, unless a round has more items than workers
+_MOST_ROUNDS = 40         # of dealing, unless a round would have more items than workers
 
 
 def cut(
@@ -89,11 +89,11 @@ def _padded(values: FloatArray, owner: IntArray, num_lists: int) -> FloatArray:
 
 
 def makespan(items: FloatArray, workers: int) -> FloatArray:
-    """Return the makespan per list if each item goes to the worker that is free first.
+    """Return the makespan per list if each item is assigned to the worker that is free first.
 
-    Items are dealt in rounds of a quarter as many as workers, or more if there are many: the first to the least loaded
-    worker, and so on. If one worker should have taken two of a round, the bound of list scheduling applies: every item
-    starts before the mean load.
+    For speed, items are dealt in rounds of workers / 4 items, or more if there are many: the first to the least loaded
+    worker, and so on. This may overestimate if one worker should have taken two items of a round, so the makespan is
+    capped by the bound of list scheduling: every item starts before the mean load.
     """
     loads = np.zeros((len(items), workers))
     first = items[:, :workers]
@@ -111,15 +111,15 @@ def makespan(items: FloatArray, workers: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Columns of tasks with pairs, in the order of their servers."""
+    """Columns of non-empty tasks, sorted by server."""
 
-    seconds: FloatArray   # with work evenly spread over all workers
+    seconds: FloatArray   # if work is spread evenly over all workers
     q_len: FloatArray
     kv_len: FloatArray
-    aligned: npt.NDArray[np.bool_]  # queries at the end of their keys; else all see all
+    aligned: npt.NDArray[np.bool_]  # queries are at the end of their keys; else all queries see all keys
     server: IntArray      # ascending
-    document: IntArray    # whose keys they read
-    kv_start: FloatArray  # position of the first of those keys in the document
+    document: IntArray    # whose keys the task reads
+    kv_start: FloatArray  # position of the task's first key in the document
 
     @property
     def pairs(self) -> FloatArray:
@@ -136,7 +136,7 @@ class WorkList:
     group: int            # query heads per KV head
     kv_heads: int
     launch_seconds: tuple[float, float]
-    idle_speedup: tuple[float, float]  # of an item while most workers are idle: cooler, and with more of the cache
+    idle_speedup: tuple[float, float]  # of an item while most workers are idle: higher clock, more cache per worker
 
     @classmethod
     def of(cls, facts: Mapping[str, object], heads: int, kv_heads: int) -> WorkList:
@@ -152,7 +152,7 @@ class WorkList:
 
     @property
     def wave_tokens(self) -> int:
-        """Queries that make one forward item for each worker."""
+        """Number of queries that gives each worker one forward item."""
         return max(1, self.num_workers * self._tile // self.kv_heads)
 
     @property
@@ -183,7 +183,7 @@ class WorkList:
         return max(1, self.query_rows // self.group)
 
     def _query_items(self, tasks: Tasks, merged: float) -> tuple[FloatArray, IntArray]:
-        """Return seconds and server of every forward item: each item of a causal task has fewer keys than the last."""
+        """Return seconds and server of every forward item; later items of an aligned task have fewer keys."""
         num_items = np.ceil(tasks.q_len / self._tile) * self.kv_heads
         number = np.maximum(1, np.rint(num_items / merged)).astype(np.int64)
         task, at = spread(number)
@@ -193,7 +193,7 @@ class WorkList:
         return (item_seconds / mean_keys)[task] * (tasks.kv_len[task] - before_end), tasks.server[task]
 
     def _key_items(self, tasks: Tasks, merged: float) -> tuple[FloatArray, IntArray]:
-        """Return the same for backward: an item walks the queries of all tasks of its server that see its keys."""
+        """Return seconds and server of every backward item: it covers the queries of all tasks that see its keys."""
         span = int(tasks.document.max(initial=0)) + 1
         _, first, region = np.unique(tasks.server * span + tasks.document, return_index=True, return_inverse=True)
         low, high = np.full(len(first), np.inf), np.zeros(len(first))
@@ -227,7 +227,7 @@ def _both(field: str, value: object, least: float) -> tuple[float, float]:
 
 
 def _long_first(items: FloatArray, even: FloatArray) -> FloatArray:
-    """Sort items as the kernel does: by length in sixteenths of a worker's share, stably."""
+    """Sort items as the kernel does: longest first, by length in sixteenths of a worker's share, stably."""
     scale = LENGTH_CLASSES / np.where(even > 0, even, 1.0)
     length_class = np.minimum(items * scale[:, None], 2**15 - 1).astype(np.int16)
     return np.take_along_axis(items, np.argsort(-length_class, axis=1, kind="stable"), axis=1)

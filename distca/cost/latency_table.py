@@ -4,13 +4,13 @@ A table holds times over a grid of (q_len, kv_len), queries aligned with the end
 throughput is interpolated, bilinearly in the logarithms of the lengths, since throughput is nearly flat where time
 grows quadratically. Planners search on these times, so `seconds` is monotonic in q_len and kv_len: the interpolated
 times are sampled on a grid SUBDIVISIONS times finer, capped by the next measurement, raised to their running maximum
-and joined by straight lines. Monotonic measurements are met exactly, and a saturated kernel to within 0.1 %. Every rank
-makes its own surface and must get the same bits on any CPU. numpy's log and exp differ between CPUs, so only sums,
-products, quotients and square roots are used, whose rounding IEEE 754 defines.
+and joined by straight lines. Monotonic measurements are reproduced exactly, and a saturated kernel to within 0.1 %.
+Every rank builds its own surface and must get the same bits on any CPU. numpy's log and exp differ between CPUs, so
+only sums, products, quotients and square roots are used, whose rounding IEEE 754 defines.
 
-Below the smallest lengths of the grid a shard costs what the smallest costs, as a partial tile takes a whole tile's
-time. Beyond the largest lengths every further pair is charged at the saturated peak. A caller checks once by `require`
-that the table reaches its longest document, so that the second rule is never used by accident.
+Below the grid's smallest lengths a shard costs what the smallest costs, because a partial tile takes a whole tile's
+time. Beyond the largest lengths every further pair is charged at the saturated peak. Callers first check with `require`
+that the table reaches their longest document, so that the second rule is never used by accident.
 """
 
 import json
@@ -36,13 +36,13 @@ AnyArray = npt.NDArray[Any]
 FORMAT = "distca-latency-table"
 VERSION = 1
 SUBDIVISIONS = 16  # a power of two: intervals are halved
-MAX_LENGTHS = 64    # of a grid's side, which is then refined
+MAX_LENGTHS = 64    # per side of the measured grid
 MAX_HEADS = 2**20
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6  # of one call
 SATURATED_Q_LEN = 128  # attention kernels reach their peak once a shard fills a tile of queries
 
 _SQRT_HALF, _LOG_2 = 0.7071067811865476, 0.6931471805599453
-_LAST_ODD = 23  # |s| <= 0.1716, so that what follows s²³/23 is below 2e-20
+_LAST_ODD = 23  # |s| <= 0.1716, so the terms after s²³/23 are below 2e-20
 _KEYS = ("name", "q_len", "kv_len", "forward_seconds", "backward_seconds", "peak_pairs_per_second", "metadata")
 
 
@@ -53,7 +53,7 @@ def _pairs(q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surface:
-    """Monotonic times over (q_len, kv_len): straight lines between the points of a fine grid."""
+    """Monotonic times over (q_len, kv_len), bilinear between the points of a fine grid."""
 
     q: FloatArray  # [fine q]
     kv: FloatArray  # [fine kv]
@@ -66,7 +66,7 @@ class Surface:
     @classmethod
     def through(cls, q_len: IntArray, kv_len: IntArray, seconds: FloatArray, peak: float) -> "Surface":
         rate = _pairs(q_len[:, None].astype(np.float64), kv_len.astype(np.float64)) / seconds  # [q, kv]
-        for at in range(1, len(q_len)):  # no shard has q_len > kv_len: repeat the rate of the longest that exists
+        for at in range(1, len(q_len)):  # no shard has q_len > kv_len: use the rate of the longest that exists
             rate[at] = np.where(np.isnan(rate[at]), rate[at - 1], rate[at])
         q, kv = _refined(q_len), _refined(kv_len)
         shard_q = np.minimum(q[:, None], kv)  # [fine q, fine kv]
@@ -96,8 +96,8 @@ class Surface:
     def best_rates(self, kv_len: FloatArray | float = inf) -> FloatArray:
         """Return the pairs per second that no shard of at most `kv_len` keys exceeds.
 
-        Between the points of the fine grid seconds are bilinear, while pairs exceed bilinear ones by at most step² / 8
-        of the queries' step; beyond the grid pairs run at the peak.
+        Between the points of the fine grid seconds are bilinear, and pairs exceed their bilinear interpolation by at
+        most step² / 8, where step is the distance of the queries' grid points. Beyond the grid pairs run at the peak.
         """
         pairs = _pairs(self.q[:, None], self.kv)  # [fine q, fine kv], less than those of shards where q > kv
         rate = pairs / self.seconds
@@ -138,7 +138,7 @@ def _bilinear(
 
 
 def _ceiling(q_len: IntArray, kv_len: IntArray, seconds: FloatArray, q: FloatArray, kv: FloatArray) -> FloatArray:
-    """Return the cap of each shard (q, kv): the running maximum at the nearest grid point no shorter than it."""
+    """Return the cap of each shard (q, kv): the running maximum at the next grid point in both lengths."""
     above_q = np.searchsorted(q_len, q)
     above_kv = np.searchsorted(kv_len, np.maximum(kv, q_len[above_q]))
     known = np.where(np.isnan(seconds), 0.0, seconds)
@@ -232,11 +232,11 @@ class LatencyTable:
 
     @property
     def surfaces(self) -> tuple[Surface, Surface | None]:
-        """Forward and backward surface, for callers that ask for one shard at a time."""
+        """Forward and backward surface, for callers that evaluate one shard at a time."""
         return self._forward, self._backward
 
     def require(self, max_kv_len: int) -> None:
-        """Refuse documents longer than what was measured."""
+        """Refuse documents that are longer than the measured lengths."""
         if max_kv_len > self.kv_len[-1]:
             raise UserError(
                 f"latency table {self.name!r} reaches kv_len {self.kv_len[-1]} but the longest document has "

@@ -4,12 +4,12 @@ A TOML file names the servers in the order of the pool's ranks, dedicated server
 
     servers = [
         {ranks = 8, table = "h200"},                  # a shipped table
-        {ranks = 8, table = "h100.json"},             # one that distca profile wrote, beside this file
-        {ranks = 4, table = "h200", speed = 0.78},    # or a fraction of another's rate, if none was measured
+        {ranks = 8, table = "h100.json"},             # a file of distca profile, in the folder of this file
+        {ranks = 4, table = "h200", speed = 0.78},    # a fraction of another table's rate, if none was measured
     ]
 
-Balancing searches with the first table and the relative speeds of the others; the time of a plan is counted by each
-server's own table. The unit of work is seconds times the server's speed: work over speed gives its seconds.
+Balancing searches with the first table and the relative speeds of the others; the time of a plan is computed from each
+server's own table. The unit of work is seconds times the server's speed, so that work / speed gives seconds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class MixedTime(AttentionTime):
         self, q_len: Column, kv_len: Column, server: Column, num_servers: int, backward: bool = False, *,
         aligned: Column | None = None, document: Column | None = None, kv_start: Column | None = None,
     ) -> FloatArray:
-        """Return the seconds by every server's own table, times its speed."""
+        """Return each server's seconds by its own table, times its speed."""
         of_task, total = self.kind[np.asarray(server, dtype=np.int64)], np.zeros(num_servers)
         for number, time in enumerate(self.kinds):
             mine = of_task == number
@@ -112,7 +112,7 @@ class MixedTime(AttentionTime):
         return total * self.speeds(num_servers)
 
     def least(self, pairs: Column | float, backward: bool = False, kv_len: Column | float = inf) -> float:
-        """Return a lower bound for all servers together, each busy to the end at its best rate for any length."""
+        """Return a lower bound on the servers' summed seconds: all are busy to the end, at their best rates."""
         rate = added(1.0 / self.kinds[number].least(1.0, backward) for number in self.kind.tolist())
         return len(self.kind) * float(np.sum(pairs)) / rate
 

@@ -1,9 +1,9 @@
 """Links between GPUs by the alpha-beta model, a start-up latency and then bandwidth; and clusters from TOML files.
 
-Two kinds of link are enough to compare plans: NVLink inside a node and the GPU's own NIC between nodes. What a NIC
-sends to another pod goes out at the rate that the links between pods leave each GPU.
+Two kinds of link are enough to compare plans: NVLink inside a node and the GPU's own NIC between nodes. A NIC sends to
+another pod at the GPU's share of the links between pods.
 
-A cluster file names what differs from a known cluster, or everything:
+A cluster file gives the fields that differ from a known cluster, or all fields:
 
     base = "dgx-h200"              # take the rest from here
     gpus_per_node = 4
@@ -24,7 +24,7 @@ from distca.validation import UserError, check_name, check_number, check_whole, 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNetwork:
-    """Exchanges between the ranks that `distca profile` ran on, all of which sent at once."""
+    """Measured exchange between the ranks of `distca profile`, all of which sent at once."""
 
     num_ranks: int
     latency_seconds: float
@@ -68,15 +68,15 @@ class Network:
 
     @property
     def nic_bandwidths(self) -> tuple[float, float]:
-        """Bandwidths of a NIC to nodes of the same pod, and of another."""
+        """Bandwidths of a NIC to nodes of the same pod and of another pod."""
         return self.inter_node_bandwidth, self.inter_pod_bandwidth or self.inter_node_bandwidth
 
     @classmethod
     def measured(cls, table: LatencyTable, cluster: ClusterShape) -> Network:
         """Return the cluster's links, with measured values for the link that the table's profile used.
 
-        A profile of more ranks than a node has GPUs measured the link between nodes. Fewer ranks are taken as ranks of
-        one node, as `distca profile --ranks` starts them: to measure several nodes, profile with more ranks than that.
+        A profile of more ranks than a node has GPUs measured the link between nodes. Fewer ranks are assumed to be in
+        one node, where `distca profile --ranks` starts them.
         """
         network, found = cls.of(cluster), MeasuredNetwork.of(table)
         if found is None:
@@ -89,7 +89,7 @@ class Network:
     def all_gather_seconds(self, num_bytes: float, num_ranks: int, gpus_per_node: int | None = None) -> float:
         """Return the seconds of a ring all-gather of `num_bytes`: num_ranks - 1 sends of one share each.
 
-        Over several nodes there is one ring per participating GPU of a node, each crossing by its own NIC.
+        Over several nodes there is one ring per participating GPU of a node, each of which uses its own NIC.
         """
         if num_bytes == 0 or num_ranks == 1:
             return 0.0

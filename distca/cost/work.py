@@ -44,9 +44,9 @@ def causal_pairs(
 ) -> IntArray | int:
     """Count pairs (query, key) with key <= query, query in [q_start, q_stop) and key in [kv_start, kv_stop).
 
-    A query sees max(0, query + 1 - kv_start) keys from kv_start on, less max(0, query + 1 - kv_stop) from kv_stop on,
-    and each of the two sums to a difference of triangles. `kv_stop=None` means the whole prefix. An empty range,
-    also one whose stop lies before its start, holds no pairs.
+    A query sees max(0, query + 1 - kv_start) keys from kv_start on, minus max(0, query + 1 - kv_stop) from kv_stop on,
+    and each of the two sums to a difference of triangles. `kv_stop=None` means the whole prefix. Empty ranges
+    (stop <= start) have no pairs.
     """
     first = np.asarray(q_start, dtype=np.int64)
     last = np.maximum(first, np.asarray(q_stop, dtype=np.int64))
@@ -61,7 +61,7 @@ def causal_pairs(
 def pairs_of_shard(q_len: Number, kv_len: Number) -> Number:
     """Count pairs of q_len queries aligned with the end of kv_len keys: a shard with its whole prefix.
 
-    The planner's innermost formula, hence without checks. Fractional lengths are off by less than one pair.
+    Without checks, because the planner's inner loops call it. Fractional lengths are off by less than one pair.
     """
     return q_len * kv_len - q_len * (q_len - 1) // 2
 
@@ -77,7 +77,7 @@ def attention_backward_flops(pairs: Number, model: ModelShape, tp: int = 1) -> N
 
 
 def qkv_parameters(model: ModelShape, tp: int = 1) -> int:
-    """Count the weights of one layer's Q, K and V projections. Every rank has those that compress latents."""
+    """Count the weights of one layer's Q, K and V projections. Those that compress latents are on every rank."""
     heads, kv_heads = model.heads_per_rank(tp), model.kv_heads_per_rank(tp)
     latent = model.latent
     if latent is None:
@@ -88,7 +88,7 @@ def qkv_parameters(model: ModelShape, tp: int = 1) -> int:
 
 
 def layer_parameters(model: ModelShape, tp: int = 1, *, active: bool = False) -> float:
-    """Count the weights of one layer, averaged over all; `active` counts only the experts that a token takes."""
+    """Count the weights of one layer, averaged over all layers; `active` counts only the experts of one token."""
     width = feed_forward_width(model, tp, active=active)
     router = 0.0 if model.experts is None else (
         model.hidden * model.experts.num * (model.num_layers - model.experts.dense_layers) / model.num_layers)
@@ -135,8 +135,8 @@ def backward_bytes(
 ) -> Number:
     """Count the bytes that cross ranks in backward, for the same moved queries and keys as in forward.
 
-    `keep`: the server still has Q, K and V; O, dO and the log-sum-exp of all of a query's keys travel in, dQ and dK, dV
-    out. `resend`: Q, K and V travel in once more as well.
+    `keep`: the server still has Q, K and V. It receives O, dO and the log-sum-exp over all of a query's keys, and sends
+    dQ, dK and dV. `resend`: it also receives Q, K and V again.
     """
     if state not in ("resend", "keep"):
         raise unknown_name("state", state, ("resend", "keep"))
@@ -148,7 +148,7 @@ def backward_bytes(
     return q_tokens * q_bytes + kv_tokens * kv_bytes
 
 
-# words of a GPU's name -> dense bf16 FLOP/s by its data sheet; of those that fit, the one with most words counts
+# words of a GPU's name -> dense bf16 FLOP/s by its data sheet; among entries that match, the one with most words counts
 PEAKS = {
     "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12,
     "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "A30": 165e12,
@@ -162,7 +162,7 @@ def training_flops(
 ) -> float:
     """Count the FLOPs of a step, forward and backward over all ranks, from the documents of its micro-batches.
 
-    `windows` are the keys that a query of each layer sees, None for all before it; empty if no layer has a window.
+    `windows` has the number of keys that a query sees in each layer, None for all; empty if no layer has a window.
     """
     lengths = np.concatenate([np.asarray(one, dtype=np.int64) for one in micro_batches])
     tokens = int(lengths.sum())
@@ -173,7 +173,7 @@ def training_flops(
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by the name that its driver gives; None if unknown."""
+    """Return the dense bf16 FLOP/s of a GPU by the name that its driver reports; None if unknown."""
     words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
     fitting = [name for name in PEAKS if set(name.lower().split()) <= words]
     return PEAKS[max(fitting, key=lambda name: len(name.split()))] if fitting else None

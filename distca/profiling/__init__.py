@@ -83,7 +83,7 @@ class ProfileSettings:
         return self.model.heads_per_rank(self.tp), self.model.kv_heads_per_rank(self.tp)
 
     @property
-    def num_steps(self) -> int:
+    def num_updates(self) -> int:
         """Number of progress reports of `profile`."""
         return len(self.grid) + 3
 
@@ -122,23 +122,23 @@ def lengths_up_to(longest: int, every: int = 1) -> tuple[int, ...]:
 
 
 def profile(
-    chosen: ProfileSettings, step: Callable[[str], None], network: dict[str, object] | None = None
+    chosen: ProfileSettings, update: Callable[[str], None], network: dict[str, object] | None = None
 ) -> LatencyTable:
-    """Measure the latency table of this machine; `step` is the progress callback."""
+    """Measure the latency table of this machine; `update` is the progress callback."""
     tensors = _Tensors.random(chosen)
-    step("work list")
+    update("work list")
     items = work_list_facts(chosen, tensors)
     work_list = None if items is None else WorkList.of(items, *chosen.heads)
     seconds = np.full((2, len(chosen.q_len), len(chosen.kv_len)), np.nan)
     for q_len, kv_len in chosen.grid:
-        step(f"attention {q_len} x {kv_len}")
+        update(f"attention {q_len} x {kv_len}")
         at = chosen.q_len.index(q_len), chosen.kv_len.index(kv_len)
         seconds[(slice(None), *at)] = attention_seconds(chosen, tensors, q_len, kv_len, work_list)
     forward, backward = seconds
     del tensors
-    step("linear layers")
+    update("linear layers")
     linear = linear_layers(chosen)
-    step("copies")
+    update("copies")
     metadata = {**facts(chosen), "linear": linear, "copy_bytes_per_second": copy_rate(chosen), "network": network,
                 "work_list": items}
     q_grid, kv_grid = np.array(chosen.q_len), np.array(chosen.kv_len)

@@ -191,8 +191,8 @@ Key = tuple[int, str, Choice | None]       # setting, strategy, choice
 Found = dict[Key, Figures | float | None]  # see batch_figures
 
 
-def compare(question: Question, *, workers: int = 1, step: Callable[[str], None] = lambda _: None) -> Comparison:
-    """Run every strategy over all batches; `step` is the progress callback, called after each batch."""
+def compare(question: Question, *, workers: int = 1, update: Callable[[str], None] = lambda _: None) -> Comparison:
+    """Run every strategy over all batches; `update` is the progress callback, called after each batch."""
     done: dict[int, Found] = {}
     count, workers = question.num_batches, min(workers, question.num_batches)
     with (nullcontext() if workers <= 1 else
@@ -201,7 +201,7 @@ def compare(question: Question, *, workers: int = 1, step: Callable[[str], None]
             chosen = _chosen(question, [done[number] for number in sorted(done)])
             for number, found in _run(question, numbers, chosen, pool):
                 done[number] = found
-                step(f"batch {len(done)} of {count}")
+                update(f"batch {len(done)} of {count}")
     ordered = [done[number] for number in sorted(done)]
     best = {name: _best_outcome(question, name, ordered) for name in question.strategies}
     floor = best.pop(BOUND, None)
