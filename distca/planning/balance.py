@@ -1,13 +1,11 @@
 """Balance attention across servers by moving query shards.
 
-Attention cost is quadratic in document length, so equal tokens are unequal work. Only the largest load costs time,
-hence the tolerance is room to save bytes: servers over the cap shed just what is over, into the servers with the most
-room, in as few and as large shards as possible, because a shard's bytes grow with the square root of its work.
+Attention cost is quadratic in document length, so equal tokens are unequal work. Only the largest load costs time, so
+the tolerance is spent on saving bytes: servers move just the work above their cap, in few and large shards (levels.py).
 
-Servers may differ in speed. A hot GPU, an older one, or one that shares its host takes longer than its work predicts;
-its speed falls below 1 and it gets less work. Speeds are learnt from measured seconds and from work that no speed
-entered, so that they do not feed back into themselves, by additions, products and comparisons alone, which every
-processor rounds the same way: ranks that start from the same numbers plan with the same speeds.
+Servers may differ in speed: a hot GPU, an older one, or one that shares its host gets less work. Speeds are learnt from
+measured seconds and from work that does not include speeds, which avoids feedback. The update uses only operations that
+every processor rounds the same way, so ranks that start from the same numbers plan with the same speeds.
 """
 
 from __future__ import annotations
@@ -30,28 +28,27 @@ from distca.workload.layout import Layout
 from distca.workload.packing import check_pool, check_tolerance
 from distca.workload.topology import Topology, check_topology
 
-_PASSES = 6         # in seconds, until the caps fit what calls themselves take
-_MORE_BYTES = 2.0   # than the plan in pairs sends, in all and from the busiest sender
-_QUICKER = 0.99     # a pass that takes more than this part of the best was in vain
+_PASSES = 6         # most passes in seconds, each with caps corrected by the calls' predicted seconds
+_MORE_BYTES = 2.0   # most bytes over those of the plan in pairs, in total and from the busiest sender
+_QUICKER = 0.99     # a pass is in vain if it takes more than this part of the best time
 _PATIENCE = 2       # passes in vain in a row end the search
-_LEAST_CAP = 1e-6   # of all seconds: a server that serves is never forbidden to
+_LEAST_CAP = 1e-6   # part of all seconds: a server with speed > 0 never has cap 0
 _SMOOTHING = 0.3    # weight of a step in the moving average of speeds
-_OUTLIER = 2.0      # times the speed so far that a step counts as at most, or its inverse
-LEAST, MOST = 0.25, 4.0  # speeds, over the pool's median
-_EQUAL = 0.03       # servers this near the median are planned as equals: noise makes no plans
+_OUTLIER = 2.0      # a measured speed is clipped to this factor around the previous one
+LEAST, MOST = 0.25, 4.0  # bounds on speeds, relative to the pool's median
+_EQUAL = 0.03       # speeds this close to 1 are planned as 1, so that noise does not change plans
 
 
 def balance(
     layout: Layout, model: ModelShape, *, tolerance: float = 0.05, speed: Sequence[float] | np.ndarray | None = None,
     tp: int = 1, cost: AttentionTime | None = None, backward: bool = False, topology: Topology | None = None,
 ) -> Plan:
-    """Give every query's attention to a server so that max/mean work is at most 1 + tolerance, in few bytes.
+    """Assign every query's attention to a server so that max/mean work is at most 1 + tolerance, with few bytes sent.
 
-    `speed` names the pool: one relative speed per server, the layout's ranks first, dedicated servers after them;
-    0 means that the rank serves nothing. Where `cost` knows seconds, forward's or `backward`'s are balanced, else
-    causal pairs; where its servers differ by themselves, `speed` comes on top. Where `topology` has nodes of several
-    servers, work leaves a node only as far as the tolerance demands. Every rank that calls this with the same arguments
-    gets the same plan.
+    `speed` defines the pool: one relative speed per server, the layout's ranks first, then dedicated servers; a rank of
+    speed 0 serves nothing. With `cost`, forward or `backward` seconds are balanced, else causal pairs; if `cost` has
+    speeds per server, `speed` multiplies them. If `topology` has nodes of several servers, work leaves a node only if
+    the tolerance requires it. Ranks that call this with the same arguments get the same plan.
     """
     check_tolerance(tolerance)
     pool = check_pool(speed, layout.num_ranks)
@@ -69,7 +66,7 @@ def outline_of_nodes(
     layout: Layout, model: ModelShape, topology: Topology, *, tolerance: float = 0.05,
     speed: Sequence[float] | np.ndarray | None = None, tp: int = 1,
 ) -> Plan:
-    """Outline `balance` in causal pairs: all that a node gets is on its first rank, and the same crosses nodes."""
+    """Run `balance` in causal pairs down to nodes: each node's first rank gets all tasks that the node gets."""
     pool = check_pool(speed, layout.num_ranks)
     levels = check_topology(topology, len(pool))
     at_home = Plan(layout, tasks_at_home(layout), pool, tolerance, model, tp, topology=topology)
@@ -92,11 +89,11 @@ def _in_pairs(at_home: Plan) -> Plan:
 
 
 def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
-    """Seconds are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
+    """Balance by seconds, which are not a sum over tasks: cutting changes them, and a call has a launch and a tail.
 
-    So what a server's call took beyond its tasks is taken off its cap in the next pass. The quickest plan counts, that
-    of causal pairs and attention at home among them. A pass that sends more than twice what the plan in pairs does is
-    left out: attention that waits for bytes gains nothing.
+    Each pass lowers a server's cap by the seconds that its previous call took beyond its tasks. The quickest plan is
+    returned; the plan in causal pairs and attention at home are candidates too. A pass that sends more than twice the
+    bytes of the plan in pairs is discarded: attention that waits for bytes gains nothing.
     """
     pool, tolerance, backward = at_home.speed, at_home.tolerance, at_home.backward
 
@@ -112,7 +109,7 @@ def _in_seconds(at_home: Plan, cost: AttentionTime) -> Plan:
     load = load_of(at_home.tasks)
     best = replace(at_home, tasks=in_pairs.tasks)
     work = best.work()
-    if _slowest(load, pool) < _slowest(work, pool):              # a call takes no less than its tasks
+    if _slowest(load, pool) < _slowest(work, pool):              # else at_home cannot win: calls add to tasks
         best, work = min((best, work), (at_home, at_home.work()), key=lambda one: _slowest(one[1], pool))
     total, beyond, in_vain = float(load.sum()), np.zeros(len(pool)), 0
     for _ in range(_PASSES):
@@ -148,7 +145,7 @@ def _slowest(work: np.ndarray, pool: np.ndarray) -> float:
 def _moved(
     at_home: Plan, load: np.ndarray, cap: np.ndarray, prices: Prices, task_work: Callable[[TaskTable], np.ndarray]
 ) -> tuple[TaskTable, str | None]:
-    """Tasks of which no server has more than its cap, and what forbids it where one has."""
+    """Move tasks until no server is over its cap; return them, and the reason if a server still is."""
     layout, levels = at_home.layout, () if at_home.topology is None else at_home.topology.levels()
     if levels:
         tasks, load, limit = Dealer(layout, levels, cap, at_home.tolerance, prices, task_work).deal(at_home.tasks)
@@ -162,10 +159,10 @@ def _pairs_of_tasks(tasks: TaskTable) -> np.ndarray:
 
 
 def learnt_speeds(speed: np.ndarray, work: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Speeds after one more step, in which `work` [servers] took `seconds` [servers]; 1 is the pool's median.
+    """Return the speeds [servers] after a step in which `work` [servers] took `seconds` [servers]; the median is 1.
 
-    Of an even number of servers the median is the upper one: of two the slower is below 1. A server without work, or
-    without a measurement, keeps its speed.
+    The median is the upper one: of two servers the slower is below 1. A server without work or without a measurement
+    keeps its speed.
     """
     known = (work > 0) & (seconds > 0) & np.isfinite(seconds)
     if not known.any():
@@ -177,5 +174,5 @@ def learnt_speeds(speed: np.ndarray, work: np.ndarray, seconds: np.ndarray) -> n
 
 
 def rounded_speeds(speed: np.ndarray) -> np.ndarray:
-    """The speeds to plan with: in hundredths, and 1 near it."""
+    """Round speeds for planning: to hundredths, and to 1 if close to it."""
     return np.where(np.abs(speed - 1.0) <= _EQUAL, 1.0, np.round(speed, 2))

@@ -1,18 +1,16 @@
-"""Plan a step: lay out its micro-batches, balance every attention call, choose placement and tolerance by the plans.
+"""Plan a step: lay out its micro-batches, balance every attention call, and compare placements and tolerances.
 
-Attention has no weights, so any rank can compute any stage's tasks: the pool of a tick is every rank of every stage.
-Active stages bring the documents of their micro-batches, idle stages bring none and serve, and the work of a tick is
-balanced over all of them. Backward ticks have their own plans, as other stages are idle in them and backward's seconds
-are not forward's.
+Attention has no weights, so any rank can compute any stage's tasks: the pool of a tick is all ranks of all stages. Idle
+stages bring no documents and only serve. Backward ticks have their own plans, because other stages are idle in them and
+backward takes other seconds than forward.
 
-Balanced placement saves bytes by keeping queries at home, which pays where short documents fill up the ranks of long
-ones. Where nearly all documents are long there is nothing to fill up with: the slices of a document then have equal
-work but unequal length, late ranks gather almost all of its keys, and moving a few rectangles out of the loader's
-order is cheaper. No bound known before planning separates the two cases in general. So both are planned, unless an
-outline of the given order, which takes a small part of the time, is enough.
+Balanced placement keeps queries at home, which saves bytes if short documents fill up the ranks of long ones. If nearly
+all documents are long, slices of a document get equal work but unequal length, late ranks gather almost all of its
+keys, and moving a few rectangles in the loader's order is cheaper. No known bound separates the two cases before
+planning. So both are planned, unless a quick outline of the given order already decides.
 
-Where exchanges hide behind computing, tighter balance is free; where they do not, the bytes that looser balance saves
-are time. Only a whole step's predicted seconds decide it, so `auto` plans at a few tolerances and keeps the quickest.
+If exchanges are hidden behind computation, tighter balance is free; if not, looser balance saves bytes and so time.
+Only the predicted seconds of the whole step decide, so `auto` plans at several tolerances and keeps the quickest step.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ from distca.workload.topology import Topology
 
 AUTO: Literal["auto"] = "auto"
 DEFAULT_TOLERANCE = 0.05
-TOLERANCES = (0.01, 0.05, 0.2)  # that auto chooses from
+TOLERANCES = (0.01, 0.05, 0.2)  # candidates of auto
 StepSeconds = Callable[[StepPlan], float]
 
 
 def asked_tolerance(value: float | str) -> float | Literal["auto"]:
-    """A number from 0 to 1, also as text, or `auto`."""
+    """Parse a tolerance: a number from 0 to 1, also as text, or `auto`."""
     if value == AUTO:
         return AUTO
     try:
@@ -71,12 +69,12 @@ def plan_step(
 ) -> StepPlan:
     """Balance a step over the data ranks of all stages, `layers[s]` layers on stage s, and dedicated servers.
 
-    `micro_batches[m]` are the lengths of micro-batch m's documents, which fill `num_data` ranks. `speed` names the pool
-    as in `balance`, and `topology` the nodes of its servers; documents are placed by those of the first stage. Balanced
-    placement never sends more than given, in all or from the busiest sender: where it would, the step is given's. With
-    `cost`, forward and backward are balanced each in its own seconds, else in causal pairs; then bytes give way where
-    given's attention would take longer. Where `tolerance` is a function that predicts a step's seconds, the quickest of
-    `TOLERANCES` is taken, the looser of equals.
+    `micro_batches[m]` are the document lengths of micro-batch m, which fill `num_data` ranks. `speed` defines the pool
+    as in `balance`, and `topology` the nodes of its servers; documents are placed by the nodes of the first stage. If
+    balanced placement would send more bytes than given placement, in total or from the busiest sender, the given one is
+    used. With `cost`, forward and backward are balanced by their own seconds, else by causal pairs; with `cost`, given
+    placement is not used if its attention takes longer. If `tolerance` is a function that predicts a step's seconds,
+    the quickest step of `TOLERANCES` is returned, on a tie the looser one.
     """
     pool = check_pool(speed, len(layers) * num_data)
     if cost is not None:
@@ -97,7 +95,7 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inputs:
-    """What a step is planned from, whatever its placement."""
+    """Inputs of a step's planning that do not depend on the placement."""
 
     lengths: list[np.ndarray]  # [micro-batches][documents]
     model: ModelShape
@@ -112,12 +110,12 @@ class _Inputs:
 
     @property
     def speed(self) -> np.ndarray:
-        """[servers] `pool` and what `cost` knows of servers that differ."""
+        """[servers] `pool` times the relative speeds that `cost` measured."""
         return self.pool if self.cost is None else self.pool * self.cost.speeds(len(self.pool))
 
 
 def _planned(inputs: _Inputs, placement: str) -> StepPlan:
-    """The step of one placement."""
+    """Plan the step with one placement."""
     packed = _packed(inputs, placement)
     ticks = same_phase_ticks(len(inputs.layers), len(packed))
     calls, number = distinct_calls(ticks, packed, inputs.layers, phases_differ=inputs.cost is not None)
@@ -127,12 +125,12 @@ def _planned(inputs: _Inputs, placement: str) -> StepPlan:
 
 
 def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
-    """The step of a placement, or given's where that sends less and is known to compute no longer.
+    """Plan the step with a placement, or with given placement if that sends less and does not compute longer.
 
-    Compared are the bytes of all calls, and those of each call's busiest sender: between nodes where the pool has
-    nodes, as everybody waits for these. Given need not be planned where a lower bound on its bytes, or an outline of
-    its plans, sends as much already. Outlines are in causal pairs, which send about as much as plans in seconds and
-    take a tenth of the time to make.
+    The comparison covers the bytes of all calls and those of each call's busiest sender: between nodes if the pool has
+    nodes, as these links are the slowest. Given placement is not planned if a lower bound on its bytes, or an outline
+    of its plans, already sends at least as much. Outlines count causal pairs: they send about as much as plans in
+    seconds, in a tenth of the planning time.
     """
     step, in_seconds = _planned(inputs, placement), inputs.cost is not None
     sent, has_nodes = _sent(step.forward_plans()), inputs.topology is not None and len(inputs.topology.levels()) > 0
@@ -150,11 +148,11 @@ def _no_worse_than_given(inputs: _Inputs, placement: str) -> StepPlan:
 
 
 def _packed(inputs: _Inputs, placement: str) -> tuple[MicroBatch, ...]:
-    """Every micro-batch over the data ranks of a stage; its share of the pool is the mean over stages."""
+    """Pack every micro-batch over the data ranks of a stage, by the mean speeds over stages."""
     stages = len(inputs.layers)
     ranks = stages * inputs.num_data
-    share = np.append(inputs.speed[:ranks].reshape(stages, -1).mean(axis=0),  # of one stage
-                      inputs.speed[ranks:].sum() / stages)                    # the last: dedicated servers
+    share = np.append(inputs.speed[:ranks].reshape(stages, -1).mean(axis=0),  # data ranks of a stage
+                      inputs.speed[ranks:].sum() / stages)                    # last: dedicated servers
     cut = pack_ping_pong if inputs.ping_pong else pack_whole
     aim = Aim(inputs.tolerance, share, work_of_documents(inputs.cost),
               NO_CUTS if inputs.cost is None else inputs.cost.cuts(),
@@ -164,7 +162,7 @@ def _packed(inputs: _Inputs, placement: str) -> tuple[MicroBatch, ...]:
 
 
 def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
-    """What placement balances: causal pairs, or forward and backward seconds together, as both share the homes."""
+    """Return the work that placement balances: causal pairs, or forward plus backward seconds."""
     if cost is None:
         return causal_work
     return lambda start, stop: cost.shards(stop - start, stop) + cost.shards(stop - start, stop, backward=True)
@@ -173,19 +171,19 @@ def work_of_documents(cost: AttentionTime | None) -> DocumentWork:
 class TickCall(NamedTuple):
     """An attention call that all stages share."""
 
-    running: tuple[int, ...]  # [stages] the micro-batch that each stage brings, -1 for none
+    running: tuple[int, ...]  # [stages] micro-batch of each stage, -1 for none
     nano: int
-    backward: bool            # whether backward's seconds are balanced
+    backward: bool            # balanced by backward seconds
     layout: Layout            # over the ranks of all stages
 
 
 def distinct_calls(
     ticks: Ticks, micro_batches: Sequence[MicroBatch], layers: Sequence[int], *, phases_differ: bool
 ) -> tuple[list[TickCall], np.ndarray]:
-    """The distinct calls of a step, and the index of every call [stages, ticks, nano-batches, depths] into them.
+    """Return the distinct calls of a step, and the index into them as [stages, ticks, nano-batches, depths].
 
-    A layer's depth is its index inside its stage. A call of depth d holds the active stages that have more than d
-    layers, over ranks stage * data ranks + data; depths and ticks that hold the same stages have the same call.
+    A layer's depth is its index inside its stage. A call at depth d covers the active stages with more than d layers,
+    over ranks stage * data ranks + data; depths and ticks that cover the same stages share one call.
     """
     deep, num_nanos = np.asarray(layers), len(micro_batches[0].nano_batches)
     found: dict[tuple[tuple[int, ...], int, bool], int] = {}
@@ -205,14 +203,14 @@ def balance_calls(
     speed: Sequence[float] | np.ndarray | None = None, tp: int = 1, cost: AttentionTime | None = None,
     topology: Topology | None = None,
 ) -> tuple[Plan, ...]:
-    """The plan of every call, as `balance` makes it over the ranks of all stages and dedicated servers after them.
+    """Balance every call over the ranks of all stages, followed by dedicated servers.
 
-    Micro-batches that run together again on other stages get the same plan, moved to these, where servers allow it.
+    If the same micro-batches run together again on other stages, their plan is moved to those stages if servers allow.
     """
     plans: list[Plan] = []
     known: dict[tuple[int, bool, tuple[int, ...]], tuple[tuple[int, ...], Plan]] = {}
     for running, nano, backward, layout in calls:
-        together = nano, backward, tuple(sorted(running))        # whatever their stages
+        together = nano, backward, tuple(sorted(running))        # on any stages
         plan = _on_other_stages(*known[together], running, layout) if together in known else None
         if plan is None:
             plan = balance(layout, model, tolerance=tolerance, speed=speed, tp=tp, cost=cost, backward=backward,
@@ -223,10 +221,10 @@ def balance_calls(
 
 
 def _on_other_stages(before: tuple[int, ...], plan: Plan, after: tuple[int, ...], layout: Layout) -> Plan | None:
-    """A plan for the same micro-batches on other stages, as servers of equal speed are interchangeable.
+    """Move a plan to other stages of the same micro-batches, as servers of equal speed are interchangeable.
 
-    None where the speeds differ, where ranks that shared a node or pod would not, or where the plan has a limit: its
-    text names ranks.
+    Return None if speeds differ, if ranks that share a node or pod would be separated, or if the plan has a limit,
+    whose text names ranks.
     """
     num_data = layout.num_ranks // len(after)
     moves_to = np.empty(len(after), dtype=np.int64)              # [stages] idle stages follow in order
@@ -242,7 +240,7 @@ def _on_other_stages(before: tuple[int, ...], plan: Plan, after: tuple[int, ...]
 
 
 def _outline(inputs: _Inputs, layout: Layout) -> Plan:
-    """A plan in causal pairs; where the pool has nodes, only of what each node gets."""
+    """Plan a layout in causal pairs; if the pool has nodes, only down to the share of each node."""
     if inputs.topology is None or not inputs.topology.levels():
         return balance(layout, inputs.model, tolerance=inputs.tolerance, speed=inputs.speed, tp=inputs.tp)
     return outline_of_nodes(layout, inputs.model, inputs.topology, tolerance=inputs.tolerance, speed=inputs.speed,
@@ -250,7 +248,7 @@ def _outline(inputs: _Inputs, layout: Layout) -> Plan:
 
 
 def _sent(plans: Iterable[Plan]) -> np.ndarray:
-    """Bytes of all calls, and the busiest sender's of each call summed: between nodes where there are, else ranks."""
+    """Return the bytes of all calls, and the sum of each call's busiest sender: between nodes if any, else ranks."""
     found = []
     for plan in plans:
         crossing = plan.traffic_between_nodes() if plan.topology is not None and plan.topology.levels() else None
@@ -260,10 +258,10 @@ def _sent(plans: Iterable[Plan]) -> np.ndarray:
 
 
 def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
-    """Bytes that leave ranks, or nodes, in any plan of a layout within the tolerance: in all, and from the busiest.
+    """Return lower bounds on the bytes, in total and from the busiest sender, of any plan within the tolerance.
 
-    Work F leaves as a rectangle of queries and keys in at least 2 √(F·q·kv) bytes, of which its home sends all but the
-    outputs. Zero where no bound is known: a document on several ranks or nodes has keys on all of them.
+    Moving work F as a rectangle of queries and keys takes at least 2 √(F·q·kv) bytes, of which the home sends all but
+    the outputs. The bounds are zero if a document is on several ranks (or nodes), as all of them own keys of it.
     """
     speed, levels = inputs.speed, () if inputs.topology is None else inputs.topology.levels()
     group = levels[-1] if levels else np.arange(len(speed))
@@ -280,6 +278,6 @@ def _least_bytes(inputs: _Inputs, layout: Layout) -> tuple[float, float]:
 
 
 def _slowest_seconds(step: StepPlan) -> float:
-    """Of the slowest server of every distinct call."""
+    """Return the seconds of the slowest server, summed over distinct calls."""
     return added(max_over_mean(work, plan.speed) * float(work.sum() / plan.speed.sum())
                  for plan in step.plans for work in (plan.work(),))

@@ -1,9 +1,9 @@
-"""Move query shards from units over their cap to units with room, one level of the pool after the other.
+"""Move query shards from units over their cap to units with room, level by level of the pool.
 
-A unit is a rank, or a node or pod whose ranks share what it gets. Units over the cap shed just what is over, into the
-units with the most room, in as few and as large shards as possible, because a shard's bytes grow with the square root
-of its work. A unit whose cap is 0 must be emptied: a rank that serves nothing, or all that a node got from outside. An
-outer level stops a little below the tolerance, so that a full node can still be balanced inside in whole tiles.
+A unit is a rank, or a node or pod as a whole. Units over the cap move only their surplus, to the units with the most
+room, in as few and as large shards as possible, because a shard's bytes grow with the square root of its work. A unit
+with cap 0 is emptied: a rank that serves nothing, or the tasks that entered a node from outside. An outer level uses
+only part of the tolerance, so that a full node can still be balanced inside in whole tiles.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from distca.planning.shard_cut import Piece, Prices, Shard, cheapest_shard
 from distca.planning.tasks import TILE, TaskTable, joined
 from distca.workload.layout import Layout
 
-Held = tuple[int, int, int]  # document, unit, keys: the unit has the document's first keys for tasks of its own
-Dealt = tuple[TaskTable, np.ndarray, str | None]  # tasks, load [servers], and which piece keeps one above its cap
+Held = tuple[int, int, int]  # document, unit, keys: the unit already holds this many of the document's first keys
+Dealt = tuple[TaskTable, np.ndarray, str | None]  # tasks, load [servers], and the reason if a server is above its cap
 
 _PIECES_TRIED = 3  # longest pieces of a unit that compete for a move; shorter ones carry less work per byte
-_SNUG = 1.02        # a server that is to take all of a surplus needs this much more room, for whole tiles
-_WORTH_A_LOOK = 0.05  # a holder of keys with less room than this part of a surplus is not tried
-_HOLDERS_TRIED = 2  # latest servers that already hold a document's keys
-_TAIL = 0.75  # of a document's work is in its second half, which carries a quarter more of it per byte than the whole
-_HEAD_AND_TAIL = 4 * TILE  # queries; what is shorter leaves whole
-_UNIT_NAMES = ("rank", "pod", "node")  # by levels above the ranks, counted from the end
-_SLACK = 0.4  # part of the tolerance that an outer level leaves to the one inside it
+_SNUG = 1.02  # a server must have this much more room than the surplus it takes, as tiles are whole
+_WORTH_A_LOOK = 0.05  # servers that hold the keys are skipped if their room is below this part of the surplus
+_HOLDERS_TRIED = 2  # most recent servers that already hold a document's keys
+_TAIL = 0.75  # share of a document's work in its second half, which carries 25 % more work per byte than the whole
+_HEAD_AND_TAIL = 4 * TILE  # queries; shorter pieces move whole
+_UNIT_NAMES = ("rank", "pod", "node")  # indexed by depth minus number of levels: 0, -2, -1
+_SLACK = 0.4  # part of the tolerance that an outer level leaves to the next inner one
 
 
 def keys_at_home(layout: Layout) -> list[Held]:
-    """(document, rank, keys): a rank that computes a late slice at home has all keys up to that slice's end.
+    """List (document, rank, keys): a rank that computes a slice at home holds all keys up to the slice's end.
 
-    One that owns a document's beginning as keys only has these.
+    A rank that owns the beginning of a document as keys only holds those keys.
     """
     cut = np.flatnonzero((layout.start > 0) | (layout.stop < layout.lengths[layout.document]))
     order = cut[np.lexsort((layout.stop[cut], layout.rank[cut], layout.document[cut]))]
@@ -49,10 +49,10 @@ def keys_at_home(layout: Layout) -> list[Held]:
 
 
 class Mover:
-    """The greedy of one level: loads, rooms, which pieces of which tasks are still there and which have moved.
+    """Greedy balancing of one level: the units' loads and room, and the pieces of tasks that stayed or moved.
 
-    `tasks` have the unit that holds them now as `server`, and units have `load` in all. Messages name units by
-    `numbers`; the last unit has none where it is what has to come in from outside.
+    The `server` of `tasks` is their current unit, and `load` is the total of each unit. Messages name units by
+    `numbers`; an additional last unit, without a number, holds the tasks from outside.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Mover:
         self.tasks, self.prices = tasks, prices
         self.unit_name, self.numbers = unit_name, range(len(cap)) if numbers is None else numbers
         self.by_levels = numbers is not None
-        self.additive = prices.measure is pairs_of_shard         # the parts of a piece cost what the piece does
+        self.additive = prices.measure is pairs_of_shard         # the work of a piece is the sum of its parts
         self.load: list[float] = load.tolist()
         self.cap: list[float] = cap.tolist()
         self.limit: str | None = None
-        self.stayed: dict[int, list[Piece]] = {}                 # task -> pieces that its unit still computes
+        self.stayed: dict[int, list[Piece]] = {}                 # task -> pieces that its unit keeps
         self.moved: list[tuple[int, Shard, int]] = []            # task, shard, server
-        self.held: dict[tuple[int, int], tuple[int, int]] = {}   # (document, server) -> keys [start, stop) are there
-        self.open: dict[int, list[int]] = {}                     # document -> servers that hold its keys, with room
+        self.held: dict[tuple[int, int], tuple[int, int]] = {}   # (document, server) -> keys [start, stop) it holds
+        self.open: dict[int, list[int]] = {}                     # document -> servers with room that hold its keys
         for document, server, keys in held:
             self.held[document, server] = 0, keys
             if cap[server] > load[server]:
@@ -94,7 +94,7 @@ class Mover:
         return self.by_levels and self.cap[unit] <= 0
 
     def _pieces_of(self, some: np.ndarray) -> list[tuple[int, int, Piece]]:
-        """A unit's own queries as (depth, task, piece), deepest last."""
+        """Return a unit's pieces as (number of keys, task, piece), most keys last."""
         columns = (column[some].tolist() for column in (
             self.tasks.document, self.tasks.q_start, self.tasks.q_stop, self.tasks.kv_start, self.tasks.kv_stop))
         return sorted((kv_stop - kv_start, index, Piece(document, start, stop, kv_start, start,
@@ -103,10 +103,10 @@ class Mover:
                       if kv_stop > kv_start)
 
     def _move_one(self, rank: int, pieces: list[tuple[int, int, Piece]]) -> bool:
-        """Move the shard with the most work per byte; False, with the reason kept, where none can move."""
+        """Move the shard with the most work per byte; if none can move, record the reason and return False."""
         need = self.load[rank] - self.cap[rank]
         deepest = range(len(pieces) - 1, max(len(pieces) - 1 - _PIECES_TRIED, -1), -1)
-        if self._must_empty(rank):                               # the largest piece first, whole where it fits
+        if self._must_empty(rank):                               # the largest piece first, whole if it fits
             works = [piece.work(self.prices.measure) for _, _, piece in pieces]
             need = max(works)
             deepest = range(works.index(need), works.index(need) + 1)
@@ -129,7 +129,7 @@ class Mover:
 
     def _best(self, pieces: list[tuple[int, int, Piece]], tried: range, need: float, server: int | None,
               num_holders: int) -> tuple[Shard, int, int] | None:
-        """(shard, server, index into pieces) over the pieces tried, for one server and those that hold their keys."""
+        """Return the best (shard, server, index into pieces) over `server` and the servers that hold a piece's keys."""
         best: tuple[Shard, int, int] | None = None
         for at in tried:
             piece = pieces[at][2]
@@ -141,7 +141,7 @@ class Mover:
                     continue
                 shard = self._shard(piece, need, room, end if begin <= piece.key_start else 0)
                 if shard is None or not (self.additive or self._relief(piece, shard) > 0):
-                    continue                                     # what stays would cost as much as the whole did
+                    continue                                     # the remainder would take as long as the whole
                 if shard.beats(best[0] if best else None):
                     best = shard, candidate, at
             if best is not None and best[0].key_stop < best[0].stop:
@@ -149,9 +149,9 @@ class Mover:
         return best
 
     def _shard(self, piece: Piece, need: float, room: float, keys_held: int) -> Shard | None:
-        """What leaves a piece at the most work per byte.
+        """Return the shard of a piece with the most work per byte.
 
-        From a node whole documents could leave; then the tails of several are better than one with its head.
+        If a node would send a whole document, sending the tails of several documents costs fewer bytes.
         """
         shard = cheapest_shard(piece, need, room, keys_held, self.prices)
         if (not self.by_levels or shard is None or piece.key_stop is not None
@@ -161,11 +161,11 @@ class Mover:
         return tail if tail is not None and tail.beats(shard) else shard
 
     def _relief(self, piece: Piece, shard: Shard) -> float:
-        """By how much the home's load falls when the shard leaves."""
+        """Return how much the unit's load falls if the shard moves."""
         return piece.work(self.prices.measure) - added(part.work(self.prices.measure) for part in _rest(piece, shard))
 
     def _overfill(self, pieces: list[tuple[int, int, Piece]]) -> tuple[Shard, int, int]:
-        """A whole piece to the server that it takes the least far above its cap."""
+        """Return a whole piece and the server whose load over cap is then the least."""
         piece = pieces[-1][2]
         work = piece.work(self.prices.measure)
         serving = [server for server, cap in enumerate(self.cap) if cap > 0]
@@ -173,7 +173,7 @@ class Mover:
         return Shard(piece.start, piece.stop, piece.key_start, piece.key_end, work, 0.0), server, len(pieces) - 1
 
     def _snug_server(self, need: float) -> int | None:
-        """The server with the least room that takes all of `need`, or else the one with the most room."""
+        """Return the server with the least room that fits `need`, or else the server with the most room."""
         if not self.rooms:
             return None
         return self.rooms[min(bisect_left(self.rooms, (need * _SNUG, -1)), len(self.rooms) - 1)][1]
@@ -207,7 +207,7 @@ class Mover:
             holders.remove(server)
 
     def _moved_tasks(self) -> TaskTable:
-        """The tasks with every one that was cut replaced by what stayed and what moved."""
+        """Return the tasks, with cut ones replaced by the parts that stayed and moved."""
         kept = np.ones(len(self.tasks), dtype=bool)
         kept[[index for index, _, _ in self.moved]] = False
         parts = [(index, piece.start, piece.stop, piece.key_start, piece.key_end, int(self.tasks.server[index]))
@@ -220,7 +220,7 @@ class Mover:
 
 
 def _rest(piece: Piece, shard: Shard) -> list[Piece]:
-    """What a piece keeps when a shard leaves: queries before, queries after, and the shard's own later keys."""
+    """Return the rest of a piece without a shard: queries before and after it, and later keys of its queries."""
     rest = []
     if piece.start < shard.start:
         rest.append(piece._replace(stop=shard.start))
@@ -232,11 +232,11 @@ def _rest(piece: Piece, shard: Shard) -> list[Piece]:
 
 
 class Dealer:
-    """Deals tasks to the levels of a pool from the outside in: pods, then nodes, then ranks.
+    """Assign tasks to servers from the outermost level of a pool inwards: pods, then nodes, then ranks.
 
-    Attention over the outer level's cap leaves its node in as few and as large shards as if the node were one rank;
-    what a node keeps and what it gets are then balanced inside it, where links are fast. `levels` are [servers] each,
-    outermost first. With `is_outline` dealing stops at nodes: the first rank of each gets all that its node gets.
+    Each node first sheds its surplus as if it were one rank; all tasks of a node are then balanced inside it, where
+    links are fast. `levels` are the group of each server [servers], outermost level first. With `is_outline` the
+    assignment stops at nodes: the first rank of a node gets all of the node's tasks.
     """
 
     def __init__(
@@ -250,13 +250,13 @@ class Dealer:
         self.limits: list[str] = []
 
     def deal(self, home: TaskTable) -> Dealt:
-        """Every task of `home`, cut where a level demands it, on a server."""
+        """Return all tasks of `home` with their servers, cut where balancing a level requires it."""
         tasks = joined(*self._inside(home, np.arange(len(self.cap)), 0, self.held))
         load = np.bincount(tasks.server, weights=self.task_work(tasks), minlength=len(self.cap))
         return tasks, load, self.limits[0] if self.limits else None
 
     def _inside(self, tasks: TaskTable, members: np.ndarray, depth: int, held: np.ndarray) -> Iterator[TaskTable]:
-        """Deal tasks to `members`, who hold the keys `held`; a task starts where its queries live, or comes in."""
+        """Assign tasks to `members`, which hold the keys `held`; tasks start at their home, or outside."""
         is_leaf = depth == len(self.levels)
         if is_leaf and self.is_outline:
             yield replace(tasks, server=np.full(len(tasks), members[0]))
@@ -266,7 +266,7 @@ class Dealer:
         if len(names) == 1 and not is_leaf:
             yield from self._inside(tasks, members, depth + 1, held)
             return
-        self.unit_of[tasks.home] = len(names)                    # the last unit is outside
+        self.unit_of[tasks.home] = len(names)                    # the last unit: outside
         self.unit_of[members] = unit
         tasks = self._one_level(replace(tasks, server=self.unit_of[tasks.home]),
                                 np.bincount(unit, weights=self.cap[members]), names, depth, held)
@@ -280,12 +280,12 @@ class Dealer:
     def _one_level(
         self, tasks: TaskTable, cap: np.ndarray, names: np.ndarray, depth: int, held: np.ndarray
     ) -> TaskTable:
-        """Move tasks, whose `server` is the unit they are in, until no unit is over its cap and none is outside."""
+        """Move tasks, whose `server` is their unit, until no unit is over its cap and no task is outside."""
         load = np.bincount(tasks.server, weights=self.task_work(tasks), minlength=len(names) + 1)
         cap = np.append((1.0 if depth == len(self.levels) else self.outer_part) * cap, 0.0)  # nothing stays outside
         if not (load > cap).any():
             return tasks
-        keys: dict[tuple[int, int], int] = {}                    # the most that any rank of a unit holds
+        keys: dict[tuple[int, int], int] = {}                    # (document, unit) -> most keys of any rank
         for document, unit, stop in zip(held[:, 0].tolist(), self.unit_of[held[:, 1]].tolist(), held[:, 2].tolist(),
                                         strict=True):
             keys[document, unit] = max(stop, keys.get((document, unit), 0))
@@ -296,7 +296,7 @@ class Dealer:
 
 
 def _grouped(group: np.ndarray, number: int) -> list[np.ndarray]:
-    """The indices of the entries of each of `number` groups."""
+    """Return the indices of each group's entries, for groups 0 to number - 1."""
     order = np.argsort(group, kind="stable")
     begin = np.searchsorted(group[order], np.arange(number)).tolist()
     return [order[first:last] for first, last in pairwise([*begin, len(order)])]

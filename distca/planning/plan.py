@@ -1,7 +1,7 @@
 """A plan: the tasks of one attention call over the whole pool, with their servers.
 
-A plan is frozen, knows its own inputs, can prove itself right and can say what it costs. Everything after planning
-(dispatch, runtime, simulator, report) reads plans and never edits them.
+A plan is frozen and holds its inputs; it can validate itself and summarize its costs. Dispatch, runtime, simulator and
+report read plans and never change them.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from distca.workload.topology import Topology, check_topology
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What one attention call costs under a plan. Bytes are of one layer, bf16, and only what crosses ranks."""
+    """Costs of one attention call under a plan. Bytes are those that cross ranks, for one layer in bf16."""
 
     num_tasks: int
     num_moved: int                # tasks whose server is not their home
-    smallest_shard: int           # queries of the smallest task, shorter ends of documents and slices aside
-    work: np.ndarray              # [servers] pairs, or seconds where they are known
-    work_max_over_mean: float     # largest work per speed, over its mean
+    smallest_shard: int           # queries of the smallest task, except for short ends of documents and slices
+    work: np.ndarray              # [servers] pairs, or seconds if the cost is known
+    work_max_over_mean: float     # largest work / speed over its mean
     work_max_over_mean_at_home: float
     bytes_sent: np.ndarray        # [servers] Q and KV as a home, O as a server
     bytes_received: np.ndarray    # [servers]
     bytes_total: int
     lse_bytes_total: int          # log-sum-exp that returns with O
-    backward_bytes_total: int     # with `resend`: Q, KV, O and dO go in, dQ and dKV return
-    bytes_all_gather: int         # what gathering every document's keys on all its ranks would move
-    seconds: float | None         # the slowest server's attention, where seconds are known
-    bytes_sent_by_node: np.ndarray | None  # [nodes] to other nodes, once per node; None: topology unknown
-    bytes_sent_by_pod: np.ndarray | None   # [pods] of it to nodes of other pods
+    backward_bytes_total: int     # with `resend`: Q, KV, O and dO are sent to servers, dQ and dKV back
+    bytes_all_gather: int         # bytes if every document's keys were gathered on all its ranks
+    seconds: float | None         # attention of the slowest server, if the cost is known
+    bytes_sent_by_node: np.ndarray | None  # [nodes] to other nodes, each token once per node; None: topology unknown
+    bytes_sent_by_pod: np.ndarray | None   # [pods] the part to nodes of other pods
 
     @property
     def bytes_between_nodes(self) -> int | None:
-        """What crosses nodes, each key, query and output once per node that needs or made it."""
+        """Bytes that cross nodes, each key, query and output once per node that needs or made it."""
         return None if self.bytes_sent_by_node is None else int(self.bytes_sent_by_node.sum())
 
     @property
     def bytes_between_nodes_max(self) -> int | None:
-        """The busiest node's."""
+        """Bytes that the busiest node sends."""
         return None if self.bytes_sent_by_node is None else int(self.bytes_sent_by_node.max())
 
     @property
     def bytes_between_pods(self) -> int | None:
-        """Of what crosses nodes, what crosses pods too."""
+        """The part of the bytes between nodes that also crosses pods."""
         return None if self.bytes_sent_by_pod is None else int(self.bytes_sent_by_pod.sum())
 
     @property
     def bytes_between_pods_max(self) -> int | None:
-        """The busiest pod's."""
+        """Bytes that the busiest pod sends."""
         return None if self.bytes_sent_by_pod is None else int(self.bytes_sent_by_pod.max())
 
 
@@ -69,14 +69,14 @@ class Plan:
 
     layout: Layout
     tasks: TaskTable
-    speed: np.ndarray             # [servers] relative; 0 serves nothing
+    speed: np.ndarray             # [servers] relative; a server of speed 0 serves nothing
     tolerance: float
     model: ModelShape
     tp: int = 1
     cost: AttentionTime | None = None  # None: work is causal pairs
-    limit: str | None = None      # the indivisible piece that keeps max/mean above 1 + tolerance, if any does
-    backward: bool = False        # work is the backward's seconds; pairs are the same both ways
-    window: int | None = None     # a query sees this many keys, itself included; None: all before it
+    limit: str | None = None      # why max/mean is above 1 + tolerance, if it is
+    backward: bool = False        # work is backward seconds; pairs are the same in both phases
+    window: int | None = None     # keys that a query sees, including its own; None: the whole prefix
     topology: Topology | None = None  # which servers share a node; None: unknown
 
     def __post_init__(self) -> None:
@@ -87,18 +87,18 @@ class Plan:
         return len(self.speed)
 
     def work(self) -> np.ndarray:
-        """Work per server; over its speed it is what the server takes."""
+        """[servers] Return the work; work / speed is the time that a server takes."""
         return server_work(self.tasks, self.num_servers, self.cost, self.backward, self.window)
 
     def traffic(self) -> Traffic:
         return traffic(self.layout, self.tasks, self.num_servers)
 
     def traffic_between_nodes(self) -> Traffic | None:
-        """What crosses nodes, with nodes instead of ranks; None where the topology is unknown."""
+        """Return the traffic between nodes (its ranks are nodes); None if the topology is unknown."""
         return None if self.topology is None else traffic_between_nodes(self.layout, self.tasks, self.topology.node)
 
     def validate(self) -> None:
-        """Prove exact coverage, real servers, true homes and tile-sized shards; raise ValueError where one fails."""
+        """Prove exact coverage, existing servers, correct homes and tile-sized shards; else raise ValueError."""
         self.layout.validate()
         check_pool(self.speed, self.layout.num_ranks)
         check_tolerance(self.tolerance)
@@ -144,9 +144,9 @@ class Plan:
 def server_work(
     tasks: TaskTable, num_servers: int, cost: AttentionTime | None, backward: bool = False, window: int | None = None
 ) -> np.ndarray:
-    """Work per server: pairs that a query sees, or the seconds of its call, waves and launches included.
+    """[servers] Return the work: visible pairs, or the seconds of the server's call, including waves and launches.
 
-    Seconds are known of causal tasks; those of a window are its share of their pairs.
+    `cost` predicts causal tasks; for a window, seconds are scaled by the share of pairs that are visible.
     """
     causal = causal_pairs(tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
     pairs = causal if window is None else causal - causal_pairs(
@@ -164,7 +164,7 @@ def server_work(
 
 
 def max_over_mean(work: np.ndarray, speed: np.ndarray) -> float:
-    """Largest time over the time that perfectly divided work would take; work on a server of speed 0 is infinite."""
+    """Return the largest time over that of perfectly divided work; infinite if a server of speed 0 has work."""
     mean = work.sum() / speed.sum()
     if mean == 0:
         return 1.0
@@ -178,7 +178,7 @@ def _first(bad: np.ndarray) -> int | None:
 
 
 def _check_tasks(plan: Plan) -> None:
-    """Servers exist and serve, queries lie inside one slice of their home, and cuts are on the tile."""
+    """Check that servers exist and serve, queries are inside one slice of their home, and cuts are on the tile grid."""
     layout, tasks, server, owner = plan.layout, plan.tasks, plan.tasks.server, _slice_of_task(plan)
     if (i := _first((server < 0) | (server >= plan.num_servers))) is not None:
         raise UserError(f"task {i} names server {server[i]} but the pool has {plan.num_servers}; use 0 to "
@@ -196,7 +196,7 @@ def _check_tasks(plan: Plan) -> None:
 
 
 def _check_coverage(plan: Plan) -> None:
-    """Every pair that is seen exactly once, by cutting each document's queries wherever any task begins or ends."""
+    """Check that each visible pair is covered once, by cutting a document's queries wherever a task begins or ends."""
     tasks, lengths = plan.tasks, plan.layout.lengths
     ends_right = (tasks.kv_stop == tasks.q_stop) | (tasks.kv_stop <= tasks.q_start)
     if (i := _first(~ends_right | (tasks.kv_start < 0) | (tasks.kv_start > tasks.kv_stop))) is not None:
@@ -210,12 +210,12 @@ def _check_coverage(plan: Plan) -> None:
                                       base + np.minimum(tasks.kv_stop, lengths[tasks.document])]))
     first = np.searchsorted(edges, base + tasks.q_start)
     task, nth = spread(np.searchsorted(edges, base + tasks.q_stop) - first)
-    cell = first[task] + nth                                     # run of queries
+    cell = first[task] + nth                                     # index of a run of queries between edges
     order = np.lexsort((tasks.kv_start[task], cell))
     task, cell = task[order], cell[order]
     q_start, q_stop = edges[cell] - base[task], edges[cell + 1] - base[task]
     first = np.zeros_like(q_start) if plan.window is None else np.maximum(q_start - plan.window + 1, 0)
-    kv_start = np.clip(tasks.kv_start[task], first, q_stop)      # keys before its window or past its end: never seen
+    kv_start = np.clip(tasks.kv_start[task], first, q_stop)      # drop keys before the window or past the run's end
     kv_stop = np.minimum(tasks.kv_stop[task], q_stop)
     seen = kv_stop > kv_start
     task, cell, q_start, q_stop, kv_start, kv_stop, first = (
@@ -239,7 +239,7 @@ def _slice_of_task(plan: Plan) -> np.ndarray:
 
 
 def _smallest_shard(plan: Plan) -> int:
-    """Ends of documents and slices aside: they are as short as the data makes them."""
+    """Return the queries of the smallest task, except for short ends of documents and slices."""
     q_len = plan.tasks.q_len
     counted = (q_len >= TILE) | (plan.tasks.q_stop != plan.layout.stop[_slice_of_task(plan)])
     return int((q_len[counted] if counted.any() else q_len).min())

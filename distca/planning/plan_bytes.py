@@ -1,7 +1,7 @@
-"""Plans as bytes that travel, to dedicated servers or from rank 0: data that is checked, never code that is run.
+"""Serialize plans, to send them to dedicated servers or from rank 0: checked data, never code that is run.
 
-A header in JSON says how long each column is and holds the few scalars; the columns follow, eight bytes to a number.
-What `cost` a plan was balanced by stays behind: who gets a plan runs it and never plans again.
+A JSON header holds the scalars and the length of each column; the columns follow, eight bytes per number. A plan's
+`cost` is not sent: the receiver runs the plan and never plans again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
 
 
 def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
-    """The plan that `plan_to_bytes` wrote; ValueError where these are not its bytes."""
+    """Read a plan that `plan_to_bytes` wrote; raise ValueError for other bytes."""
     header, columns = _read(MAGIC, bytes(content))
     try:
         model = _model(header["model"])
@@ -52,7 +52,7 @@ def plan_from_bytes(content: bytes | bytearray | memoryview) -> Plan:
 
 
 def step_to_bytes(step: StepPlan) -> bytes:
-    """What `step_from_bytes` needs of a step: where documents live and the plan of every call, each plan once."""
+    """Write the placement of a step's documents and the plan of every call, each plan once."""
     columns = {f"plan {at}": np.frombuffer(plan_to_bytes(plan), dtype="<i8") for at, plan in enumerate(step.plans)}
     columns["calls"] = step.calls.ravel()
     for m, micro_batch in enumerate(step.micro_batches):
@@ -63,9 +63,9 @@ def step_to_bytes(step: StepPlan) -> bytes:
 
 
 def step_from_bytes(content: bytes, own: StepPlan) -> StepPlan:
-    """The step that `step_to_bytes` wrote, on a rank whose `own` is for the same lengths, settings and model.
+    """Read and validate a step that `step_to_bytes` wrote; `own` is this rank's step for the same lengths and settings.
 
-    Proven as a whole before it is returned; ValueError where it is not such a step.
+    Raise ValueError for other bytes or an invalid step.
     """
     header, columns = _read(STEP_MAGIC, content)
     try:
@@ -97,7 +97,7 @@ def _layout(columns: list[np.ndarray], num_ranks: int) -> Layout:
 
 def _written(magic: bytes, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
     text = json.dumps({"columns": {name: len(column) for name, column in columns.items()}, **header}).encode()
-    text += b" " * (-(len(magic) + 8 + len(text)) % 8)           # columns begin, and all ends, on whole numbers
+    text += b" " * (-(len(magic) + 8 + len(text)) % 8)           # pad, so that columns are aligned to 8 bytes
     return b"".join((magic, len(text).to_bytes(8, "little"), text, *(column.astype(column.dtype.newbyteorder("<"))
                      .tobytes() for column in columns.values())))
 

@@ -1,10 +1,10 @@
-"""Share a document's prefix between neighbours instead of gathering it on each of them.
+"""Split a document's prefix between neighbouring ranks instead of gathering all of it on each of them.
 
-When consecutive slices of a long document are computed at home, each rank gathers the whole prefix: m slices behind
-q0 keys move m·q0 keys. The same m ranks can take the band of their queries together: each computes all of the band's
-queries against its own m-th part of the keys. Then the prefix travels once per band, and queries and outputs travel
-between neighbours. Every rank keeps its amount of work, so balance is untouched; only bytes fall, to (2m−1)/m² of
-what they were at the best m. Partial results merge at home by their log-sum-exp.
+If consecutive slices of a long document are computed at home, each rank gathers the whole prefix: m slices after q0
+keys move m·q0 keys. Instead, the m ranks can share the band of their queries: each computes all of the band's queries
+against one m-th of the keys. The prefix is then sent once per band, and queries and outputs travel between neighbours.
+Every rank keeps its amount of work, so the balance does not change, and with the best m it sends (2m−1)/m² of the
+bytes. The homes merge partial results by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from distca.planning.tasks import TILE, TaskTable, joined
 from distca.planning.traffic import key_ranges, query_ranges
 from distca.workload.layout import Layout
 
-_WIDEST = 12  # slices in a band; q0 / 2√F of them is best, which for a 512K document over 64 ranks is about 5
+_WIDEST = 12  # most slices in a band; q0 / 2√F is optimal, about 5 for a 512K document over 64 ranks
 
 
 def share_prefixes(
     layout: Layout, tasks: TaskTable, load: np.ndarray, cap: np.ndarray, prices: Prices, group: np.ndarray | None = None
 ) -> TaskTable:
-    """Replace whole slices at home by bands wherever that saves bytes and keeps every server within its cap.
+    """Replace whole slices at home by bands where that saves bytes and keeps every server within its cap.
 
-    `group` [servers] keeps bands inside one: their queries then never leave it, and it gets the same keys as before.
+    A band stays inside one `group` [servers]: its queries never leave the group, which receives the same keys.
     """
-    whole = _whole_slices(layout, tasks)                         # task of each slice that is one task at home, or -1
+    whole = _whole_slices(layout, tasks)                         # [slices] task that is the whole slice at home, or -1
     spare = (cap - load).tolist()
     dropped: list[int] = []
     parts: list[tuple[int, int, int, int]] = []                  # slice of the queries, server, kv_start, kv_stop
@@ -52,7 +52,7 @@ def share_prefixes(
 
 
 def _cheaper_per_document(layout: Layout, before: TaskTable, after: TaskTable, prices: Prices) -> TaskTable:
-    """Documents whose bands do not pay keep their tasks: a rank that owns or serves other parts may have the keys."""
+    """Keep the tasks from before bands in documents whose bands cost more: a rank may need the keys for other tasks."""
     banded = np.zeros(layout.num_documents, dtype=bool)
     banded[after.document[after.kv_start > 0]] = True
     costs = [_document_bytes(layout, table.take(banded[table.document]), prices) for table in (after, before)]
@@ -72,7 +72,7 @@ def _document_bytes(layout: Layout, tasks: TaskTable, prices: Prices) -> np.ndar
 
 
 def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
-    """For every slice past its document's start, the task that computes all of it at home; -1 where there is none."""
+    """[slices] Return the task that computes all of the slice at home; -1 if none does, or at position 0."""
     candidate = np.flatnonzero((tasks.q_start > 0) & (tasks.home == tasks.server) & (tasks.kv_start == 0)
                                & (tasks.kv_stop == tasks.q_stop))
     late = np.flatnonzero(layout.start > 0)
@@ -88,7 +88,7 @@ def _whole_slices(layout: Layout, tasks: TaskTable) -> np.ndarray:
 
 
 def _runs(layout: Layout, whole: np.ndarray, group: np.ndarray | None) -> list[list[int]]:
-    """Consecutive whole slices of one document in one group, as lists of slice indices in document order."""
+    """List runs of consecutive whole slices of one document in one group, as slice indices in document order."""
     slices = np.flatnonzero(whole >= 0)
     slices = slices[np.lexsort((layout.start[slices], layout.document[slices]))]
     if len(slices) < 2:
@@ -101,10 +101,10 @@ def _runs(layout: Layout, whole: np.ndarray, group: np.ndarray | None) -> list[l
 
 
 def _best_bands(layout: Layout, run: list[int], prices: Prices) -> list[tuple[int, int]]:
-    """The cheapest partition of a run into bands, by dynamic programming over where the last band begins."""
+    """Find the cheapest partition of a run into bands, by dynamic programming over where the last band begins."""
     start, stop = layout.start[run].tolist(), layout.stop[run].tolist()
     rank = layout.rank[run].tolist()
-    best = [0.0] + [float("inf")] * len(run)                     # bytes of the first n slices
+    best = [0.0] + [float("inf")] * len(run)                     # [n] bytes of the first n slices
     begin = [0] * (len(run) + 1)
     for n in range(1, len(run) + 1):
         for first in range(n - 1, max(n - _WIDEST, 0) - 1, -1):
@@ -130,7 +130,7 @@ def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, pri
 
 def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[float]
                 ) -> list[tuple[int, int, int]] | None:
-    """(slice whose rank serves, kv_start, kv_stop) so that every rank keeps its work; the last one has the diagonal."""
+    """Return (slice of the serving rank, kv_start, kv_stop) with equal work as before; the last has the diagonal."""
     begin, end = layout.start[band].tolist(), layout.stop[band].tolist()
     width = end[-1] - begin[0]
     edges, pairs = [0], 0.0
@@ -150,5 +150,5 @@ def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[flo
     if any(extra > max(spare[rank], 0.0) for rank, extra in change):
         return None
     for rank, extra in change:
-        spare[rank] -= max(extra, 0.0)                           # room that a band frees is not given away again
+        spare[rank] -= max(extra, 0.0)                           # room that a band frees is not used again
     return shares

@@ -3,13 +3,13 @@
 Stages can share their attention only while they run the same kind of work, and 1F1B mixes forward with backward. Here
 a tick is all forward or all backward, and a stage that is idle in it serves the attention of the others.
 
-With S stages and M micro-batches the order is the best there is. The last stage runs M forwards and the first of them
-has S-1 forward ticks before it, so M+S-1 forward ticks are the fewest. With so few, every stage runs its forwards back
-to back: stage s runs micro-batch m in forward tick m+s, as nothing earlier is ready and nothing later leaves the
-stages behind it enough ticks. Likewise stage s runs it in backward tick m+(S-1-s). Only how forward and backward ticks
-interleave is left to choose. Backward tick b needs b+1 forwards of the last stage, hence forward tick b+S-1, and to
-run each backward tick as soon as it may is the least memory on every stage at once: stage s keeps at most
-min(M, 2(S-s)-1) micro-batches, where 1F1B keeps min(M, S-s). Both take 2(M+S-1) ticks.
+With S stages and M micro-batches this order is optimal. The last stage runs M forwards, and its first comes after S-1
+forward ticks, so M+S-1 forward ticks are the minimum. Then every stage runs its forwards back to back: stage s runs
+micro-batch m in forward tick m+s, as its input is not ready earlier and a later tick would leave later stages too few.
+Likewise stage s runs it in backward tick m+(S-1-s). Only the interleaving of forward and backward ticks is left to
+choose. Backward tick b needs b+1 forwards of the last stage, hence forward tick b+S-1. Running each backward tick as
+early as possible minimizes the memory of every stage: stage s keeps at most min(M, 2(S-s)-1) micro-batches, where
+1F1B keeps min(M, S-s). Both take 2(M+S-1) ticks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IDLE = -1
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """What every stage runs in every tick."""
+    """The micro-batch and phase of every stage in every tick."""
 
     micro_batch: np.ndarray  # [ticks, stages] -1 where the stage is idle
     backward: np.ndarray     # [ticks, stages] bool; an idle stage of a same-phase tick has the tick's phase
@@ -48,16 +48,16 @@ class Ticks:
 
     @property
     def active(self) -> np.ndarray:
-        """[ticks, stages] whether the stage runs a micro-batch."""
+        """[ticks, stages] Whether the stage runs a micro-batch."""
         return self.micro_batch != IDLE
 
     @property
     def same_phase(self) -> bool:
-        """No tick mixes forward with backward."""
+        """Whether no tick mixes forward with backward."""
         return not (self._runs(False).any(axis=1) & self._runs(True).any(axis=1)).any()
 
     def phase(self, tick: int) -> bool:
-        """Whether the tick is backward; only ticks of one phase have one."""
+        """Return whether the tick is backward; raise if it mixes phases."""
         active = self.active[tick]
         phases = self.backward[tick][active] if active.any() else self.backward[tick]
         if phases.any() != phases.all():
@@ -65,19 +65,19 @@ class Ticks:
         return bool(phases[0])
 
     def forward_ticks(self) -> np.ndarray:
-        """The numbers of forward ticks, where every tick has one phase."""
+        """Return the indices of forward ticks; raise if a tick mixes phases."""
         return np.flatnonzero([not self.phase(tick) for tick in range(self.num_ticks)])
 
     def peak_live(self) -> np.ndarray:
-        """[stages] the most micro-batches whose forward is done and whose backward is not, over all ticks."""
+        """[stages] Return the peak number of micro-batches between their forward and their backward."""
         return np.cumsum(self._runs(False).astype(np.int64) - self._runs(True), axis=0).max(axis=0)
 
     def bubble_share(self) -> float:
-        """Idle stage-ticks over all stage-ticks."""
+        """Return the share of stage-ticks that are idle."""
         return float(1.0 - self.active.mean())
 
     def validate(self) -> None:
-        """Prove that every stage runs each micro-batch once forward and once backward, and never before its input."""
+        """Prove that every stage runs each micro-batch once forward and once backward, after its input is ready."""
         if self.micro_batch.ndim != 2 or self.micro_batch.shape != self.backward.shape or self.micro_batch.size == 0:
             raise UserError(f"micro_batch has shape {self.micro_batch.shape} and backward {self.backward.shape}; give "
                             "both one entry per tick and stage")
@@ -95,7 +95,7 @@ class Ticks:
         return self.active & (self.backward == backward)         # [ticks, stages]
 
     def _tick_of(self, backward: bool) -> np.ndarray:
-        """[stages, micro-batches] the tick in which each runs; ValueError where one runs twice or never."""
+        """[stages, micro-batches] Return the tick in which each runs; raise ValueError if one does not run once."""
         tick, stage = np.nonzero(self._runs(backward))
         micro_batch = self.micro_batch[tick, stage]
         count = np.zeros((self.num_stages, self.num_micro_batches), dtype=np.int64)
@@ -110,7 +110,7 @@ class Ticks:
 
 
 def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
-    """All forward or all backward in each tick: S forward ticks, then backward and forward in turn, then backward."""
+    """Return ticks of one phase each: S forward ticks, then backward and forward alternating, then backward."""
     stage, micro_batch = _grid(num_stages, num_micro_batches)
     num_each = num_micro_batches + num_stages - 1                # ticks of either phase
     nth = np.arange(num_each)
@@ -120,21 +120,21 @@ def same_phase_ticks(num_stages: int, num_micro_batches: int) -> Ticks:
 
 
 def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Ticks:
-    """1F1B with every forward and every backward one tick long; the phases mix, so attention cannot be shared.
+    """Return 1F1B ticks, each forward and backward one tick long; ticks mix phases, so attention cannot be shared.
 
-    Stage s runs S-1-s forwards to warm up and then one forward and one backward in turn, each as early as it can.
+    Stage s runs S-1-s warm-up forwards, then alternates one forward and one backward, each as early as possible.
     """
     stage, micro_batch = _grid(num_stages, num_micro_batches)
-    warming = micro_batch < num_stages - stage                   # the first forward of the turns waits for no backward
+    warming = micro_batch < num_stages - stage                   # these forwards wait for no backward
     return _ticks(np.where(warming, micro_batch + stage, 2 * micro_batch + stage),
                   2 * (micro_batch + num_stages) - 1 - stage)
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as possible.
+    """Divide layers over stages as evenly as possible.
 
-    The last stage also has the head, and a stage keeps the more micro-batches alive the earlier it is, so the layers
-    that are left over go to the stages right before the last.
+    The last stage also has the head, and earlier stages keep more micro-batches alive, so the stages right before the
+    last get the remaining layers.
     """
     for field, value in (("num_layers", num_layers), ("num_stages", num_stages)):
         check_whole(field, value)
@@ -146,14 +146,14 @@ def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def tick_layout(running: Sequence[int], layouts: Sequence[Layout]) -> Layout:
-    """The layout over the ranks of all stages when stage s runs micro-batch running[s], or nothing where it is -1.
+    """Return the layout over the ranks of all stages if stage s runs micro-batch running[s], or nothing if that is -1.
 
-    Documents are numbered micro-batch after micro-batch, so that their numbers do not depend on the stages.
+    Documents are numbered in micro-batch order, so that their numbers do not depend on the stages.
     """
     num_data = layouts[0].num_ranks
     here = sorted(micro_batch for micro_batch in running if micro_batch != IDLE)
     counts = np.array([layouts[micro_batch].num_documents for micro_batch in here])
-    first = dict(zip(here, (np.cumsum(counts) - counts).tolist(), strict=True))  # number of its first document
+    first = dict(zip(here, (np.cumsum(counts) - counts).tolist(), strict=True))  # index of its first document
     parts = [(stage * num_data, first[number], layouts[number]) for stage, number in enumerate(running)
              if number != IDLE]
 
@@ -168,14 +168,14 @@ def tick_layout(running: Sequence[int], layouts: Sequence[Layout]) -> Layout:
 
 
 def _grid(num_stages: int, num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """[stages, 1] and [1, micro-batches] their numbers."""
+    """Return stage indices [stages, 1] and micro-batch indices [1, micro-batches]."""
     check_whole("num_stages", num_stages)
     check_whole("num_micro_batches", num_micro_batches)
     return np.arange(num_stages)[:, None], np.arange(num_micro_batches)[None, :]
 
 
 def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
-    """The table of a schedule that is given as the tick of each [stage, micro-batch], forward and backward."""
+    """Build the table from the forward and backward tick of each [stage, micro-batch]."""
     num_stages, num_micro_batches = forward.shape
     micro_batch = np.full((int(backward.max()) + 1, num_stages), IDLE)
     is_backward = np.zeros(micro_batch.shape, dtype=bool)
@@ -189,7 +189,7 @@ def _ticks(forward: np.ndarray, backward: np.ndarray) -> Ticks:
 
 
 def _check_after(tick: np.ndarray, needed: np.ndarray, phase: str, first_stage: int, what: str) -> None:
-    """Every [stage, micro-batch] of `tick` comes after the same entry of `needed`."""
+    """Check that every [stage, micro-batch] of `tick` comes after the same entry of `needed`."""
     early = np.argwhere(tick <= needed)
     if len(early):
         stage, micro_batch = early[0]

@@ -3,12 +3,12 @@
 Moving w queries against e keys costs Q and O for w tokens and KV for e tokens. Two shapes carry work F:
 
 - a rectangle: w·e = F, both sides free. Bytes w·q + e·kv are least at w/e = kv/q, four times as many keys as queries
-  for llama3-8b. It leaves the document's home with the queries' remaining keys, those near the diagonal, which it owns.
+  for llama3-8b. The queries' remaining keys, near the diagonal, stay with the home rank, which owns them.
 - a trapezoid up to the diagonal: w·e − w(w−1)/2 = F. The closed form is the same with half a key more per query, so a
-  server is often best given queries from the middle of a document while the home keeps the tail.
+  server often gets queries from the middle of a document while the home keeps the tail.
 
-Rectangles need a document deep enough; what is left of it, and short documents, go as trapezoids. Keys that a server
-holds already cost nothing, which pulls either shape out to where they end.
+Rectangles need queries with enough keys before them; short documents and remainders move as trapezoids. Keys that a
+server already holds are free, so either shape is extended to the end of those keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Measure = Callable[[float, float], float]  # (q_len, kv_len) of queries aligned 
 
 
 class Prices(NamedTuple):
-    """Forward bytes of moving one query (Q in, O out) and one key with its value, and how work is measured."""
+    """Forward bytes of moving one query (Q in, O out) and one key with its value, and the measure of work."""
 
     q_bytes: float
     kv_bytes: float
@@ -31,14 +31,14 @@ class Prices(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Queries [start, stop) against keys from key_start on; cuts lie on the tile grid of their slice."""
+    """Queries [start, stop) against keys from key_start on; cuts are on the tile grid of their slice."""
 
     document: int
     start: int
     stop: int
     key_start: int
     slice_start: int
-    key_stop: int | None = None  # of a rectangle, at most `start`; None: up to each query
+    key_stop: int | None = None  # for a rectangle, at most `start`; None: causal, each query's keys end at the query
 
     def work(self, measure: Measure) -> float:
         q_len = self.stop - self.start
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Queries [start, stop) against keys [key_start, key_stop) to move, the work they carry, the bytes they cost."""
+    """Queries [start, stop) and keys [key_start, key_stop) to move, with their work and the bytes that moving costs."""
 
     start: int
     stop: int
@@ -62,14 +62,14 @@ class Shard(NamedTuple):
     num_bytes: float
 
     def beats(self, other: Shard | None) -> bool:
-        """More work per byte."""
+        """Return whether this shard carries more work per byte."""
         return other is None or self.work * other.num_bytes > other.work * self.num_bytes
 
 
 def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, prices: Prices) -> Shard | None:
-    """The shard of `piece` with the most work per byte that carries about `wanted` work and never more than `room`.
+    """Return the shard of `piece` with the most work per byte: about `wanted` work, never more than `room`.
 
-    Keys before `keys_held` are free. Returns None where not even one tile fits the room.
+    Keys before `keys_held` are free. Return None if not even one tile fits the room.
     """
     whole = piece.work(prices.measure)
     if piece.key_stop is not None:
@@ -79,7 +79,7 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
     rate = whole / _pairs(piece.stop - piece.start, piece.stop - piece.key_start)  # pairs -> work, near this piece
     pairs = max(min(wanted, room) / rate, 1.0)
     best = _rectangle(piece, pairs, wanted, room, keys_held, prices)
-    if best is None:                                             # where a rectangle fits, no trapezoid is cheaper
+    if best is None:                                             # if a rectangle fits, no trapezoid is cheaper
         for shard in _trapezoids(piece, pairs, wanted, room, rate, keys_held, prices):
             if shard.beats(best):
                 best = shard
@@ -87,11 +87,11 @@ def cheapest_shard(piece: Piece, wanted: float, room: float, keys_held: int, pri
 
 
 def _rectangle(piece: Piece, pairs: float, wanted: float, room: float, keys_held: int, prices: Prices) -> Shard | None:
-    """The piece's deepest queries against its earliest keys, as tiles; None where the piece is not deep enough."""
+    """Return the piece's last queries against its first keys, in whole tiles; None if it has too few keys for that."""
     ideal_keys = max(sqrt(pairs * prices.q_bytes / prices.kv_bytes), keys_held - piece.key_start)
     start = _tail_start(piece, round(pairs / ideal_keys / TILE) or 1)
     deepest = (start - piece.key_start) // TILE
-    tiles = pairs / (piece.stop - start) / TILE                  # of keys
+    tiles = pairs / (piece.stop - start) / TILE                  # tiles of keys
     for key_tiles in ((-int(-tiles // 1), int(tiles)) if wanted <= room else (int(tiles),)):
         if 0 < key_tiles <= deepest:
             shard = _rectangle_at(piece, start, piece.stop, key_tiles * TILE, keys_held, prices)
@@ -103,7 +103,7 @@ def _rectangle(piece: Piece, pairs: float, wanted: float, room: float, keys_held
 def _part_of_rectangle(
     piece: Piece, whole: float, wanted: float, room: float, keys_held: int, prices: Prices
 ) -> Shard | None:
-    """A rectangle within a rectangle: the last queries against the first keys, both sides free where there is room."""
+    """Return a rectangle within a rectangular piece: its last queries against its first keys."""
     assert piece.key_stop is not None
     num_keys = piece.key_stop - piece.key_start
     if whole <= min(wanted, room):
@@ -123,7 +123,7 @@ def _part_of_rectangle(
 
 
 def _one_tile(piece: Piece, room: float, rate: float, keys_held: int, prices: Prices) -> Shard | None:
-    """The last whole tile of queries against what keys the room allows, or else the first tile up to the diagonal."""
+    """Return the last tile of queries with the keys that the room allows, or else the first tile up to the diagonal."""
     start = max(_grid_up(piece.stop - 2 * TILE + 1, piece), piece.start)
     stop = min(start + TILE, piece.stop)
     key_tiles = min((start - piece.key_start) // TILE, int(room / rate / (stop - start) / TILE))
@@ -138,7 +138,7 @@ def _one_tile(piece: Piece, room: float, rate: float, keys_held: int, prices: Pr
 def _trapezoids(
     piece: Piece, pairs: float, wanted: float, room: float, rate: float, keys_held: int, prices: Prices
 ) -> list[Shard]:
-    """Shards up to the diagonal near the continuous optimum, snapped to the grid both ways."""
+    """Return trapezoids near the continuous optimum, its width rounded down and up to the tile grid."""
     k = piece.key_start
     width = sqrt(pairs * prices.kv_bytes / (prices.q_bytes + 0.5 * prices.kv_bytes))
     depth = max(pairs / width + 0.5 * width, min(keys_held, piece.stop) - k)
@@ -153,7 +153,7 @@ def _trapezoids(
 def _snapped(
     piece: Piece, stop: float, q_len: int, wanted: float, room: float, rate: float, keys_held: int, prices: Prices
 ) -> Shard | None:
-    """Up to the next tile to carry `wanted`, or down until the shard stays in `room`."""
+    """Round the stop up to a tile, to carry `wanted`, or else down until the work fits `room`."""
     first = min(piece.start + TILE, piece.stop)
     if wanted <= room:
         end = max(min(_grid_up(stop, piece), piece.stop), first)
@@ -170,14 +170,14 @@ def _snapped(
 
 
 def _tail_start(piece: Piece, num_tiles: int) -> int:
-    """Where the last tiles of queries begin; an odd tail joins its tile."""
+    """Return where the last `num_tiles` tiles of queries begin; a partial tile at the end joins the tile before it."""
     return max(_grid_up(piece.stop - (num_tiles + 1) * TILE + 1, piece), piece.start)
 
 
 def _rectangle_at(piece: Piece, start: int, stop: int, kv_len: int, keys_held: int, prices: Prices) -> Shard:
     q_len, key_stop = stop - start, piece.key_start + kv_len
     num_bytes = q_len * prices.q_bytes + max(min(key_stop - keys_held, kv_len), 0) * prices.kv_bytes
-    work = prices.measure(q_len, kv_len + 0.5 * (q_len - 1))     # the aligned shard with as many pairs
+    work = prices.measure(q_len, kv_len + 0.5 * (q_len - 1))     # causal shard with the same number of pairs
     return Shard(start, stop, piece.key_start, key_stop, work, num_bytes)
 
 
@@ -188,7 +188,7 @@ def _trapezoid_at(piece: Piece, start: int, stop: int, keys_held: int, prices: P
 
 
 def _grid_up(position: float, piece: Piece) -> int:
-    """The first cut at or after a position: whole tiles from the slice's start."""
+    """Return the first grid position at or after `position`, in whole tiles from the slice's start."""
     return piece.slice_start - int((piece.slice_start - position) // TILE) * TILE
 
 

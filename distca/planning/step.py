@@ -1,11 +1,11 @@
-"""A step plan: everything one optimizer step does, made in one place from lengths and settings alone.
+"""A step plan: all scheduling decisions of one optimizer step, made from lengths and settings alone.
 
-Micro-batches and the nano-batches they are cut into, the ticks in which stages run them, and the plan of every
-attention call, forward and backward. The runtime runs it and the simulator times it; nothing downstream plans again.
+It holds the micro-batches with their nano-batches, the ticks in which stages run them, and the plan of every attention
+call, forward and backward. The runtime runs it and the simulator times it; neither plans again.
 
-Where attention is shared, all stages run the same phase in a tick and one plan divides the tick's attention over every
-rank of every stage. Otherwise stages take turns (1F1B) and attention stays among the data ranks of a stage. Without a
-pipeline there is one stage, and the two orders are the same.
+If stages share attention, all stages run the same phase in a tick, and one plan divides the tick's attention over the
+ranks of all stages. Otherwise stages run 1F1B and attention stays among the data ranks of a stage. Without a pipeline
+there is one stage, and the two orders are the same.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from distca.workload.packing import PLACEMENTS, NanoBatch, check_tolerance, pack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The documents of one micro-batch, numbered as the loader gave them, and where their tokens live."""
+    """The documents of one micro-batch, in the loader's order, and their placement."""
 
     lengths: np.ndarray                  # [documents]
-    nano_batches: tuple[NanoBatch, ...]  # one, or ping and pong, in the order in which they run; each numbers its own
+    nano_batches: tuple[NanoBatch, ...]  # one, or ping and pong in running order; each numbers its own documents
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         return tuple(nano.layout for nano in self.nano_batches)
 
     def key_runs(self, nano: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """Tokens [start, stop) of the rank's row in the nano-batch before whose keys are keys only in this one.
+        """Return the runs [start, stop) of the rank's row in the previous nano-batch that `nano` reads as keys only.
 
-        In the order of this one's key row.
+        Runs are in the order of the key-only slices of `nano`.
         """
         here, before, only = self.nano_batches[nano], self.nano_batches[nano - 1], self.layouts[nano].key_only
         offset, found = before.layout.row_offset(), []
@@ -55,7 +55,7 @@ class MicroBatch:
         return tuple(found)
 
     def validate(self) -> None:
-        """Prove that every token is a query once, and that keys of another nano-batch are where that one has them."""
+        """Prove that every token is a query once, and that key-only slices are on the rank that has them as queries."""
         check_lengths(self.lengths)
         held: dict[tuple[int, int, int], int] = {}               # (document, start, stop) -> rank, as queries
         for number, nano in enumerate(self.nano_batches):
@@ -93,17 +93,17 @@ NO_CALL = -1
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """A step in a few figures; work is causal pairs, or seconds where they are known."""
+    """Key figures of a step; work is causal pairs, or seconds if the cost is known."""
 
-    work_before: float        # largest work over the pool's mean, summed over ticks: in order, attention at home
-    work_after: float         # the same as planned
-    bytes_per_layer: int      # forward bytes that cross ranks, in all, counted in bf16
-    served_in_bubbles: float  # share of attention that stages without a micro-batch did
+    work_before: float        # max/mean work, both summed over ticks: documents in order, attention at home
+    work_after: float         # max/mean work as planned
+    bytes_per_layer: int      # forward bytes that cross ranks, summed over ranks, in bf16
+    served_in_bubbles: float  # share of attention work that idle stages compute
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step of all ranks; rank = stage * data ranks + data rank, dedicated servers after them."""
+    """One step of all ranks; rank = stage * data ranks + data rank, followed by dedicated servers."""
 
     model: ModelShape
     tp: int
@@ -113,11 +113,11 @@ class StepPlan:
     plans: tuple[Plan, ...]                     # each once, in the order of their first calls
     calls: np.ndarray                           # [stages, ticks, nano-batches, depths] index into `plans`, -1 for no
                                                 # call; a layer's depth is its index inside its stage
-    is_shared: bool                             # a plan spans the ranks of all stages, or the data ranks of one
-    gather_ranks: int = 1                       # neighbours that gather each other's keys whole, as context parallelism
-                                                # does; 1: keys go where plans need them
-    placement: str | None = None                # of the documents: given where balanced was asked for and sends more
-    tried: tuple[tuple[float, float], ...] = ()  # tolerances that were planned, with the step's predicted seconds
+    is_shared: bool                             # plans span the ranks of all stages, else the data ranks of one stage
+    gather_ranks: int = 1                       # neighbours that all-gather keys, as in context parallelism;
+                                                # 1: keys are sent only to servers that need them
+    placement: str | None = None                # as used: "given" if the requested placement would send more bytes
+    tried: tuple[tuple[float, float], ...] = ()  # (tolerance, predicted step seconds) of every candidate
 
     def __post_init__(self) -> None:
         freeze(self, ("calls",))
@@ -140,22 +140,22 @@ class StepPlan:
 
     @property
     def num_labels(self) -> int:
-        """Tokens with a next one, over all ranks."""
+        """Tokens that have a next token in their document, over all ranks."""
         return self.num_tokens - sum(len(micro_batch.lengths) for micro_batch in self.micro_batches)
 
     def plans_of(self, stage: int) -> list[list[list[Plan]]]:
-        """[tick][nano-batch][depth] the plans of a stage's calls."""
+        """Return the plans of a stage's calls as [tick][nano-batch][depth]."""
         return [[[self.plans[at] for at in depths if at != NO_CALL] for depths in nanos]
                 for nanos in self.calls[stage].tolist()]
 
     def forward_plans(self) -> list[Plan]:
-        """The distinct plans of forward ticks, in the order of ticks, where stages share attention."""
+        """Return the distinct plans of forward ticks, in tick order, of a step whose stages share attention."""
         return [plan for plan, _ in self._counts(self.calls[0, self.ticks.forward_ticks()])]
 
     def server_work(self) -> np.ndarray:
-        """[servers] attention of the step, both ways, where stages share it: seconds, or forward's pairs.
+        """[servers] Forward and backward attention work of a step whose stages share attention: seconds, or pairs.
 
-        A backward pair counts as many forward pairs as its FLOPs are worth.
+        A backward pair is weighted by its FLOPs over those of a forward pair.
         """
         cost = self.plans[0].cost
         ratio = attention_backward_flops(1.0, self.model, self.tp) / attention_flops(1.0, self.model, self.tp)
@@ -169,8 +169,8 @@ class StepPlan:
     def validate(self) -> None:
         """Prove that in every layer, forward and backward, each causal pair of each document is computed once.
 
-        A step may come from another rank or from a user's own code: what is out of range is refused here, before it
-        ends as an index error in the middle of a step, or as attention that is quietly wrong.
+        A step may come from another rank or from user code: values out of range are refused here, before they cause
+        an index error in the middle of a step or silently wrong attention.
         """
         self.ticks.validate()
         if (self.ticks.num_stages, self.ticks.num_micro_batches) != (self.num_stages, len(self.micro_batches)):
@@ -202,24 +202,25 @@ class StepPlan:
             crossing = sum(count * _bytes(plan) for plans in calls for plan, count in plans)
             return StepSummary(before, after, crossing // sum(self.layers), 0.0)
         largest, mean, served = self.work_over_ticks()
-        depths = min(self.layers)                                # that all stages have
+        depths = min(self.layers)                                # every stage has these
         counts = self._counts(self.calls[0, self.ticks.forward_ticks(), :, :depths])
         crossing = sum(count * _bytes(plan) for plan, count in counts)  # a tick runs one layer of each stage at a time
         return StepSummary(before, float(largest / mean) if mean else 1.0, crossing // depths // self.num_stages,
                            served)
 
     def _forward_calls(self, micro_batch: int, nano: int) -> list[tuple[Plan, int]]:
-        """The forward plans of a micro-batch and how many layers follow each; attention is among data ranks."""
+        """Return (plan, number of layers) of a micro-batch's forward, in a step with attention among data ranks."""
         first = (self.ticks.micro_batch == micro_batch).argmax(axis=0)  # [stages] tick
         return self._counts(self.calls[np.arange(self.num_stages), first, nano])
 
     def _counts(self, calls: np.ndarray) -> list[tuple[Plan, int]]:
-        """The distinct plans of some calls, in their order, and how many calls have each."""
+        """Return the distinct plans of `calls`, in order, and the number of calls of each."""
         return [(self.plans[at], count) for at, count in Counter(calls.ravel().tolist()).items() if at != NO_CALL]
 
     def work_over_ticks(self) -> tuple[float, float, float]:
-        """The largest work of any server and the pool's mean, per unit of speed, summed over all calls; and the share
-        of all work that ranks of idle stages did. Dedicated servers are no bubbles.
+        """Return the servers' maximum and mean work per unit of speed, summed over calls, and the share of idle stages.
+
+        The share is that part of all work that ranks of idle stages compute; dedicated servers do not count as idle.
         """
         work = [plan.work() for plan in self.plans]
         found = []                                               # [nano-batches] largest, mean, share in bubbles
@@ -242,7 +243,7 @@ def step_among_data_ranks(
     micro_batches: Sequence[MicroBatch], planner: Callable[[Layout], Plan], model: ModelShape, *, layers: Sequence[int],
     tp: int = 1, gather_ranks: int = 1,
 ) -> StepPlan:
-    """A step in 1F1B, whose attention stays among the data ranks of a stage, as `planner` plans it."""
+    """Return a 1F1B step whose attention stays among the data ranks of a stage, as `planner` plans it."""
     ticks = one_forward_one_backward(len(layers), len(micro_batches))
     plans = tuple(planner(layout) for micro_batch in micro_batches for layout in micro_batch.layouts)
     number = np.arange(len(plans)).reshape(len(micro_batches), -1)  # [micro-batches, nano-batches]
@@ -253,7 +254,7 @@ def step_among_data_ranks(
 
 
 def same_columns(one: Layout, other: Layout) -> bool:
-    """Whether two layouts put the same tokens on the same ranks, in the same order."""
+    """Return whether two layouts put the same tokens on the same ranks, in the same order."""
     return one.num_ranks == other.num_ranks and all(
         np.array_equal(getattr(a, name), getattr(b, name))
         for a, b, names in ((one, other, ("lengths", "document", "start", "stop", "rank")),
@@ -261,7 +262,7 @@ def same_columns(one: Layout, other: Layout) -> bool:
 
 
 def _check_fields(step: StepPlan) -> None:
-    """Fields are in range, and all micro-batches have the same numbers of nano-batches and ranks."""
+    """Check that fields are in range and that micro-batches agree in numbers of nano-batches and ranks."""
     for number_of_layers in step.layers:
         check_whole("layers of a stage", number_of_layers)
     step.model.kv_heads_per_rank(step.tp)
@@ -279,7 +280,7 @@ def _check_fields(step: StepPlan) -> None:
 
 
 def _check_calls(step: StepPlan) -> None:
-    """Every stage, tick and nano-batch has as many calls as layers run there, all for one pool."""
+    """Check that every stage, tick and nano-batch has one call per layer that runs, all planned for one pool."""
     if step.is_shared and not step.ticks.same_phase:
         raise UserError("ticks mix forward with backward but stages share attention; use same_phase_ticks")
     shape = step.num_stages, step.ticks.num_ticks, step.num_nano_batches, max(step.layers)
@@ -308,7 +309,7 @@ def _check_calls(step: StepPlan) -> None:
 
 
 def _check_windows(step: StepPlan) -> None:
-    """Calls of a layer have one window; a plan whose documents fit into it may be without."""
+    """Check that calls of a layer have one window; a plan whose documents all fit into the window may have none."""
     for stage in range(1 if step.is_shared else step.num_stages):
         for depth in range(step.calls.shape[-1]):
             plans = [step.plans[at] for at in np.unique(step.calls[stage, :, :, depth]).tolist() if at != NO_CALL]
@@ -321,7 +322,7 @@ def _check_windows(step: StepPlan) -> None:
 
 
 def _check_documents(step: StepPlan, stage: int, tick: int, nano: int, depth: int) -> None:
-    """The call has the documents of the micro-batches that run in it, and seconds of its direction."""
+    """Check that a call's plan has the documents that run in it and was balanced by the seconds of its phase."""
     where = f"tick {tick}, nano-batch {nano}, layer {depth}{'' if step.is_shared else f' of stage {stage}'}"
     plan, running = step.plans[step.calls[stage, tick, nano, depth]], step.ticks.micro_batch[tick]
     if step.is_shared:
@@ -336,7 +337,7 @@ def _check_documents(step: StepPlan, stage: int, tick: int, nano: int, depth: in
 
 
 def _imbalance(ticks: Ticks, work: Sequence[Sequence[np.ndarray]]) -> float:
-    """Largest work over the mean, both summed over ticks, if each stage does its own.
+    """Return max/mean work, both summed over ticks, if each stage computes its own attention.
 
     `work` is [micro-batch][nano-batch][data rank].
     """

@@ -1,7 +1,7 @@
 """Core attention as a table of tasks.
 
 A task is a run of queries against a run of keys of the same document. It has no weights and no state, so any server
-can compute it; that is all the freedom the planner needs.
+can compute it, and the planner is free to choose.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TaskTable:
         return len(self.document)
 
     def take(self, index: np.ndarray) -> TaskTable:
-        """The tasks that `index` (numbers or a boolean mask) selects."""
+        """Return the tasks that `index` (numbers or a boolean mask) selects."""
         return TaskTable(*(getattr(self, name)[index] for name in self.__slots__))
 
     @property
@@ -48,11 +48,11 @@ class TaskTable:
 
 
 def tasks_at_home(layout: Layout) -> TaskTable:
-    """Attention without us: every slice's queries on their own rank against their whole prefix."""
+    """Return attention without disaggregation: each slice's queries on their home rank, against their whole prefix."""
     return TaskTable(layout.document, layout.start, layout.stop, np.zeros(layout.num_slices), layout.stop,
                      home=layout.rank, server=layout.rank)
 
 
 def joined(*tables: TaskTable) -> TaskTable:
-    """The tasks of all tables in one."""
+    """Concatenate task tables."""
     return TaskTable(*(np.concatenate([getattr(table, name) for table in tables]) for name in TaskTable.__slots__))

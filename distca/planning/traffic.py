@@ -1,8 +1,8 @@
-"""What a set of tasks makes travel.
+"""Count the tokens that a set of tasks sends between ranks.
 
-A server needs each key of a document once, however many of its tasks read it, and not at all over the wire when the
-key is at home there. Queries travel to their server and outputs travel back. The same ranges later become dispatch
-tables, so the bytes that planning counts are the bytes that the runtime sends.
+A server receives each key once, even if several of its tasks read it, and receives none that it owns. Queries travel
+to their server and outputs travel back. The dispatch tables are built from the same ranges, so the bytes that planning
+counts are the bytes that the runtime sends.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from distca.planning.tasks import TaskTable
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
 
-_WORTH_A_HOP = 0.95  # of the bytes between nodes in one hop
+_WORTH_A_HOP = 0.95  # two hops must send at most this part of one hop's bytes between nodes
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRanges:
-    """One entry per run of tokens [start, stop) of a document that `server` needs, from one slice that owns them."""
+    """One entry per run of tokens [start, stop) of a document that `server` needs, all from one slice of their home."""
 
     document: np.ndarray  # [ranges]
     start: np.ndarray     # [ranges]
@@ -43,15 +43,15 @@ class Traffic:
     num_ranks: int
 
     def sent_bytes(self, model: ModelShape, tp: int = 1) -> np.ndarray:
-        """Forward bytes each rank sends: Q and KV as a home, O as a server."""
+        """[ranks] Forward bytes sent: Q and KV as a home, O as a server."""
         return self._bytes(self.q_home, self.kv_home, self.q_server, model, tp)
 
     def received_bytes(self, model: ModelShape, tp: int = 1) -> np.ndarray:
-        """Forward bytes each rank receives: Q and KV as a server, O as a home."""
+        """[ranks] Forward bytes received: Q and KV as a server, O as a home."""
         return self._bytes(self.q_server, self.kv_server, self.q_home, model, tp)
 
     def matrix_bytes(self, model: ModelShape, tp: int = 1) -> np.ndarray:
-        """Forward bytes as a [source, destination] matrix: who sends how much to whom."""
+        """[source, destination] Forward bytes."""
         matrix = np.zeros((self.num_ranks, self.num_ranks))
         np.add.at(matrix, (self.q_home, self.q_server), self.q_tokens * model.q_token_bytes(tp))
         np.add.at(matrix, (self.q_server, self.q_home), self.q_tokens * model.out_token_bytes(tp))
@@ -59,14 +59,14 @@ class Traffic:
         return matrix
 
     def between(self, group: np.ndarray) -> Traffic:
-        """What of it crosses groups; `group` [ranks] names each rank's."""
+        """Return the part that crosses groups, given the group of each rank."""
         q, kv = (group[home] != group[server] for home, server in ((self.q_home, self.q_server),
                                                                    (self.kv_home, self.kv_server)))
         return Traffic(self.q_home[q], self.q_server[q], self.q_tokens[q], self.kv_home[kv], self.kv_server[kv],
                        self.kv_tokens[kv], self.num_ranks)
 
     def _bytes(self, q: np.ndarray, kv: np.ndarray, out: np.ndarray, model: ModelShape, tp: int) -> np.ndarray:
-        """[ranks] the sum over messages, where `q`, `kv` and `out` name each message's rank."""
+        """[ranks] Sum the bytes of messages; `q`, `kv` and `out` are the rank of each message."""
         of_q, of_kv, of_out = (np.bincount(rank, weights=tokens, minlength=self.num_ranks) * size(tp)
                                for rank, tokens, size in ((q, self.q_tokens, model.q_token_bytes),
                                                           (kv, self.kv_tokens, model.kv_token_bytes),
@@ -75,12 +75,12 @@ class Traffic:
 
 
 def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
-    """The distinct keys every server reads, cut by the rank that owns them; keys at home on the server included."""
+    """List the distinct keys that each server reads, cut by owning rank; keys that the server owns are included."""
     span = int(layout.lengths.max()) + 1
     group = tasks.server * layout.num_documents + tasks.document
     order = np.lexsort((tasks.kv_start, group))
     order = order[tasks.kv_stop[order] > tasks.kv_start[order]]
-    begin = group[order] * span + tasks.kv_start[order]          # groups never touch: span exceeds every position
+    begin = group[order] * span + tasks.kv_start[order]          # span exceeds every position, so groups cannot overlap
     reach = np.maximum.accumulate(group[order] * span + tasks.kv_stop[order])
     opens = np.ones(len(order), dtype=bool)                      # first task of each union of overlapping ranges
     opens[1:] = begin[1:] > reach[:-1]
@@ -91,7 +91,7 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
 
     slices = layout.keys()
     positions = Positions.of(slices.document, slices.start, layout.lengths)
-    first = positions.first(document, lo, side="right") - 1      # [unions] the slice that holds their first key
+    first = positions.first(document, lo, side="right") - 1      # [unions] slice with the union's first key
     union, nth = spread(positions.first(document, hi) - first)
     owner = positions.order[first[union] + nth]
     return TokenRanges(document[union], np.maximum(lo[union], slices.start[owner]),
@@ -99,22 +99,22 @@ def key_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
 
 
 def query_ranges(layout: Layout, tasks: TaskTable) -> TokenRanges:
-    """The distinct queries every server computes, cut by the slices that own them: a server gets each query once."""
+    """List the distinct queries that each server computes, cut by owning slice: a server receives each query once."""
     queries = tasks.take(tasks.kv_stop > tasks.kv_start)
     return key_ranges(layout, replace(queries, kv_start=queries.q_start, kv_stop=queries.q_stop))
 
 
 def traffic(layout: Layout, tasks: TaskTable, num_ranks: int) -> Traffic:
-    """Count what crosses ranks."""
+    """Count the tokens that cross ranks."""
     tasks = _of_travellers(layout, tasks)
     return _away(key_ranges(layout, tasks), query_ranges(layout, tasks), num_ranks)
 
 
 def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) -> Traffic:
-    """Count what crosses nodes, with nodes instead of ranks; `node` [servers] names each server's.
+    """Count the tokens that cross nodes, given the node of each server; ranks in the result are nodes.
 
-    A key or a query that several ranks of a node need crosses to it once, and what they computed of it is merged
-    inside the node before it crosses back.
+    A key or query that several ranks of a node need is sent to the node once, and partial outputs are merged inside
+    the node before they are sent back.
     """
     tasks = _of_travellers(layout, tasks)
     per_node = replace(tasks, server=node[tasks.server])
@@ -124,9 +124,9 @@ def traffic_between_nodes(layout: Layout, tasks: TaskTable, node: np.ndarray) ->
 
 
 def two_hops_pay(layout: Layout, tasks: TaskTable, node: np.ndarray, model: ModelShape, tp: int = 1) -> bool:
-    """Whether ranks of a node share so many keys that bringing them there once is worth a second hop inside.
+    """Return whether a node's ranks share enough keys that sending keys once per node pays for a second hop inside it.
 
-    True also where nothing crosses nodes: then all exchange is inside.
+    Also True if nothing crosses nodes: then the whole exchange is inside nodes.
     """
     once = traffic_between_nodes(layout, tasks, node)
     each = traffic(layout, tasks, len(node)).between(node)
@@ -134,33 +134,33 @@ def two_hops_pay(layout: Layout, tasks: TaskTable, node: np.ndarray, model: Mode
 
 
 class Gateways:
-    """Which rank of a node takes in what another node's rank sends there."""
+    """The gateway of a home on each other node: the rank there with the same local rank (modulo the node's size)."""
 
     def __init__(self, node: np.ndarray) -> None:
         self.node = node
         order = np.argsort(node, kind="stable")
         size = np.bincount(node)
         first = np.cumsum(size) - size
-        self.local = np.empty(len(node), dtype=np.int64)         # [servers] local rank: its number inside the node
+        self.local = np.empty(len(node), dtype=np.int64)         # [servers] local rank
         self.local[order] = np.arange(len(node)) - first[node[order]]
         self._order, self._first, self._size = order, first, size
 
     def of(self, home: np.ndarray, node: np.ndarray) -> np.ndarray:
-        """The rank that takes in a home's tokens for a node: the home itself for its own."""
+        """Return the rank that receives a home's tokens for a node; on its own node that is the home itself."""
         gateway = self._order[self._first[node] + self.local[home] % np.maximum(self._size[node], 1)]
         return np.where(self.node[home] == node, home, gateway)
 
     def landing(self, ranges: TokenRanges) -> TokenRanges:
-        """Ranges that nodes need, at the rank where they come in."""
+        """Return ranges whose server is a node with the gateway as server: the first hop."""
         return replace(ranges, server=self.of(ranges.home, ranges.server))
 
     def relayed(self, ranges: TokenRanges) -> TokenRanges:
-        """Ranges that ranks need, from where they came in to the rank's node."""
+        """Return ranges with the gateway on the server's node as home: the second hop."""
         return replace(ranges, home=self.of(ranges.home, self.node[ranges.server]))
 
 
 def traffic_in_hops(layout: Layout, tasks: TaskTable, node: np.ndarray) -> tuple[Traffic, Traffic]:
-    """Count what crosses ranks in two hops: from homes to gateways in other nodes, then inside nodes to servers."""
+    """Count the tokens of both hops: from homes to gateways on other nodes, then inside nodes to servers."""
     tasks, gateways = _of_travellers(layout, tasks), Gateways(node)
     per_node = replace(tasks, server=node[tasks.server])
     outer = _away(gateways.landing(key_ranges(layout, per_node)), gateways.landing(query_ranges(layout, per_node)),
@@ -170,7 +170,7 @@ def traffic_in_hops(layout: Layout, tasks: TaskTable, node: np.ndarray) -> tuple
 
 
 def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
-    """The tasks of documents of which any token moves: those on several ranks, or not computed at home."""
+    """Return the tasks of documents that are on several ranks or not computed at home; no other tokens are sent."""
     travels = np.zeros(layout.num_documents, dtype=bool)
     travels[tasks.document[tasks.home != tasks.server]] = True
     travels[layout.document[(layout.start > 0) | (layout.stop < layout.lengths[layout.document])]] = True
@@ -178,6 +178,6 @@ def _of_travellers(layout: Layout, tasks: TaskTable) -> TaskTable:
 
 
 def _away(keys: TokenRanges, queries: TokenRanges, num_ranks: int) -> Traffic:
-    """The ranges that cross ranks."""
+    """Return the traffic of the ranges that cross ranks."""
     return Traffic(queries.home, queries.server, queries.stop - queries.start, keys.home, keys.server,
                    keys.stop - keys.start, num_ranks).between(np.arange(num_ranks))

@@ -1,9 +1,9 @@
-"""Plans of layers whose queries see a window of keys, in a step that was planned for all keys.
+"""Plan sliding-window layers from a step that was planned for full attention.
 
-A window makes attention linear in tokens, and ranks have equal tokens: mostly it is balanced where its queries live,
-and only the keys of a window before a slice travel. If documents are too short, or the window too long, for that, the
-servers of the full-attention plan compute it, without the keys that no query sees. A window that holds a whole document
-hides nothing, and its plan stays as it is.
+Windowed attention is linear in tokens, and ranks have equal tokens. So computing it at home is mostly balanced, and
+only the window of keys before a slice is sent. If documents are too short or the window too long for that, the servers
+of the full-attention plan compute it, without the keys that no query sees. If no document exceeds the window, the
+full-attention plan is used unchanged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ AT_HOME = "attention in a window stays where its queries live"
 
 
 def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
-    """The step in which layer i has windows[i]; layers without one keep their plans."""
+    """Return the step with window windows[i] in layer i; layers without a window keep their plans."""
     if all(window is None for window in windows):
         return step
     by_depth = windows_by_depth(windows, step.layers, shared=step.is_shared)
     longest = [int(plan.layout.lengths.max()) for plan in step.plans]
     made: dict[tuple[int, int | None], int] = {}                 # (causal plan, window) -> plan
-    calls = step.calls[:1 if step.is_shared else None].copy()    # stages that share calls have the same plans
+    calls = step.calls[:1 if step.is_shared else None].copy()    # shared calls are the same on every stage
     for call in map(tuple, np.argwhere(calls != NO_CALL).tolist()):
         causal, window = int(calls[call]), by_depth[call[0]][call[-1]]
         hides = window is not None and window < longest[causal]
@@ -40,7 +40,7 @@ def with_windows(step: StepPlan, windows: Windows) -> StepPlan:
 
 
 def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -> list[list[int | None]]:
-    """[stage][depth] windows; where stages share their calls, layer i of every stage must have the same window."""
+    """Return windows as [stage][depth]; if stages share calls, layer i of every stage must have the same window."""
     if len(windows) != sum(layers):
         raise UserError(f"windows are of {len(windows)} layers but the step has {sum(layers)}; give one for each")
     begin = np.cumsum(layers) - np.asarray(layers)
@@ -59,7 +59,7 @@ def windows_by_depth(windows: Windows, layers: Sequence[int], *, shared: bool) -
 
 
 def windowed(causal: Plan, window: int) -> Plan:
-    """The plan of the same documents in which a query sees `window` keys, itself included."""
+    """Return the plan of the same documents in which a query sees `window` keys, including its own."""
     if window >= int(causal.layout.lengths.max()):
         return causal
     home, moved = (replace(causal, tasks=_seen(tasks, window), window=window, limit=None)
@@ -71,7 +71,7 @@ def windowed(causal: Plan, window: int) -> Plan:
 
 
 def _seen(tasks: TaskTable, window: int) -> TaskTable:
-    """Drop keys before the first query's window, and tasks that then have none."""
+    """Drop keys before the first query's window, and tasks without remaining keys."""
     kv_start = np.maximum(tasks.kv_start, tasks.q_start - window + 1)
     return replace(tasks, kv_start=kv_start).take(kv_start < tasks.kv_stop)
 
