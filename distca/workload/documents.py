@@ -4,10 +4,8 @@ Planning needs nothing else of the data, and a wrong length would show only much
 of lengths calls `check_lengths`, whose errors name the field, its value and the remedy.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,11 +149,6 @@ class Workload:
                 f"sequences fill {filled} ranks of {self.tokens_per_rank} tokens but ranks is {self.ranks}; "
                 f"set ranks to {filled} or change the sequences")
         object.__setattr__(self, "sequences", checked)
-
-    def save(self, path: str | Path) -> None:
-        content = {"name": self.name, "ranks": self.ranks, "tokens_per_rank": self.tokens_per_rank,
-                   "sequences": [lengths.tolist() for lengths in self.sequences]}
-        Path(path).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def workload_from_json(content: Mapping[str, Any]) -> Workload:

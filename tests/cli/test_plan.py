@@ -18,7 +18,7 @@ import distca
 from distca.corpus.lengths import standard_library_lengths
 from distca.cost.latency_table import analytic_table
 from distca.models import model_named
-from distca.workload.documents import Workload, sample_lengths
+from distca.workload.documents import sample_lengths
 
 ROOT = Path(distca.__file__).parents[1]
 JSON_KEYS = {
@@ -41,8 +41,9 @@ def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., dict[str
     return call
 
 
-def _workload(name: str, ranks: int, tokens_per_rank: int, *sequences: list[int]) -> Workload:
-    return Workload(name, ranks, tokens_per_rank, tuple(map(np.array, sequences)))
+def _save_workload(path: Path, name: str, ranks: int, tokens_per_rank: int, *sequences: list[int]) -> None:
+    path.write_text(json.dumps({"name": name, "ranks": ranks, "tokens_per_rank": tokens_per_rank,
+                                "sequences": sequences}))
 
 
 def _work_in_order(lengths: list[int] | np.ndarray, ranks: int) -> float:
@@ -136,7 +137,7 @@ def test_tensor_parallelism_divides_the_bytes(run_json: Callable[..., dict[str, 
 def test_workload_file_compares_with_its_documents_in_order(run_json: Callable[..., dict[str, Any]],
                                                             tmp_path: Path) -> None:
     sequences = ([1500, 500, 48], [100] * 20 + [48], [3000, 1096])
-    _workload("three", 4, 2048, *sequences).save(tmp_path / "batch.json")
+    _save_workload(tmp_path / "batch.json", "three", 4, 2048, *sequences)
     said = run_json("plan", "batch.json", "--ranks", 4)
     assert (said["ranks"], said["tokens_per_rank"], said["documents"], said["valid"]) == (4, 2048, 26, True)
     assert said["work_max_over_mean_before"] == pytest.approx(_work_in_order(np.concatenate(sequences), 4))
@@ -175,7 +176,7 @@ def test_without_spanning_documents_end_at_ranks(run_json: Callable[..., dict[st
     said = run_json("plan", "lengths.json", "--ranks", 2, "--no-spanning")
     assert said["documents"] == 4
     assert said["work_max_over_mean_before"] == pytest.approx(_work_in_order([700, 324, 376, 648], 2))
-    _workload("two", 2, 1024, [700, 700, 648]).save(tmp_path / "batch.json")
+    _save_workload(tmp_path / "batch.json", "two", 2, 1024, [700, 700, 648])
     from_file = run_json("plan", "batch.json", "--no-spanning")
     assert from_file["work_max_over_mean_before"] == pytest.approx(said["work_max_over_mean_before"])
 
@@ -292,7 +293,7 @@ def test_bad_options_get_one_line(run: Callable[..., tuple[int, str, str]], tmp_
 @pytest.mark.parametrize(("option", "value"), [("--ranks", 3), ("--tokens-per-rank", 32), ("--max-document", 10)])
 def test_options_may_not_contradict_a_workload_file(run: Callable[..., tuple[int, str, str]], tmp_path: Path,
                                                     option: str, value: int) -> None:
-    _workload("two", 2, 64, [64], [32, 32]).save(tmp_path / "batch.json")
+    _save_workload(tmp_path / "batch.json", "two", 2, 64, [64], [32, 32])
     error = _one_line_error(run("plan", "batch.json", option, value))
     assert option[2:].replace("-", "_") in error and str(value) in error and "batch.json" in error
 
@@ -356,7 +357,7 @@ def test_every_command_of_the_guides_runs(run: Callable[..., tuple[int, str, str
 def test_benchmark_measures_a_folder_against_a_reference(tmp_path: Path) -> None:
     folder = tmp_path / "batches"
     folder.mkdir()
-    _workload("skewed", 4, 4096, [4096], [512] * 8, [256] * 16, [2048, 2048]).save(folder / "skewed.json")
+    _save_workload(folder / "skewed.json", "skewed", 4, 4096, [4096], [512] * 8, [256] * 16, [2048, 2048])
     theirs = {"skewed": {"imbalance": 2.0, "bytes_total": 1e6, "bytes_sent_max": 1e6, "bytes_received_max": 1e6,
                          "plan_seconds": 1.0, "shards_lt128": 3}}
     (tmp_path / "theirs.json").write_text(json.dumps(theirs))

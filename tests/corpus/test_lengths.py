@@ -330,17 +330,13 @@ def test_plain_lengths_are_read(tmp_path: Path, content: str) -> None:
     assert isinstance(lengths, np.ndarray) and lengths.tolist() == [3, 5, 16]
 
 
-def test_workloads_survive_a_round_trip(tmp_path: Path) -> None:
+def test_workloads_are_read(tmp_path: Path) -> None:
     workload = read_source(write(tmp_path, json.dumps(WORKLOAD)))
     assert isinstance(workload, Workload)
-    workload.save(tmp_path / "saved.json")
-    assert json.loads((tmp_path / "saved.json").read_text()) == WORKLOAD
-    again = read_source(tmp_path / "saved.json")
-    assert isinstance(again, Workload)
-    assert (again.name, again.ranks, again.tokens_per_rank) == ("two", 3, 8)
-    assert [lengths.tolist() for lengths in again.sequences] == [[3, 5], [9, 7]]
+    assert (workload.name, workload.ranks, workload.tokens_per_rank) == ("two", 3, 8)
+    assert [lengths.tolist() for lengths in workload.sequences] == [[3, 5], [9, 7]]
     with pytest.raises(ValueError, match="read-only"):
-        again.sequences[0][0] = 1
+        workload.sequences[0][0] = 1
 
 
 @pytest.mark.parametrize("content, message", [
