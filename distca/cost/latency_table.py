@@ -290,9 +290,7 @@ def analytic_table(
     q = grid[:, None].astype(np.float64)
     pairs = np.where(q <= grid, _pairs(q, grid.astype(np.float64)), np.nan)  # [q, kv]
     return LatencyTable(
-        name=f"analytic {model.name}",
-        q_len=grid,
-        kv_len=grid,
+        name=f"analytic {model.name}", q_len=grid, kv_len=grid,
         forward_seconds=attention_flops(pairs, model, tp) / flops_per_second,
         backward_seconds=attention_backward_flops(pairs, model, tp) / backward_rate,
         peak_pairs_per_second=flops_per_second / attention_flops(1, model, tp),

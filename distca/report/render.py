@@ -1,7 +1,7 @@
 """Print plans and comparisons of strategies on a terminal, within 80 columns.
 
-Up to 16 servers each get a bar. Beyond that a column stands for a group of neighbours and shows the busiest of them,
-because all ranks wait for the busiest.
+Up to 16 servers each get a bar. With more servers, a column shows the busiest of a group of neighbours, because all
+ranks wait for the busiest.
 """
 
 from __future__ import annotations
