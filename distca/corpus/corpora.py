@@ -202,12 +202,12 @@ def hold_out(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]
 
 def held_out(num_documents: int, fraction: float, seed: int) -> np.ndarray:
     """Return which documents are held out, [documents] bool, by a hash (SplitMix64) of their number and the seed."""
-    key = _mixed(np.array([seed], dtype=np.uint64))
-    hashed = _mixed(np.arange(num_documents, dtype=np.uint64) + key)
+    key = _splitmix(np.array([seed], dtype=np.uint64))
+    hashed = _splitmix(np.arange(num_documents, dtype=np.uint64) + key)
     return (hashed >> np.uint64(11)) * 2.0**-53 < fraction
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _splitmix(values: np.ndarray) -> np.ndarray:
     """Apply SplitMix64's output function, modulo 2**64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -292,10 +292,10 @@ def open_megatron(path: str, vocab: int | None = None) -> MegatronCorpus:
     corpus = MegatronCorpus(_mapped(data_path), vocab, *_read_index(index_path))
     data, lengths, begins = corpus.data, corpus.sequence_len, corpus.begins
     if (begins < 0).any() or (lengths < 0).any():
-        raise _torn(index_path, "holds a negative length or pointer")
+        raise _truncated(index_path, "holds a negative length or pointer")
     end = int((begins + lengths.astype(np.int64) * corpus.dtype.itemsize).max(initial=0))
     if end > len(data):
-        raise _torn(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {end}")
+        raise _truncated(data_path, f"holds {len(data)} bytes but {index_path.name} points up to byte {end}")
     if not lengths.any():
         raise UserError(f"{prefix} holds no document with a token in it; give at least one")
     return corpus
@@ -309,7 +309,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
                         "written since 2019; preprocess the text again")
     header = struct.Struct(f"<{len(_MAGIC)}sQBQQ")
     if len(content) < header.size:
-        raise _torn(path, f"holds {len(content)} bytes, less than a header of {header.size}")
+        raise _truncated(path, f"holds {len(content)} bytes, less than a header of {header.size}")
     _, version, code, sequences, bounds = header.unpack(content[:header.size].tobytes())
     if version != _VERSION:
         raise UserError(f"{path} is of version {version}; only version {_VERSION} is known: preprocess the text again")
@@ -320,11 +320,11 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     if sequences and len(content) == size + sequences:
         raise UserError(f"{path} is multimodal: it has a mode for each sequence; give a dataset of text alone")
     if len(content) != size:
-        raise _torn(path, f"holds {len(content)} bytes where its header promises {size}")
+        raise _truncated(path, f"holds {len(content)} bytes where its header promises {size}")
     lengths, begins, rest = np.split(content[header.size:], np.cumsum([4 * sequences, 8 * sequences]))
     documents = rest.view("<i8")
     if not bounds or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise _torn(path, f"does not divide its {sequences} sequences into documents")
+        raise _truncated(path, f"does not divide its {sequences} sequences into documents")
     return np.dtype(_TOKEN_TYPES[code]).newbyteorder("<"), lengths.view("<i4"), begins.view("<i8"), documents
 
 
@@ -337,5 +337,5 @@ def _mapped(path: Path) -> np.ndarray:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give readable files") from None
 
 
-def _torn(path: Path, what: str) -> UserError:
+def _truncated(path: Path, what: str) -> UserError:
     return UserError(f"{path} {what}; the file is torn: copy or preprocess it again")

@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 class Text(NamedTuple):
     """A document before it is tokenized."""
 
-    where: str  # its file, and its line if a file holds several; for errors
+    where: str  # file, and line if a file has several documents; for errors
     content: bytes
 
 

@@ -113,8 +113,8 @@ class Layout:
 
     def key_row_offset(self) -> np.ndarray:
         """Return the offset of each slice of `keys` in its rank's key row: own tokens first, then key-only ones."""
-        behind = self.tokens_per_rank()[self.key_only.rank] + self.key_only.row_offset(self.num_ranks)
-        return np.concatenate([self.row_offset(), behind])
+        after_own = self.tokens_per_rank()[self.key_only.rank] + self.key_only.row_offset(self.num_ranks)
+        return np.concatenate([self.row_offset(), after_own])
 
     def by_document(self) -> np.ndarray:
         """Return slice indices ordered by (document, start)."""

@@ -70,8 +70,8 @@ def pack(
     tokens_per_rank = _row_tokens(lengths, ranks, tokens_per_rank)
     if not spanning:
         lengths = cut_at_ranks(lengths, tokens_per_rank)
-    return _laid(_Parts(np.arange(len(lengths)), np.zeros_like(lengths), lengths), ranks, placement,
-                 Aim(tolerance, speed, document_work, cuts, topology))
+    return _place_parts(_Parts(np.arange(len(lengths)), np.zeros_like(lengths), lengths), ranks, placement,
+                        Aim(tolerance, speed, document_work, cuts, topology))
 
 
 class _Parts(NamedTuple):
@@ -95,12 +95,12 @@ class Aim(NamedTuple):
 DEFAULT_AIM = Aim()
 
 
-def _laid(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
+def _place_parts(parts: _Parts, ranks: int, placement: str, aim: Aim) -> Layout:
     """Place parts on ranks, with equal tokens per rank; part i becomes document i of the layout."""
     check_tolerance(aim.tolerance)
     if placement not in PLACEMENTS:
         raise UserError(f"placement is {placement!r}; choose one of: {', '.join(PLACEMENTS)}")
-    return PLACEMENTS[placement].lay(parts, ranks, int((parts.stop - parts.start).sum()) // ranks, aim)
+    return PLACEMENTS[placement].function(parts, ranks, int((parts.stop - parts.start).sum()) // ranks, aim)
 
 
 def _balanced(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layout:
@@ -134,7 +134,7 @@ def pack_ping_pong(
     if tokens_per_rank % 2:
         raise UserError(f"there are {tokens_per_rank} tokens per rank; ping and pong need an even number")
     ping, pong = _halves(lengths)
-    first, second = (_laid(half, ranks, placement, aim) for half in (ping, pong))
+    first, second = (_place_parts(half, ranks, placement, aim) for half in (ping, pong))
     for number in np.flatnonzero(pong.start > 0).tolist():
         shared = first.document == np.flatnonzero(ping.document == pong.document[number])[0]
         second = replace(second, key_only=KeySlices(np.full(int(shared.sum()), number), first.start[shared],
@@ -229,7 +229,7 @@ def _in_order(parts: _Parts, ranks: int, tokens_per_rank: int, aim: Aim) -> Layo
 class Placement(NamedTuple):
     """A placement function and its help text."""
 
-    lay: Callable[[_Parts, int, int, Aim], Layout]  # parts, ranks, tokens per rank, aim
+    function: Callable[[_Parts, int, int, Aim], Layout]  # parts, ranks, tokens per rank, aim
     help: str
 
 

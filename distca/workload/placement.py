@@ -72,7 +72,7 @@ def place_slices(
     documents = _Documents.of(first, last, work, longest)
     best, least = None, inf
     for light_density in documents.light_densities(capacity, float(tokens.mean())):
-        slices, spare = _placed(documents, light_density, capacity, tokens, wave_tokens)
+        slices, spare = _place_with_density(documents, light_density, capacity, tokens, wave_tokens)
         serves = capacity > 0
         fullest = float((1.0 - np.array(spare)[serves] / capacity[serves]).max(initial=0.0))
         if fullest < least:
@@ -119,7 +119,7 @@ def squares(position: np.ndarray) -> np.ndarray:
     return exact * exact
 
 
-def _placed(
+def _place_with_density(
     documents: _Documents, light_density: float, capacity: np.ndarray, tokens: np.ndarray, wave_tokens: int
 ) -> tuple[list[Slice], list[float]]:
     """Return slices and the spare capacity of each rank, given the density of the light tokens that fill up ranks."""
@@ -248,7 +248,7 @@ def _fill(
                 rank = heappop(ranks)[1]
                 heappush(narrow, (-free[rank], rank))
             if not ranks and aside:
-                _back(aside, ranks, spare, free)
+                _restore(aside, ranks, spare, free)
                 continue
             rank = heappop(ranks)[1] if ranks else heappop(narrow)[1]
             end = min(start + min(most, free[rank]), stop)
@@ -258,10 +258,10 @@ def _fill(
             start = end
             if free[rank]:
                 aside.append(rank)
-        _back(aside, ranks, spare, free)
+        _restore(aside, ranks, spare, free)
 
 
-def _back(aside: list[int], ranks: list[tuple[float, int]], spare: list[float], free: list[int]) -> None:
+def _restore(aside: list[int], ranks: list[tuple[float, int]], spare: list[float], free: list[int]) -> None:
     """Move the ranks of `aside` back to the heap."""
     while aside:
         rank = aside.pop()
@@ -302,13 +302,13 @@ def place_by_levels(
     """
     parts = _WorkParts(np.arange(len(last)), first, last, np.asarray(work, dtype=np.float64))
     pool = _Pool(capacity, share, tokens_per_rank, cuts.wave_tokens, cuts.longest(float(share.mean())), last)
-    placed = list(_inside(parts, np.arange(len(capacity)), pool, levels))
+    placed = list(_place_members(parts, np.arange(len(capacity)), pool, levels))
     document, start, stop = (np.concatenate([getattr(slices, name) for slices, _ in placed])
                              for name in ("document", "start", "stop"))
     return layout_from_slices(last, document, start, stop, np.concatenate([rank for _, rank in placed]), len(capacity))
 
 
-def _inside(
+def _place_members(
     parts: _WorkParts, members: np.ndarray, pool: _Pool, levels: Sequence[np.ndarray]
 ) -> Iterator[tuple[_WorkParts, np.ndarray]]:
     """Place parts on the ranks `members`, which they fill, level by level; yield slices and their ranks."""
@@ -332,4 +332,4 @@ def _inside(
     here = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where, minlength=len(count)))[:-1])
     inside = np.split(np.argsort(unit, kind="stable"), np.cumsum(count)[:-1])
     for some, ranks in zip(here, inside, strict=True):
-        yield from _inside(_WorkParts(*(column[some] for column in slices)), members[ranks], pool, levels[1:])
+        yield from _place_members(_WorkParts(*(column[some] for column in slices)), members[ranks], pool, levels[1:])

@@ -55,7 +55,7 @@ def batch_sequences(source: Source, context: int, num_sequences: int, seed: tupl
     chunks: list[np.ndarray] = []
     total, wanted = 0, context * num_sequences
     while total < wanted:
-        chunks.append(_drawn(source, context, rng))
+        chunks.append(_draw(source, context, rng))
         total += int(chunks[-1].sum())
     lengths = np.concatenate(chunks)
     before = np.cumsum(lengths) - lengths                        # [documents] tokens drawn earlier
@@ -75,7 +75,7 @@ def batch_sequences(source: Source, context: int, num_sequences: int, seed: tupl
     return [sequences[at] for at in np.argsort(firsts, kind="stable")]
 
 
-def _drawn(source: Source, context: int, rng: np.random.Generator) -> np.ndarray:
+def _draw(source: Source, context: int, rng: np.random.Generator) -> np.ndarray:
     if source.lengths is not None:
         return np.minimum(rng.choice(source.lengths, _DRAWS), context)
     lengths = upsampled(rng, draw_lengths(rng, _DRAWS, source.name))
