@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from distca.integrations.packed import PackedAttention, PackedBatch
+from distca.planning.plan import Plan
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
 from tests.support.processes import run_processes
@@ -48,6 +49,12 @@ def same_as_eager(model: Any, call: Callable[..., Any], rows_of_steps: list[list
     return graphs
 
 
+def moves(plan: Plan | None) -> bool:
+    """Return whether the plan computes any task away from its home."""
+    assert plan is not None
+    return bool((plan.tasks.home != plan.tasks.server).any())
+
+
 def llama(kind: str = "llama", layers: int = 2) -> LlamaForCausalLM:
     import transformers as hf
 
@@ -78,9 +85,7 @@ def huggingface(transport: C10dTransport | None, kind: str = "llama", checkpoint
     if checkpointing:
         model.gradient_checkpointing_enable()
     graphs = same_as_eager(model, huggingface_loss, STEPS, 0 if transport is None else transport.rank)
-    assert attention.latest is not None
-    tasks = attention.latest.tasks
-    return graphs, bool((tasks.home != tasks.server).any())
+    return graphs, moves(attention.latest)
 
 
 class Block(torch.nn.Module):
@@ -104,9 +109,7 @@ def plain(transport: C10dTransport | None) -> tuple[list[int], bool]:
         return torch.nn.functional.cross_entropy(model(tokens, attention, attention.begin(lengths)), tokens)
 
     graphs = same_as_eager(Block(), call, STEPS, 0 if transport is None else transport.rank)
-    assert attention.latest is not None
-    tasks = attention.latest.tasks
-    return graphs, bool((tasks.home != tasks.server).any())
+    return graphs, moves(attention.latest)
 
 
 class Core(torch.nn.Module):
@@ -143,9 +146,8 @@ def megatron(transport: C10dTransport) -> tuple[list[int], bool]:
         return forward(x, PackedSeqParams("thd", edges, edges)).square().mean()
 
     graphs = same_as_eager(model, call, STEPS, transport.rank)
-    assert model.core.pool is not None and model.core.pool.latest is not None
-    tasks = model.core.pool.latest.tasks
-    return graphs, bool((tasks.home != tasks.server).any())
+    assert model.core.pool is not None
+    return graphs, moves(model.core.pool.latest)
 
 
 def check(graphs: list[int]) -> None:

@@ -19,14 +19,6 @@ class RecordingTransport:
         self.received_bytes: list[int] = []
         self.travelled: list[weakref.ref[torch.Tensor]] = []
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
     def exchange(self, send: torch.Tensor, send_splits: list[int], recv_splits: list[int]) -> Any:
         number = len(self.sent_bytes)
         self.log.append(("send", number))
@@ -37,7 +29,7 @@ class RecordingTransport:
         return _RecordingHandle(self, self.inner.exchange(send, send_splits, recv_splits), number)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)                         # gather and messages
+        return getattr(self.inner, name)                         # rank, size, gather and messages
 
     @property
     def alive(self) -> int:

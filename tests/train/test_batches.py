@@ -256,10 +256,16 @@ class GatedCorpus(NumberedCorpus):
         return super().tokens(document)
 
 
-def test_state_is_the_next_batch_while_the_one_behind_it_is_made() -> None:
+def gated_loader() -> tuple[GatedCorpus, Batches]:
+    """Return a corpus and its loader, which has given its first batch."""
     corpus = GatedCorpus([100, 60, 90])
     loader = batches_of(corpus, some_settings(), rank=0, world=1, model=MODEL)
     loader.next()
+    return corpus, loader
+
+
+def test_state_is_the_next_batch_while_the_one_behind_it_is_made() -> None:
+    corpus, loader = gated_loader()
     loader.close()
     saved = loader.position
     second = loader.next().rows[0].tokens.tolist()
@@ -281,9 +287,7 @@ def test_state_is_the_next_batch_while_the_one_behind_it_is_made() -> None:
 
 
 def test_a_batch_is_made_while_the_one_before_it_is_used() -> None:
-    corpus = GatedCorpus([100, 60, 90])
-    loader = batches_of(corpus, some_settings(), rank=0, world=1, model=MODEL)
-    loader.next()
+    corpus, loader = gated_loader()
     assert loader._ahead is not None
     loader._ahead.result(10)
     corpus.gate.clear()                                          # no read is needed any more
@@ -293,9 +297,7 @@ def test_a_batch_is_made_while_the_one_before_it_is_used() -> None:
 
 
 def test_what_goes_wrong_ahead_is_raised_by_next_and_can_be_tried_again() -> None:
-    corpus = GatedCorpus([100, 60, 90])
-    loader = batches_of(corpus, some_settings(), rank=0, world=1, model=MODEL)
-    loader.next()
+    corpus, loader = gated_loader()
     loader.close()
     state = loader.position
     corpus.fault.append(OSError("the disk is gone"))
