@@ -130,7 +130,7 @@ def _band_bytes(q_start: int, q_stop: int, last_start: int, num_slices: int, pri
 
 def _key_shares(layout: Layout, band: list[int], prices: Prices, spare: list[float]
                 ) -> list[tuple[int, int, int]] | None:
-    """Return (slice of the serving rank, kv_start, kv_stop) with equal work as before; the last has the diagonal."""
+    """Return (slice of the serving rank, kv_start, kv_stop) that keep each rank's work; the last has the diagonal."""
     begin, end = layout.start[band].tolist(), layout.stop[band].tolist()
     width = end[-1] - begin[0]
     edges, pairs = [0], 0.0

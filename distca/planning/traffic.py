@@ -151,11 +151,11 @@ class Gateways:
         return np.where(self.node[home] == node, home, gateway)
 
     def landing(self, ranges: TokenRanges) -> TokenRanges:
-        """Return ranges whose server is a node with the gateway as server: the first hop."""
+        """Replace the server of ranges, a node, by the gateway that receives them: the first hop."""
         return replace(ranges, server=self.of(ranges.home, ranges.server))
 
     def relayed(self, ranges: TokenRanges) -> TokenRanges:
-        """Return ranges with the gateway on the server's node as home: the second hop."""
+        """Replace the home of ranges by the gateway on their server's node: the second hop."""
         return replace(ranges, home=self.of(ranges.home, self.node[ranges.server]))
 
 
