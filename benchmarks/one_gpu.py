@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
-from distca.train.batches import Batch, step_plan
+from distca.train.batches import Batch, StageWork, step_plan
 from distca.train.model.build import build_optimizer, connect
 from distca.train.model.decoder import Decoder
 from distca.train.model.parallel import clip_grad_norm, parallelize
 from distca.train.model.segment_runs import Offload, run_segments
 from distca.train.model.shape import DecoderShape
 from distca.train.settings import load_settings
-from distca.train.stages import StageWork
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # bf16 without sparsity, by the vendor
 

@@ -44,10 +44,10 @@ from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
+from distca.train.batches import RowPlans, StageWork
 from distca.train.launch import RankEnv, launch, this_rank
 from distca.train.model.decoder import Decoder
 from distca.train.settings import Settings, load_settings
-from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
 
 VARIANTS = ("ping-pong", "single stream", "1 byte")

@@ -42,10 +42,9 @@ from distca.models import MODELS
 from distca.planning.schedule import one_forward_one_backward
 from distca.spec import ModelShape
 from distca.trace import StepTrace
-from distca.train.batches import step_plan
+from distca.train.batches import RowPlans, StageWork, step_plan
 from distca.train.launch import launch, this_rank
 from distca.train.settings import Settings, load_settings
-from distca.train.stages import RowPlans, StageWork
 from distca.train.trainer import Trainer, start_group
 from distca.workload.documents import fill
 

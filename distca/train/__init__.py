@@ -1,1 +1,1 @@
-"""Train a decoder with attention disaggregated over the ranks: settings, launching, model, data, checkpoints."""
+"""Train a decoder with disaggregated attention: settings, launcher, model, data and checkpoints."""

@@ -1,13 +1,12 @@
-"""One plan on all ranks: compare plans before a step, and learn the servers' speeds together.
+"""Make all ranks follow one plan, and compute the same server speeds on all ranks.
 
-Every rank plans for itself, and the same lengths, settings and tables give the same bits on any host. If a host has
-another table, setting or version after all, its ranks' rows and tasks do not fit those of others. So ranks compare two
-digests before each step, in one reduction. If plans differ, all ranks take rank 0's, which is sent as checked columns.
-Ranks that trained on other documents cannot be mended that way: the run ends.
+Every rank plans on its own; equal lengths, settings and tables give bit-identical plans on any host. In case a host
+differs in one of them, ranks compare two digests before each step, in one reduction. If plans differ, all ranks use
+rank 0's plan, which is broadcast and validated. If documents differ, the run ends.
 
-With `attention.adapt` each rank measures its seconds of attention, and all compute the same speeds from them. Plans are
-made ahead of steps, so what a step measures is in the plan of the step after the next. Speeds start at 1 in every run,
-also in one that resumes.
+With `attention.adapt` each rank measures its attention seconds, and all ranks compute the same speeds from them.
+Batches are planned ahead, so a measurement affects the plan after the next. Every run, also a resumed one, starts with
+speeds of 1.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ LOG = logging.getLogger("distca")
 
 
 class StepDigests(NamedTuple):
-    """Two digests of a step plan for ranks to compare."""
+    """Two digests of a step plan, which ranks compare."""
 
-    data: int  # lengths of the documents, and the number of plans per stage, tick and nano-batch
-    plan: int  # the layouts, and every plan
+    data: int  # of document lengths, layers per stage, and which calls exist
+    plan: int  # of layouts and plans
 
     @classmethod
     def of(cls, step: StepPlan) -> StepDigests:
@@ -58,7 +57,7 @@ class Agreement:
         self.settings, self.trainers, self.warned = settings, trainers, False
 
     def __call__(self, own: StepPlan, digests: StepDigests) -> StepPlan:
-        """The step that all ranks follow: their own, or rank 0's if they are not the same."""
+        """Return the plan that all ranks follow: this rank's own if all are the same, else rank 0's."""
         if all_equal(list(digests), self.trainers):
             return own
         rank = dist.get_rank(self.trainers)
@@ -77,7 +76,7 @@ class Agreement:
         return own if rank == 0 else step_from_bytes(content, own)
 
     def facts(self, step: StepPlan) -> dict[str, str]:
-        """What plans depend on besides lengths."""
+        """Return the versions and settings that plans depend on, besides document lengths."""
         chosen = {f"{section}.{name}": str(value) for section in ("attention", "batch", "parallel")
                   for name, value in asdict(getattr(self.settings, section)).items()}
         chosen["attention.cost"] += f" ({_tables(step.plans[0].cost)})"
@@ -98,24 +97,24 @@ def _differences(first: dict[str, str], rank: int, its: dict[str, str]) -> str:
 
 
 def _tables(cost: AttentionTime | None) -> str:
-    """A digest of the measured table of each kind of server."""
+    """Return a digest of the measured table of each kind of server."""
     kinds = cost.kinds if isinstance(cost, MixedTime) else () if cost is None else (cost,)
     return " ".join(f"{_digest((one.table.forward_seconds.tolist(), one.table.q_len.tolist(), one.scale)):x}"
                     for one in kinds)
 
 
 def _digest(value: object) -> int:
-    """62 bits of a hash of the value's repr."""
+    """Return 62 bits of a hash of the value's repr."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little") >> 2
 
 
 class ServerSpeeds:
-    """Relative speeds of attention's pool. A server is a rank of `pool` with its peers of all other tensor indices."""
+    """Relative speeds of the attention servers. A server is one rank of `pool` per tensor index."""
 
     def __init__(self, pool: dist.ProcessGroup, trainers: dist.ProcessGroup | None) -> None:
         self.rank, self.trainers = dist.get_rank(pool), trainers
-        self.latest = np.ones(dist.get_world_size(pool))         # over the median, not rounded
-        self.slowest_seconds = 0.0                               # of attention, in the step before
+        self.latest = np.ones(dist.get_world_size(pool))         # relative to the median, not rounded
+        self.slowest_seconds = 0.0                               # largest attention seconds of the last step
 
     @property
     def for_plans(self) -> np.ndarray:
@@ -126,7 +125,7 @@ class ServerSpeeds:
         return tuple(np.round(self.latest, 3).tolist())
 
     def learn(self, work: np.ndarray, own_seconds: float) -> None:
-        """Update from a step in which server s did `work[s]`; the slowest of a server's ranks counts."""
+        """Update from a step in which server s did `work[s]`; a server is as slow as the slowest of its ranks."""
         seconds = torch.zeros(len(self.latest), dtype=torch.float64)
         seconds[self.rank] = own_seconds
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.trainers)  # exact: the same bits on every rank

@@ -1,11 +1,7 @@
-"""From documents to planned batches: documents → layouts → StepPlan → this rank's rows, one batch ahead of training.
+"""Plan and read the next batch in the background (`Batches`), evaluate (`Evaluation`), compute a stage (`StageWork`).
 
-Every rank plans for itself from the same lengths; `agree` compares the plans before a batch is used. The loader reads
-the rows once the plan says where tokens live. All of it runs on a thread while the batch before trains.
-
-An evaluation is the first batches of the held-out documents, in an order of their own: always the same batches, and no
-document twice. They go through training's forward pass without gradients. Weights, optimizer, random state and
-training's position in the data stay as they were.
+Every rank plans on its own from the same document lengths, and `agree` compares the plans before a batch is used. The
+loader then reads the tokens that the plan places on this rank.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,18 +24,27 @@ from distca.cost.attention_time import AttentionTime
 from distca.cost.mixed_pool import find_cost, time_of
 from distca.cost.network import find_cluster
 from distca.planning.choose import StepSeconds, plan_step
+from distca.planning.plan import Plan
 from distca.planning.schedule import layers_of_stages
 from distca.planning.step import StepPlan, StepSummary
 from distca.planning.windows import with_windows
+from distca.runtime import ping_pong
+from distca.runtime.attention import CoreAttention
+from distca.runtime.prepared import Shapes
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
 from distca.train.agreement import StepDigests
 from distca.train.data import Documents, Loader, Position, Row
 from distca.train.groups import in_background
+from distca.train.model.decoder import Decoder
+from distca.train.model.loss import chunked_cross_entropy
+from distca.train.model.parallel import accumulating
+from distca.train.model.segment_runs import Offload
 from distca.train.settings import Settings
 from distca.validation import UserError
 from distca.workload.topology import Topology
 
+RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 Agree = Callable[[StepPlan, StepDigests], StepPlan]  # this rank's plan -> the plan that all ranks follow
 
 
@@ -48,8 +54,8 @@ def step_plan(
 ) -> StepPlan:
     """Plan a step whose micro-batch m has documents of `lengths[m]` tokens, over `num_data` data ranks.
 
-    `speed` is that of the pool's servers, by default all equal. The modes "home" and "per_document_cp" fix the
-    placement of documents themselves and have no ping-pong.
+    `speed` holds the relative speed of every attention server; None means equal speeds. The modes "home" and
+    "per_document_cp" choose the placement themselves and run without ping-pong.
     """
     attention, tp = settings.attention, settings.parallel.tensor
     layers = layers_of_stages(model.num_layers, settings.parallel.pipeline)
@@ -58,7 +64,7 @@ def step_plan(
     elif attention.mode == "per_document_cp":
         step = per_document_cp_step(lengths, model, num_data=num_data, layers=layers, tp=tp)
     else:
-        servers = len(layers) * num_data + attention.dedicated // tp  # with this rank's heads
+        servers = len(layers) * num_data + attention.dedicated // tp  # servers of this rank's tensor index
         tolerance = attention.tolerance if isinstance(attention.tolerance, float) else _step_seconds(
             model, attention.cluster, tp, attention.cost)
         step = plan_step(lengths, model, num_data=num_data, layers=layers, tp=tp, ping_pong=settings.batch.ping_pong,
@@ -69,12 +75,12 @@ def step_plan(
 
 @lru_cache(maxsize=4)
 def _step_seconds(model: ModelShape, cluster: str, tp: int, cost: str) -> StepSeconds:
-    """The step's predicted seconds, by which `attention.tolerance` "auto" chooses."""
+    """Return the function that predicts a step's seconds, which `attention.tolerance` "auto" minimizes."""
     return step_seconds(model, find_cluster(cluster), tp, find_cost(cost))
 
 
 def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | None:
-    """The model's attention seconds by the table `attention.cost`; None where plans balance causal pairs."""
+    """Return the attention cost model of the table `attention.cost`; None if plans balance causal pairs instead."""
     if not settings.attention.cost:
         return None
     return time_of(find_cost(settings.attention.cost), model, settings.parallel.tensor)
@@ -82,15 +88,15 @@ def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one rank trains on in one step."""
+    """One rank's rows of one step, and the plan of that step."""
 
-    micro_batches: tuple[tuple[Row, ...], ...]  # each one row, or ping and pong with as many tokens
+    micro_batches: tuple[tuple[Row, ...], ...]  # one row each, or ping and pong of equal length
     plan: StepPlan         # the same on all ranks
     summary: StepSummary   # of the plan
-    plan_seconds: float    # spent on layouts and plans, ahead of the step
-    wait_seconds: float    # spent waiting for this batch, within the step
-    num_labels: int        # of all ranks and rows, the same on all ranks: a mean loss divides by it
-    server_work: np.ndarray | None = None  # [servers] of the plan, where speeds are learnt from it
+    plan_seconds: float    # time to make layouts and plans, before the step
+    wait_seconds: float    # time that the step waited for this batch
+    num_labels: int        # over all ranks and rows: the divisor of the mean loss
+    server_work: np.ndarray | None = None  # [servers] planned work, if server speeds are measured (attention.adapt)
 
     @property
     def rows(self) -> list[Row]:
@@ -98,22 +104,22 @@ class Batch:
 
 
 class _Draft(NamedTuple):
-    """A batch by this rank's own plan, and what it takes to make it again by another rank's plan."""
+    """A batch that follows this rank's plan, and the documents, to rebuild the batch if rank 0's plan is used."""
 
     batch: Batch
     documents: Documents
     digests: StepDigests
-    after: Position        # of the next batch
+    after: Position        # start of the next batch
 
 
 class Batches:
     """One data rank's planned batches, in the order of the loader's stream.
 
-    `topology` describes the nodes of the pool's ranks. `speed` is that of the pool's servers; it takes effect in the
-    batch after the next, since the next is already being made. A batch without a label is refused where `trains`.
+    A new `speed` takes effect in the batch after the next one, because the next one is already being planned. A batch
+    without labels is an error if `trains`.
     """
 
-    speed: np.ndarray | None = None  # all equal
+    speed: np.ndarray | None = None  # [servers] relative speeds; None: equal
 
     def __init__(self, loader: Loader, *, topology: Topology | None = None, agree: Agree | None = None,
                  trains: bool = True) -> None:
@@ -123,7 +129,7 @@ class Batches:
         self._ahead: Future[_Draft] | None = None
 
     def next(self) -> Batch:
-        """The batch at the current position; raises what went wrong while it was made."""
+        """Return the batch at the current position, or raise the error that occurred while it was read and planned."""
         began = time.perf_counter()
         ahead = self._ahead or in_background(self._draft, self.position, self.speed)
         self._ahead = None
@@ -140,16 +146,16 @@ class Batches:
         return batch
 
     def load(self, position: Mapping[str, Any]) -> None:
-        """Continue at a position, on this or another number of ranks.
+        """Continue at a saved position, also one saved by another number of ranks.
 
-        With as many tokens in a batch over all ranks, the same batches follow. With more or fewer, the stream still
-        continues at the same token: nothing is skipped or seen twice.
+        The stream continues at the same token: no token is skipped or repeated. If a batch also has the same number of
+        tokens over all ranks, the same batches follow.
         """
         self.close()
         self.position = self.loader.check(position)
 
     def close(self) -> None:
-        """Wait for the batch in the making and drop it."""
+        """Wait for the batch that is being prepared, and drop it."""
         if self._ahead is not None:
             wait([self._ahead], timeout=self.settings.run.timeout_seconds)
             self._ahead = None
@@ -164,7 +170,7 @@ class Batches:
         return _Draft(batch, documents, StepDigests.of(plan), after)
 
     def _batch(self, plan: StepPlan, documents: Documents, plan_seconds: float) -> Batch:
-        """The documents as the plan's layouts place them."""
+        """Build the batch whose rows hold the documents as the plan's layouts place them."""
         num_labels = self.loader.num_labels(documents)
         if num_labels == 0 and self._trains:
             what = "documents of one token" if plan.num_labels == 0 else "tokens that are not in the loss"
@@ -175,12 +181,12 @@ class Batches:
 
 
 def batch_tokens(settings: Settings, num_data: int) -> int:
-    """Tokens of a step over all data ranks."""
+    """Return the tokens of a step over all data ranks."""
     return num_data * settings.batch.tokens_per_rank * settings.batch.micro_batches
 
 
 def check_fills_a_batch(corpus: Corpus, settings: Settings, num_data: int) -> None:
-    """Refuse to train on fewer tokens than a step takes."""
+    """Raise a UserError if the corpus has fewer tokens than one step."""
     tokens, needed = int(corpus.lengths().sum()), batch_tokens(settings, num_data)
     if tokens < needed:
         raise UserError(f"the corpus has {tokens} tokens but a step takes {needed} ({num_data} data ranks of "
@@ -189,7 +195,11 @@ def check_fills_a_batch(corpus: Corpus, settings: Settings, num_data: int) -> No
 
 
 class Evaluation:
-    """The loss on held-out documents, every `eval.every` steps and after the last."""
+    """Computes the loss on held-out documents every `eval.every` steps and after the last step.
+
+    Every evaluation uses the same batches, and no document twice. It runs training's forward pass without gradients,
+    and leaves weights, optimizer, random state and training's data position unchanged.
+    """
 
     def __init__(self, batches: Batches) -> None:
         settings, loader = batches.settings, batches.loader
@@ -206,7 +216,7 @@ class Evaluation:
 
     @torch.no_grad()
     def loss(self, forward: Callable[[Batch], torch.Tensor], pool: dist.ProcessGroup) -> float:
-        """Mean over the labels of all batches; `forward` returns the sum over this rank's labels of one batch."""
+        """Return the mean loss over all labels; `forward` returns the summed loss of this rank's labels of a batch."""
         self._batches.load(self._batches.loader.start)
         totals, num_labels = [], 0
         for _ in range(self._num_batches):
@@ -219,3 +229,59 @@ class Evaluation:
         total = torch.stack(totals).sum()
         dist.all_reduce(total, group=pool)
         return float(total) / num_labels
+
+
+class StageWork:
+    """Runs this rank's pipeline stage on one batch after another; on the last stage `total` is the summed loss."""
+
+    def __init__(
+        self, decoder: Decoder, attention: CoreAttention, *, tensor: int, dtype: torch.dtype, device: torch.device,
+        loss_chunk_tokens: int, compiled: bool = False, offload: Offload | None = None,
+    ) -> None:
+        self.decoder, self.attention, self.loss_chunk_tokens = decoder, attention, loss_chunk_tokens
+        self.compiled, self.offload = compiled, offload
+        self.device, self.tensor = device, tensor
+        model, segments = decoder.shape.model, list(decoder.segments)
+        self.first, self.last = segments[0].embed is not None, segments[-1].norm is not None
+        self.num_layers = len(segments) - 1
+        self.shapes = Shapes(model.num_heads // tensor, model.num_kv_heads // tensor, model.head_dim, dtype, device)
+
+    def begin(self, batch: Batch) -> None:
+        self.num_labels = batch.num_labels
+        self.rows = [[(row.tokens.to(self.device), row.labels.to(self.device), row.positions.to(self.device))
+                      for row in rows] for rows in batch.micro_batches]
+        self.reads = [[row.reads for row in rows] for rows in batch.micro_batches]
+        self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def activations(self, micro_batch: int) -> list[torch.Size]:
+        """Return the shape of each row's hidden states on this rank; tensor parallelism shards and pads the tokens."""
+        hidden = self.decoder.shape.model.hidden
+        return [torch.Size((-(-len(tokens) // self.tensor), hidden)) for tokens, _, _ in self.rows[micro_batch]]
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self.shapes.dtype, device=self.device)
+
+    def forward(
+        self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
+    ) -> list[torch.Tensor]:
+        rows = self.rows[micro_batch]
+
+        def run(decoder: Decoder) -> list[torch.Tensor]:
+            inputs = [(tokens,) for tokens, _, _ in rows] if self.first else [(x,) for x in received]
+            rotaries = [decoder.rotary(positions) for _, _, positions in rows]
+            with nullcontext() if self.offload is None else self.offload.keeping():
+                states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention,
+                                           backward_plans, self.reads[micro_batch])
+            return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
+
+        return self.decoder(run)
+
+    def loss(self, decoder: Decoder, states: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this micro-batch's contribution to the mean loss over all labels of all ranks."""
+        hidden, targets = (rows[0] if len(rows) == 1 else torch.cat(list(rows)) for rows in (states, labels))
+        total, _ = chunked_cross_entropy(hidden, decoder.head_weight, targets, self.loss_chunk_tokens, self.compiled)
+        self.total += total.detach()
+        return total / self.num_labels
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        return accumulating(self.decoder, last=last)

@@ -1,12 +1,12 @@
-"""The loader: from a corpus to documents, and from a plan's layouts to one rank's rows.
+"""Load data: take the documents of a batch from a corpus, and read one rank's rows as a plan's layouts place them.
 
-A batch is a run of tokens from one endless stream of shuffled documents. A position in the stream is therefore all that
-a checkpoint saves of the data, and it means the same on any number of ranks. Every rank takes the same documents and
-reads only the tokens of its own slices.
+Batches are consecutive tokens of one endless stream of shuffled documents. A checkpoint therefore saves only the
+position in the stream, which is valid for any number of ranks. Every rank takes the same documents and reads only the
+tokens that are placed on it.
 
-A document that does not fit into a micro-batch is cut, and its rest opens the next micro-batch as a document of its
-own; so is one longer than `max_document`. Nothing is attended to or predicted across such a cut. (Ping and pong may
-share a document, which stays one.) A corpus that runs out begins anew in another order, also in the middle of a batch.
+A document is cut at the end of a micro-batch and after `max_document` tokens. The rest becomes a separate document:
+there is no attention and no label across a cut. After its last document, the corpus repeats in a new order, also in the
+middle of a batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from distca.validation import UserError
 from distca.workload.documents import IGNORED
 from distca.workload.packing import NanoBatch
 
-Position = dict[str, int | str]  # of the next token in the stream, and what identifies the corpus
+Position = dict[str, int | str]  # the stream's next token, and figures that identify the corpus
 
 
 def open_corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
-    """Open the documents to train on, and those to evaluate on if any are held out."""
+    """Open the training documents and the held-out documents, if there are any."""
     data, chosen = settings.data, settings.eval
     opened = partial(open_corpus, data.source, content=data.content, field=data.field, tokenizer=data.tokenizer,
                      vocab=data.vocab)
@@ -43,7 +43,7 @@ def open_corpora(settings: Settings) -> tuple[Corpus, Corpus | None]:
 
 
 class TextPiece(NamedTuple):
-    """Tokens [start, stop) of a corpus document: a document of its own to the model."""
+    """Tokens [start, stop) of a corpus document, which the model sees as one document."""
 
     document: int
     start: int
@@ -51,7 +51,7 @@ class TextPiece(NamedTuple):
 
 
 class Stream:
-    """The documents of a corpus end to end, epoch after epoch, each epoch in its own order.
+    """An endless stream of a corpus's documents, shuffled anew in every epoch.
 
     Documents longer than `max_document` are cut into pieces, which are shuffled like documents.
     """
@@ -64,7 +64,7 @@ class Stream:
         if not lengths.any():
             raise UserError(f"the corpus has {len(lengths)} documents and no token; give at least one document")
         longest = max_document or int(lengths.max())
-        count = -(-lengths // longest)                           # [documents] pieces of each
+        count = -(-lengths // longest)                           # [documents] number of pieces
         self._document = np.repeat(np.arange(len(count)), count)  # [pieces]
         self._begin = (np.arange(len(self._document)) - np.repeat(np.cumsum(count) - count, count)) * longest
         self._end = np.minimum(self._begin + longest, lengths[self._document])
@@ -73,12 +73,12 @@ class Stream:
             "seed": seed, "max_document": max_document, "num_documents": len(lengths),
             "num_tokens": int(lengths.sum()),
             "lengths_digest": hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()}
-        self._taken = 0                                          # tokens since the beginning of the run
+        self._taken = 0                                          # tokens since the start of the run
         self._epoch, self._index, self._offset = -1, 0, 0
         self._enter(0)
 
     def take(self, num_tokens: int) -> list[TextPiece]:
-        """The next pieces, exactly `num_tokens` tokens in all."""
+        """Return the next pieces, with `num_tokens` tokens in total."""
         pieces: list[TextPiece] = []
         left = num_tokens
         while left > 0:
@@ -96,7 +96,7 @@ class Stream:
         return pieces
 
     def state(self) -> Position:
-        """The position of the next token; `load` on a stream over the same corpus continues there."""
+        """Return the position of the next token; `load` on a stream of the same corpus continues there."""
         return {**self._corpus, "epoch": self._epoch, "index": self._index, "offset": self._offset,
                 "tokens": self._taken}
 
@@ -133,11 +133,10 @@ def _whole(state: Mapping[str, Any], name: str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One rank's tokens of a micro-batch, or of its ping or pong."""
+    """One rank's packed tokens of a micro-batch, or of its ping or pong."""
 
     tokens: torch.Tensor     # [tokens] int64
-    labels: torch.Tensor     # [tokens] int64: the document's next token, on whichever rank it lives; -100 at the
-                             # document's end, and where the next token is not in the loss
+    labels: torch.Tensor     # [tokens] int64: the document's next token; -100 if there is none or it is not in the loss
     positions: torch.Tensor  # [tokens] int64: position in the document
     reads: tuple[tuple[int, int], ...] = ()  # tokens [start, stop) of ping's row whose keys pong's queries read
 
@@ -146,10 +145,9 @@ Documents = list[list[TextPiece]]  # [micro-batch][document]
 
 
 class Loader:
-    """Takes the documents of one batch after another, and reads this data rank's rows of them.
+    """Takes the documents of one batch after another, and reads this data rank's rows.
 
-    Loaders that differ only in `rank` take the same documents. `model` is the decoder's shape: its vocabulary must
-    contain every token.
+    Loaders that differ only in `rank` take the same documents. The vocabulary of `model` must contain every token.
     """
 
     def __init__(self, corpus: Corpus, settings: Settings, *, rank: int, world: int, model: ModelShape) -> None:
@@ -169,23 +167,23 @@ class Loader:
         self.start = self._stream.state()
 
     def check(self, position: Mapping[str, Any]) -> Position:
-        """The position in this corpus that a checkpoint saved; refused where the corpus is another."""
+        """Return a checkpoint's position; raise a UserError if it belongs to another corpus."""
         self._stream.load(position)
         return self._stream.state()
 
     def take(self, position: Position) -> tuple[Documents, Position]:
-        """The documents of the batch at a position, over all data ranks, and the position of the next batch."""
+        """Return the documents of the batch at a position, for all data ranks, and the position of the next batch."""
         self._stream.load(position)
         batch = self.settings.batch
         documents = [self._stream.take(self.world * batch.tokens_per_rank) for _ in range(batch.micro_batches)]
         return documents, self._stream.state()
 
     def num_labels(self, documents: Documents) -> int:
-        """Labels of a batch over all ranks: tokens that are in the loss and not the first of their document."""
+        """Return a batch's number of labels over all ranks: tokens in the loss, except a document's first token."""
         return sum(self._num_labels(piece) for pieces in documents for piece in pieces)
 
     def rows(self, micro_batches: Sequence[MicroBatch], documents: Documents) -> tuple[tuple[Row, ...], ...]:
-        """[micro-batch][nano-batch] this rank's rows of the documents, as the layouts place them."""
+        """Return this rank's rows [micro-batch][nano-batch] of the documents, as the layouts place them."""
         return tuple(
             tuple(Row(*self._columns(nano, pieces), micro_batch.key_runs(number, self.rank))
                   for number, nano in enumerate(micro_batch.nano_batches))
@@ -198,7 +196,7 @@ class Loader:
         return int(np.count_nonzero(in_loss[piece.start + 1:piece.stop]))
 
     def _columns(self, nano: NanoBatch, pieces: list[TextPiece]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, labels and positions of this rank's slices. The last label of a slice is the token behind it."""
+        """Return tokens, labels and positions of this rank's slices; a slice's last label is the token after it."""
         layout = nano.layout
         mine = layout.rank == self.rank
         tokens, labels, positions = [], [], []
@@ -208,12 +206,12 @@ class Loader:
             begin, ends = piece.start + start, stop == piece.stop - piece.start
             read = self._read(piece.document, begin, piece.start + stop + (not ends))
             in_loss = self.corpus.in_loss(piece.document)
-            wanted = read[1:] if in_loss is None else np.where(in_loss[begin + 1:begin + len(read)], read[1:], IGNORED)
+            targets = read[1:] if in_loss is None else np.where(in_loss[begin + 1:begin + len(read)], read[1:], IGNORED)
             tokens.append(read[:stop - start])
-            labels += [wanted, np.full(int(ends), IGNORED)]
+            labels += [targets, np.full(int(ends), IGNORED)]
             positions.append(np.arange(start, stop))
-        made = [torch.from_numpy(np.concatenate(column)) for column in (tokens, labels, positions)]
-        return made[0], made[1], made[2]
+        columns = [torch.from_numpy(np.concatenate(column)) for column in (tokens, labels, positions)]
+        return columns[0], columns[1], columns[2]
 
     def _read(self, document: int, start: int, stop: int) -> np.ndarray:
         tokens = self.corpus.tokens(document)[start:stop].astype(np.int64)

@@ -1,7 +1,6 @@
-"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, and a summary at the end.
+"""Display a run: a live panel in a terminal, plain lines elsewhere, and a summary at the end.
 
-An Observer gets every step's record and passes it on to the display, the log and the trackers. Rank 0 does all of it;
-on other ranks an Observer does nothing.
+On rank 0 an Observer passes every step's record to the display, the log and the trackers; elsewhere it does nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from distca.train.settings import Settings
 from distca.validation import write_own
 
 REFRESH_PER_SECOND = 2
-NUM_RECENT = 40  # steps in the loss's sparkline and in the estimate of the time that is left
+NUM_RECENT = 40  # steps in the loss sparkline and in the estimate of the remaining time
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class Observer:
-    """Shows and logs every step's record until it is closed; a terminal is left as it was found."""
+    """Shows and logs every step's record until `close`, which restores the terminal."""
 
     def __init__(self, settings: Settings, rank: int, world: int, console: Console | None = None) -> None:
         self.settings = settings
-        self.watches = rank == 0
-        if not self.watches:
+        self.active = rank == 0
+        if not self.active:
             return
         self.console = console or Console(highlight=False)
         self.folder = Path(settings.log.folder)
@@ -50,7 +49,7 @@ class Observer:
         self.display = (_LiveDisplay if live else _Lines)(settings, world, self.console)
 
     def step(self, record: StepRecord) -> None:
-        if not self.watches:
+        if not self.active:
             return
         if self.log is None:
             self.log = open_log(self.folder / "steps.jsonl", record.step)
@@ -62,8 +61,8 @@ class Observer:
         self.display.show(record)
 
     def close(self, *, stopped: bool = False) -> RunSummary | None:
-        """End the display, write and print the summary; None if no step was taken, and on other ranks."""
-        if not self.watches:
+        """End the display, write and print the summary, and return it; None without steps and on other ranks."""
+        if not self.active:
             return None
         self.display.close()
         if self.log is not None:
@@ -85,7 +84,7 @@ class Observer:
 
 
 class _Lines:
-    """Prints a line every `log.every` steps, after an evaluation and for the last step."""
+    """Prints a line every `log.every` steps, after an evaluation and after the last step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.settings, self.console = settings, console
@@ -100,7 +99,7 @@ class _Lines:
 
 
 class _LiveDisplay:
-    """Redraws a panel in place, also while a slow step runs."""
+    """Redraws a panel in place, also during a slow step."""
 
     def __init__(self, settings: Settings, world: int, console: Console) -> None:
         self.steps, self.title = settings.run.steps, title(settings, world)
@@ -190,7 +189,7 @@ def _gained(summary: RunSummary, mode: str) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """A sparkline of the values, from the lowest to the highest; one that is not finite is a gap."""
+    """Return a sparkline of the values; values that are not finite are gaps."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = (high - low) or 1.0
@@ -230,9 +229,8 @@ def _share(part: float, whole: float) -> str:
 
 
 def title(settings: Settings, world: int) -> str:
-    """The model, the ranks, the tokens of a step and the mode, in one line."""
-    parallel, batch = settings.parallel, settings.batch
-    dedicated = settings.attention.dedicated
+    """Return a line with the model, the ranks, the tokens of a step and the mode."""
+    parallel, batch, dedicated = settings.parallel, settings.batch, settings.attention.dedicated
     tokens = batch.tokens_per_rank * batch.micro_batches * (world - dedicated) // (parallel.tensor * parallel.pipeline)
     model = settings.model.load or settings.model.config or settings.model.name
     ranks = f"{world} ranks" if world > 1 else "1 rank"

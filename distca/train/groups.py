@@ -1,11 +1,9 @@
-"""The processes of a run: which train and which only serve attention, their groups, and what they exchange as JSON.
+"""Process groups of a run, and collectives that exchange JSON.
 
-Ranks that train come first, as a mesh of pipeline × data × tensor ranks. The last `attention.dedicated` ranks only
-serve: they have no layers, no data and no checkpoints. Heads are sharded under tensor parallelism, so a server belongs
-to one tensor index; the index runs fastest everywhere, so the ranks of one index are every `parallel.tensor`-th of all.
-
-Besides tensors, ranks exchange JSON, which cannot run code: torch's own object collectives pickle, and a rank that was
-taken over could execute code on all others.
+Training ranks come first, as a mesh of pipeline × data × tensor ranks. The last `attention.dedicated` ranks only serve
+attention: they have no layers, data or checkpoints. Tensor parallelism shards the heads, so a server belongs to one
+tensor index: the ranks with the same rank modulo `parallel.tensor`. Objects are sent as JSON, because torch's object
+collectives unpickle what they receive, and a compromised rank could run code on all others.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups that every rank constructs at the same time."""
+    """The process groups of a rank; all ranks construct them at the same time."""
 
-    mesh: DeviceMesh                        # of the ranks that train; those that serve are outside
-    servers: dist.ProcessGroup              # attention's pool: this tensor index's ranks, dedicated ones last
-    homes: dist.ProcessGroup | None         # those of them that train; None on a rank that serves
-    trainers: dist.ProcessGroup | None      # all ranks that train; None on a rank that serves
+    mesh: DeviceMesh                        # the training ranks
+    servers: dist.ProcessGroup              # all ranks of this tensor index, dedicated ones last: attention's pool
+    homes: dist.ProcessGroup | None         # training ranks of this tensor index; None on a dedicated rank
+    trainers: dist.ProcessGroup | None      # all training ranks; None on a dedicated rank
 
 
 def num_training(settings: Settings, world: int) -> int:
-    """The number of ranks that train; the ranks after them serve."""
+    """Return the number of ranks that train; the ranks after them only serve."""
     return world - settings.attention.dedicated
 
 
@@ -52,7 +50,7 @@ def groups_of(settings: Settings, device: torch.device) -> Groups:
     world, rank = dist.get_world_size(), dist.get_rank()
     training, tensor, stages = num_training(settings, world), settings.parallel.tensor, settings.parallel.pipeline
     timeout = timedelta(seconds=settings.run.timeout_seconds)
-    servers = group_of(range(rank % tensor, world, tensor), timeout)  # while all ranks are in as many groups
+    servers = group_of(range(rank % tensor, world, tensor), timeout)  # first: see `group_of` on the number of groups
     mesh = init_device_mesh(device.type, (stages, training // tensor // stages, tensor),
                             mesh_dim_names=("pipeline", "data", "tensor"))
     if training == world:
@@ -64,17 +62,17 @@ def groups_of(settings: Settings, device: torch.device) -> Groups:
 
 
 def group_of(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group that only its own ranks construct: ranks that serve take no part in what trainers do.
+    """Create a process group by a call on its members only, so that dedicated ranks need not join.
 
-    torch names the group by its ranks and by the number of groups that a rank is in, which must be the same on all.
+    torch names the group by its ranks and by the number of groups of the calling rank, which must be equal on all.
     """
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Transport:
-    """The transport of `attention.transport`, over nodes of `attention.ranks_per_node` ranks where that is set.
+    """Return the transport of `attention.transport`, with relays between nodes if `attention.ranks_per_node` is set.
 
-    With dedicated ranks exchanges go in one hop, since those ranks are in no other group.
+    With dedicated ranks every exchange is one hop, because those ranks are in no other group.
     """
     chosen, per_node = settings.attention.transport, settings.attention.ranks_per_node
     if chosen == "c10d" and settings.attention.dedicated:
@@ -85,18 +83,13 @@ def transport_between(group: dist.ProcessGroup, settings: Settings) -> str | Tra
 
 
 def serve(settings: Settings, device: torch.device) -> int:
-    """Serve attention until the first training rank of the pool ends the run; returns the number of calls.
+    """Serve attention until the first training rank of the pool ends the run; return the number of calls.
 
-    A signal to stop is only noted: the trainers agree on the last step, save, and then release this rank. A failure of
-    theirs is an error here too.
+    Stop signals do not end this rank: the trainers agree on the last step, save, and then release it.
     """
-    asked: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        asked.append(number)
-
+    stop_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
+        signal.signal(number, lambda number, _: stop_signals.append(number))
     groups = groups_of(settings, device)
     attention = CoreAttention(groups.servers, kernel=settings.attention.kernel,
                               transport=transport_between(groups.servers, settings))
@@ -104,20 +97,20 @@ def serve(settings: Settings, device: torch.device) -> int:
     try:
         return serve_until_stopped(attention, device)
     except TransportError:
-        if asked:                                                # so were the trainers, and some ended before they
-            return 0                                             # listened
+        if stop_signals:                                         # the signal ended trainers before they could handle it
+            return 0
         raise
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of every process group of this process, also of those that a mesh made with torch's default."""
-    set_one = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # its name before torch 2.15
+    """Set the timeout of every process group, including those that a mesh created with torch's default."""
+    set_one = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # the name before torch 2.15
     for group in list(distributed_c10d._world.pg_map):
         set_one(timeout, group)
 
 
 def gather_json(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Every rank's value, on every rank, in rank order; without a process group only this rank's."""
+    """Return the values of all ranks, in rank order, on every rank; without a process group only this rank's value."""
     if not dist.is_initialized():
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -126,13 +119,13 @@ def gather_json(value: Value, group: dist.ProcessGroup | None = None) -> list[Va
     dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
-    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(everyone, padded, group=group)
-    return [json.loads(bytes(part[:int(length)].numpy())) for part, length in zip(everyone, lengths, strict=True)]
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [json.loads(bytes(part[:int(length)].numpy())) for part, length in zip(gathered, lengths, strict=True)]
 
 
 def on_first(call: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """Call on rank 0; its result, or its ValueError, on every rank, so that all agree on what is on disk."""
+    """Call on rank 0 only; return its result, or raise its ValueError, on every rank."""
     if not dist.is_initialized():
         return call()
     answer: dict[str, Any] = {}
@@ -148,7 +141,7 @@ def on_first(call: Callable[[], Value], group: dist.ProcessGroup | None = None) 
 
 
 def from_first(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
-    """Broadcast rank 0's bytes, at least one."""
+    """Return rank 0's `content`, of at least one byte, on every rank."""
     length = torch.tensor([len(content)])
     dist.broadcast(length, src=0, group=group)
     sent = torch.empty(int(length), dtype=torch.uint8)
@@ -159,14 +152,14 @@ def from_first(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
 
 
 def all_equal(numbers: list[int], group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks have the same numbers, of up to 63 bits; one reduction."""
+    """Return whether all ranks have the same numbers, of up to 63 bits, by one reduction."""
     most = torch.tensor([[number, -number] for number in numbers])
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return bool((most[:, 0] == -most[:, 1]).all())
 
 
 def in_background(call: Callable[..., Value], *args: Any) -> Future[Value]:
-    """Call on a daemon thread, which the end of the process does not wait for."""
+    """Call on a daemon thread, which does not delay the end of the process."""
     future: Future[Value] = Future()
 
     def run() -> None:

@@ -1,12 +1,9 @@
-"""Start a run's ranks, or join those that torchrun or SLURM started, and end them together.
+"""Start local ranks, or join the ranks that torchrun or SLURM started, and end them together.
 
-Every rank runs `main(settings)` in the environment that torchrun defines (RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whichever launcher started it: nothing else depends on the launcher.
-
-Local ranks are processes of this machine that meet at a store in the launcher, which listens on the loopback interface
-only. SIGTERM, and Ctrl-C once, ask the ranks to save and stop; Ctrl-C twice ends them. When a rank fails the others
-cannot go on: they get a moment to report their errors, then they are ended, and the first failure is the run's. A rank
-that was ended by a signal counts as the first failure, since the errors of others follow from it.
+Every rank runs `main(settings)` with torchrun's environment variables set, for every launcher. SIGTERM or one Ctrl-C
+asks local ranks to save and stop; a second Ctrl-C kills them. If a rank fails, the others get a moment to report their
+errors and are then killed. The run reports the first failure; a rank that a signal killed counts as first, because the
+errors of other ranks follow from its loss.
 """
 
 from __future__ import annotations
@@ -26,13 +23,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
 from distca.train.display import title
 from distca.train.settings import Settings
 from distca.train.settings.checks import check_settings
-from distca.train.settings.preflight import check_machine, threads_for
+from distca.train.settings.preflight import MemoryKills, check_machine, threads_for
 from distca.validation import MAX_LOCAL_RANKS, UserError, check_whole, plain
 
 Main = Callable[[Settings], int]
@@ -41,12 +37,12 @@ FAILURE_GRACE_SECONDS = 2.0
 STOP_MARGIN_SECONDS = 5.0
 POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-MAX_REPORT = 16_384  # characters of a traceback: it must fit into a pipe that is read later
+MAX_REPORT = 16_384  # characters of a traceback, so that it fits into the pipe's buffer
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankEnv(NamedTuple):
-    """A process's rank in the run and on its machine, and where the ranks meet; in the order of TORCHRUN."""
+    """A process's rank and the rendezvous address, in the order of TORCHRUN."""
 
     rank: int
     world: int
@@ -60,17 +56,17 @@ class RankEnv(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a rank ended, by its own report or by its exit code."""
+    """Why a rank ended: the error that it reported, or its exit code."""
 
     when: float
     rank: int
     code: int
     text: str
-    signal: int | None = None  # that ended it, unless it is one by which processes end themselves
+    signal: int | None = None  # the signal that killed the rank; None for SIGABRT and SIGTERM
 
 
 def launch(settings: Settings, main: Main) -> int:
-    """Run `main(settings)` on every rank; the run's exit code. Bad settings are a ValueError before anything starts."""
+    """Run `main(settings)` on every rank and return the exit code; bad settings raise a ValueError before any start."""
     env = rank_in(os.environ)
     if env is not None:
         _quiet_torch()
@@ -79,7 +75,7 @@ def launch(settings: Settings, main: Main) -> int:
     if env is None:
         check_whole("run.ranks", settings.run.ranks, most=MAX_LOCAL_RANKS,
                     why="the most processes that one machine starts; torchrun and srun start more machines")
-    if (env is None or env.rank == 0) and sys.stderr.isatty():   # ahead of torch, which takes seconds to import
+    if (env is None or env.rank == 0) and sys.stderr.isatty():   # before torch is imported, which takes seconds
         print(f"Starting {title(settings, settings.run.ranks)} …", file=sys.stderr, flush=True)
     check_machine(settings)
     if env is None:
@@ -95,13 +91,13 @@ def launch(settings: Settings, main: Main) -> int:
 
 
 def _quiet_torch() -> None:
-    """Before torch is imported: for a lost rank it logs C++ stacks and aborts, where Liveness ends with one line."""
+    """Keep torch from logging C++ stacks and aborting when a rank is lost: Liveness reports it. Call before import."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def this_rank() -> RankEnv:
-    """This process's rank, inside `launch`."""
+    """Return this process's rank; only inside `launch`."""
     env = rank_in(os.environ)
     if env is None:
         raise UserError(f"{', '.join(TORCHRUN)} are not set; start this with distca train, torchrun or srun")
@@ -109,7 +105,7 @@ def this_rank() -> RankEnv:
 
 
 def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
-    """The rank that torchrun, or srun with several tasks, gave this process; None without a launcher."""
+    """Return the rank that torchrun, or srun with several tasks, assigned to this process; None without a launcher."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         missing = [name for name in TORCHRUN if not environ.get(name)]
         if missing:
@@ -123,7 +119,7 @@ def rank_in(environ: Mapping[str, str]) -> RankEnv | None:
 
 
 def _slurm_rank(environ: Mapping[str, str]) -> RankEnv:
-    """All tasks of a step meet on its first node, at a port made from the job's and step's numbers."""
+    """Return the rank of an srun task. Tasks meet on the first node, at a port derived from the job and step ids."""
     rank, world, local_rank, node, job, step = (_number(environ, f"SLURM_{name}") for name in (
         "PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID", "STEP_ID"))
     address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
@@ -132,14 +128,14 @@ def _slurm_rank(environ: Mapping[str, str]) -> RankEnv:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of SLURM's short form of a list: a[07-09,12],b -> a07."""
+    """Return the first host of a SLURM node list: a[07-09,12],b -> a07."""
     first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes)
     assert first is not None
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's short form of a list of counts: 8(x2),4 -> [8, 8, 4]."""
+    """Expand SLURM's list of counts: 8(x2),4 -> [8, 8, 4]."""
     parts = (part.partition("(x") for part in text.split(","))
     return [int(count) for count, _, times in parts for _ in range(int(times.rstrip(")") or 1))]
 
@@ -153,7 +149,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _prepare(settings: Settings, env: RankEnv) -> None:
-    """Set this rank's number of threads, and a log handler that names the rank."""
+    """Set this rank's number of threads, and its log handler, which prefixes messages with the rank."""
     threads = threads_for(settings, env.local_world, os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     if "torch" in sys.modules:
@@ -167,30 +163,30 @@ def _prepare(settings: Settings, env: RankEnv) -> None:
 
 
 class _ToStderr(logging.Handler):
-    """Looks up sys.stderr for every message, since a live display replaces it for a while."""
+    """Looks up sys.stderr for every message, because the live display replaces it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 def _loopback_store(timeout_seconds: int) -> Any:
-    """Where local ranks meet. torch's own socket would listen on every interface, open to any host."""
+    """Open the rendezvous store of local ranks on the loopback interface; torch's socket would listen on all."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0))            # the store takes it over, so that its port stays free
+    listener = socket.create_server(("127.0.0.1", 0))            # passed on open, so no process can take its port
     return TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True, wait_for_workers=False,
                     timeout=timedelta(seconds=timeout_seconds), master_listen_fd=listener.detach())
 
 
 class _LocalRanks:
-    """The ranks of this machine, from their start to the last one's end."""
+    """Starts the ranks of this machine, watches them, and ends them."""
 
     def __init__(self, settings: Settings, main: Main) -> None:
         self.settings, self.main = settings, main
         self.processes: list[Any] = []
         self.reports: list[Connection] = []
-        self.ended: dict[int, float] = {}  # rank -> when
-        self.asked: list[int] = []  # signals that asked the run to stop
+        self.ended: dict[int, float] = {}  # rank -> time.time() of its end
+        self.stop_signals: list[int] = []
         self.memory_kills = MemoryKills.of(Path("/"))
 
     def run(self) -> int:
@@ -219,8 +215,8 @@ class _LocalRanks:
         self.reports.append(report)
 
     def _watch(self) -> list[int]:
-        """Wait for all; a failure or a request to stop sets a deadline. Returns the ranks that missed it."""
-        passed_on, deadline = 0, float("inf")
+        """Wait for all ranks; a failure or a stop signal sets a deadline. Return the ranks that missed the deadline."""
+        forwarded, deadline = 0, float("inf")
         while time.monotonic() < deadline:
             failed = any(process.exitcode for process in self.processes)
             self.ended |= {rank: time.time() for rank, process in enumerate(self.processes)
@@ -229,29 +225,29 @@ class _LocalRanks:
                 break
             if failed:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
-            if len(self.asked) > passed_on:
-                hurry = self.asked.count(signal.SIGINT) > 1
-                most = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks notice a stuck one before that
-                deadline = min(deadline, time.monotonic() + (0 if hurry else most))
-                passed_on = len(self.asked)
+            if len(self.stop_signals) > forwarded:
+                kill_now = self.stop_signals.count(signal.SIGINT) > 1
+                patience = self.settings.run.timeout_seconds + STOP_MARGIN_SECONDS  # ranks find a stuck peer earlier
+                deadline = min(deadline, time.monotonic() + (0 if kill_now else patience))
+                forwarded = len(self.stop_signals)
                 for process in self.processes:
                     process.terminate()
             wait([process.sentinel for process in self.processes if process.exitcode is None], timeout=POLL_SECONDS)
         return self._kill()
 
     def _code(self, failures: list[Failure], late: list[int]) -> int:
-        if self.asked:  # ranks that had not begun to listen ended as they were asked
+        if self.stop_signals:  # ranks that had not yet set a handler were ended by SIGTERM
             failures = [failure for failure in failures if failure.code != 128 + signal.SIGTERM]
         if failures:
             first = min(failures, key=lambda failure: (failure.signal is None, failure.when))
             print(first.text, file=sys.stderr, flush=True)
             return first.code
-        if not self.asked:
+        if not self.stop_signals:
             return 0
         if late:
             print(f"distca: rank {late[0]} did not stop in time and was ended", file=sys.stderr, flush=True)
-        saved = self.asked[0] == signal.SIGTERM and not any(process.exitcode for process in self.processes)
-        return 0 if saved else 128 + self.asked[0]
+        saved = self.stop_signals[0] == signal.SIGTERM and not any(process.exitcode for process in self.processes)
+        return 0 if saved else 128 + self.stop_signals[0]
 
     def _failure(self, rank: int) -> Failure:
         report, code, when = self.reports[rank], self.processes[rank].exitcode, self.ended[rank]
@@ -270,7 +266,7 @@ class _LocalRanks:
         return Failure(when, rank, code, f"distca: rank {rank} ended with exit code {code}")
 
     def _kill(self) -> list[int]:
-        """End the ranks that still run; returns which."""
+        """Kill the ranks that still run and return them."""
         running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in running:
             self.processes[rank].kill()
@@ -283,15 +279,13 @@ class _LocalRanks:
         if threading.current_thread() is not threading.main_thread():
             return {}                                            # only the main thread may set signal handlers
 
-        def note(number: int, frame: FrameType | None) -> None:
-            self.asked.append(number)
-
-        return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return {number: signal.signal(number, lambda number, _: self.stop_signals.append(number))
+                for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def _rank(settings: Settings, main: Main, env: RankEnv, reporter: Connection) -> None:
-    """Run one local rank, which reports to the launcher why it failed and does not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every rank; the launcher asks them
+    """Run one local rank; it sends its failure to the launcher and ends with the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals send Ctrl-C to all; the launcher sends SIGTERM instead
     _end_with_launcher()
     _quiet_torch()
     os.environ.update(env.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -323,15 +317,15 @@ def _is_lost(error: Exception) -> bool:
 
 
 class _Report:
-    """Where this process reports why it ends: to the launcher that started it, else on stderr."""
+    """Reports why this process ends, to the launcher that started it if there is one, else on stderr."""
 
     launcher: Connection | None = None
     lock = threading.Lock()
 
 
 def end_rank(text: str, code: int = 1) -> NoReturn:
-    """End this rank and report why, from whichever thread is first."""
-    _Report.lock.acquire()                                       # never released: no second thread reports as well
+    """Report `text` and end this rank; if several threads call this, only the first one reports."""
+    _Report.lock.acquire()                                       # never released: other threads wait until the end
     if not text.startswith("distca: "):
         text = f"distca: error: {plain(' '.join(text.split()))}"
     if _Report.launcher is not None:
@@ -342,7 +336,7 @@ def end_rank(text: str, code: int = 1) -> NoReturn:
 
 
 def _end_with_launcher() -> None:
-    """End when the launcher does: by the kernel, which ends a stopped process too, or by a thread that watches."""
+    """End this process when the launcher ends: by prctl, which works for a stopped process too, and by a thread."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     if sys.platform == "linux":
@@ -352,41 +346,4 @@ def _end_with_launcher() -> None:
         launcher.join()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()          # finds it too where the launcher is gone already
-
-
-class MemoryKills(NamedTuple):
-    """The kernel's count of out-of-memory kills in our cgroup: a SIGKILL itself does not say why it was sent."""
-
-    file: Path | None            # None without a cgroup that counts
-    before: int
-
-    @classmethod
-    def of(cls, root: Path) -> MemoryKills:
-        """The count now, of this process's own cgroup or the nearest above it that has one."""
-        try:
-            lines = (root / "proc/self/cgroup").read_text().splitlines()
-        except OSError:
-            return cls(None, 0)
-        for _, controllers, path in (line.split(":", 2) for line in lines):
-            if controllers and "memory" not in controllers.split(","):  # v2 has none: 0::/path
-                continue
-            top, name = (("sys/fs/cgroup/memory", "memory.oom_control") if controllers else
-                         ("sys/fs/cgroup", "memory.events"))
-            own = root / top / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if (folder / name).is_file():
-                    return cls(folder / name, _oom_kills(folder / name))
-                if folder == root / top:
-                    break
-        return cls(None, 0)
-
-    def risen(self) -> bool:
-        return self.file is not None and _oom_kills(self.file) > self.before
-
-
-def _oom_kills(file: Path) -> int:
-    try:
-        return sum(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill "))
-    except (OSError, ValueError, IndexError):
-        return 0
+    threading.Thread(target=watch, daemon=True).start()          # covers a launcher that ended before prctl

@@ -1,12 +1,11 @@
-"""What a run leaves on disk: its own folder, a record of every step, a summary, and trackers' copies of them.
+"""Log a run on disk: its folder, a record per step, a summary, and the same figures in trackers.
 
-A record holds figures of the whole run, not of one rank; a summary is made from records only. `steps.jsonl` always
-holds one curve. If a run goes on from a step that an earlier run had logged already, the earlier log is kept beside it
-as `steps.1.jsonl`, `steps.2.jsonl` and so on: nothing that was logged is ever erased.
+A record holds figures over all ranks. `steps.jsonl` holds one curve: if a run resumes before the last logged step, the
+earlier log is kept as `steps.1.jsonl`, `steps.2.jsonl` and so on. Nothing logged is ever erased.
 
-One run at a time writes into a folder; a second run is refused, with the first one's process in the message. A log
-folder called `latest` is a link: every run logs in a new folder beside it, named after its start time, and the link
-names the newest. A run that resumes goes on in the folder that its checkpoints name.
+A lock lets only one run write into a folder. A log folder called `latest` is a link: every run logs in a new folder
+beside it, named after the start time, and the link points to the newest. A resumed run continues in the folder that
+its checkpoints name.
 """
 
 from __future__ import annotations
@@ -38,41 +37,41 @@ LOGGED = ("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "work_befor
           "attention_seconds", "attention_seconds_max", "linear_seconds", "mfu", "eval_loss", "tolerance")
 LATEST = "latest"
 LOCKS = {"checkpoint.folder": ".lock", "log.folder": ".log-lock"}  # one folder may be both
-LOGGED_IN = "log_folder"  # in checkpoint.folder: the name of the run's own log folder
+LOGGED_IN = "log_folder"  # file in checkpoint.folder with the name of the run's log folder
 OWN_NAME = re.compile(r"\d{4}-\d\d-\d\d-\d{6}(-\d{1,9})?")
 LOG = logging.getLogger("distca")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    step: int  # steps done, this one included
+    step: int  # the first step is 1
     loss: float  # mean over all labels of all ranks, nats
     lr: float
     grad_norm: float  # before clipping
     tokens: int  # of all ranks
     seconds: float
     tokens_per_second: float
-    work_before: float  # largest attention work of a rank over the mean, everything computed at home
-    work_after: float  # the same by the plan that ran
-    bytes_per_layer: float  # forward, crossing ranks, in all
-    exposed_seconds: float  # waiting for exchanges that no computing hid
+    work_before: float  # largest attention work of a rank over the mean, if every rank computed its own tokens
+    work_after: float  # the same ratio with the plan that ran
+    bytes_per_layer: float  # total bytes that cross ranks in the forward pass
+    exposed_seconds: float  # waiting for exchanges that no computation hid
     host_seconds: float  # waiting for the batch and its plan
     memory_bytes: int
     plan_seconds: float  # making the plan, in the background
-    bubble_share: float = 0.0  # of the pipeline's ticks, over its stages, in which a stage has no micro-batch
-    served_in_bubbles: float = 0.0  # share of the attention that was computed in them
-    eval_loss: float | None = None  # on held-out documents, where this step was followed by an evaluation
-    attention_seconds: float = 0.0  # computing core attention, mean over the ranks that train
-    linear_seconds: float = 0.0  # computing the rest of the model, mean over the ranks that train
-    mfu: float | None = None  # model FLOPs over what the GPUs' peak would do in the step; None where that is unknown
-    tolerance: float | None = None  # that was chosen, where attention.tolerance is auto
-    attention_seconds_max: float | None = None  # the slowest rank's, where attention.adapt measures each one's
-    server_speed: tuple[float, ...] | None = None  # of the pool's ranks after this step, over the median; then, too
+    bubble_share: float = 0.0  # share of (tick, stage) pairs without a micro-batch
+    served_in_bubbles: float = 0.0  # share of the attention that was computed in bubbles
+    eval_loss: float | None = None  # on held-out documents, if an evaluation followed this step
+    attention_seconds: float = 0.0  # computing core attention, mean over the training ranks
+    linear_seconds: float = 0.0  # computing the rest of the model, mean over the training ranks
+    mfu: float | None = None  # model FLOPs over the GPUs' peak FLOPs in the step; None if the peak is unknown
+    tolerance: float | None = None  # the chosen one, if attention.tolerance is auto
+    attention_seconds_max: float | None = None  # the slowest rank's, with attention.adapt
+    server_speed: tuple[float, ...] | None = None  # [servers] relative to the median, with attention.adapt
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A whole run in a few figures; the work and bytes are means over its steps."""
+    """Summary of a run; work and bytes are means over its steps."""
 
     steps: int  # of this run
     last_step: int
@@ -80,7 +79,7 @@ class RunSummary:
     seconds: float  # inside steps
     first_loss: float
     final_loss: float  # of the last step
-    recent_loss: float  # mean of the last steps, at most RECENT of them
+    recent_loss: float  # mean over the last RECENT steps
     tokens_per_second: float
     work_before: float
     work_after: float
@@ -97,17 +96,17 @@ class RunSummary:
 
     @property
     def work_gain(self) -> float:
-        """How many times more attention the busiest rank would have computed without balancing."""
+        """Return how many times more attention the busiest rank would have computed without balancing."""
         return self.work_before / self.work_after if self.work_after else 1.0
 
 
 class Tally:
-    """Summarizes records as they come, in constant memory."""
+    """Summarizes records one by one, in constant memory."""
 
     def __init__(self) -> None:
         self.steps = self.memory_bytes = 0
         self.sums: dict[str, Any] = dict.fromkeys(SUMMED, 0)
-        self.used_seconds = 0.0                                  # at full peak
+        self.used_seconds = 0.0                                  # time the run would take at peak FLOP/s
         self.first: StepRecord | None = None
         self.last: StepRecord | None = None
         self.eval_loss: float | None = None
@@ -124,7 +123,7 @@ class Tally:
         self.used_seconds += (record.mfu or 0.0) * record.seconds
 
     def summary(self) -> RunSummary | None:
-        """None while nothing was added."""
+        """Return the summary of the records so far; None without records."""
         if self.first is None or self.last is None:
             return None
         sums, seconds = self.sums, max(self.sums["seconds"], 1e-9)
@@ -141,13 +140,13 @@ class Tally:
 
 
 def as_json(record: StepRecord | RunSummary) -> dict[str, float | list[float] | None]:
-    """The known fields by name; a number that is not finite is None, which JSON can express."""
+    """Return the fields that are not None, by name, with None for numbers that are not finite (JSON has none)."""
     return {name: list(value) if isinstance(value, tuple) else value if math.isfinite(value) else None
             for name, value in asdict(record).items() if value is not None}
 
 
 def open_log(path: Path, step: int) -> TextIO:
-    """Open the log to append this step to. Its lines about this step and later ones stay in a numbered copy."""
+    """Open the log to append this step. If it has this step or later ones, copy it, then cut it before this step."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -163,7 +162,7 @@ def open_log(path: Path, step: int) -> TextIO:
 
 
 def _is_before(line: bytes, step: int) -> bool:
-    """Whether a line of the log is whole and about an earlier step."""
+    """Return whether a line of the log is complete and about an earlier step."""
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) < step
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
@@ -171,7 +170,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 class Tracker(Protocol):
-    """TensorBoard or Weights & Biases: the figures of steps.jsonl under the same names, from rank 0."""
+    """TensorBoard or Weights & Biases; gets the figures of steps.jsonl under the same names, from rank 0."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -179,13 +178,13 @@ class Tracker(Protocol):
 
 
 def trackers_for(settings: Settings, folder: Path) -> list[Tracker]:
-    """The trackers that the settings name; a UserError if one cannot start."""
+    """Start the trackers that the settings name; raise a UserError if one cannot start."""
     return [*([_TensorBoard(folder)] if settings.log.tensorboard else []),
             *([_WeightsAndBiases(settings, folder)] if settings.log.wandb else [])]
 
 
 def figures(record: StepRecord) -> dict[str, float]:
-    """The known figures of a step by name; a server's speed as server_speed/number."""
+    """Return the figures of a step that are not None, by name; a server's speed as server_speed/number."""
     known = {name: value for name in LOGGED if (value := getattr(record, name)) is not None}
     return known | {f"server_speed/{server}": speed for server, speed in enumerate(record.server_speed or ())}
 
@@ -208,7 +207,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """One W&B run for every start, named and grouped by the log folder. WANDB_MODE=offline keeps it on this machine."""
+    """Makes one W&B run per start, named and grouped by the log folder; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         project = settings.log.wandb
@@ -220,7 +219,7 @@ class _WeightsAndBiases:
         name = folder.resolve().name
         try:
             self.run: Any = wandb.init(project=project, dir=str(folder), name=name, group=name, config=asdict(settings),
-                                       settings=wandb.Settings(console="off"))  # the terminal is the display's
+                                       settings=wandb.Settings(console="off"))  # the terminal belongs to the display
         except wandb.Error as error:
             reason = " ".join(str(error).split())
             raise UserError(f"log.wandb is {project!r} but W&B does not start ({reason}); run: wandb login, set "
@@ -234,7 +233,7 @@ class _WeightsAndBiases:
 
 
 class FolderLock:
-    """A lock on a folder until `release` or the end of the process, however it ends: the kernel releases it."""
+    """A lock on a folder until `release` or the end of the process, when the kernel releases it."""
 
     def __init__(self, folder: Path, setting: str, wait_seconds: float = 5.0) -> None:
         self.folder, self._setting, path = folder, setting, folder / LOCKS[setting]
@@ -243,7 +242,7 @@ class FolderLock:
         except OSError as error:
             raise UserError(f"{setting} = {str(folder)!r}: {path.name} in it cannot be written ({error.strerror}); "
                             "name a folder that this user may write to") from None
-        deadline = time.monotonic() + wait_seconds               # the run before may be ending right now
+        deadline = time.monotonic() + wait_seconds               # the previous run may be ending right now
         while not self._try():
             if time.monotonic() > deadline:
                 owner = os.pread(self._handle, 300, 0).decode(errors="replace").strip() or "an unknown process"
@@ -271,14 +270,14 @@ class FolderLock:
 
 
 def each_run_its_own(folder: Path) -> bool:
-    """Whether runs log in folders beside this one: it is called `latest`, and is no folder or link of somebody else."""
+    """Return whether `folder` is the link `latest` to the newest run's folder: missing so far, or a link we made."""
     if folder.name != LATEST:
         return False
     return bool(OWN_NAME.fullmatch(os.readlink(folder))) if folder.is_symlink() else not folder.exists()
 
 
 def open_log_folder(folder: Path, checkpoints: Path | None, *, resumed: bool) -> FolderLock:
-    """Make and lock the folder that this run logs in; `resumed`: the run goes on from `checkpoints`."""
+    """Make and lock this run's log folder; with `resumed` it is the folder that `checkpoints` names, if it exists."""
     if not each_run_its_own(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return FolderLock(folder, "log.folder")
@@ -291,7 +290,7 @@ def open_log_folder(folder: Path, checkpoints: Path | None, *, resumed: bool) ->
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(name)
-        link.replace(folder)                                     # at once: others may be reading
+        link.replace(folder)                                     # atomic, for concurrent readers
     except OSError as error:
         LOG.warning("%s cannot be a link (%s): this run's log is in %s", folder, error.strerror, lock.folder)
     return lock
@@ -305,12 +304,12 @@ def _new_folder(runs: Path) -> Path:
         try:
             (folder := runs / next(names)).mkdir()
             return folder
-        except FileExistsError:                                  # of a run that began in the same second
+        except FileExistsError:                                  # another run began in the same second
             continue
 
 
 def _logged_in(runs: Path, checkpoints: Path) -> Path | None:
-    """The log folder of the run that saved these checkpoints, if it is still there. The file's content is untrusted."""
+    """Return the log folder of the run that saved these checkpoints, if it exists. The file's content is untrusted."""
     try:
         name = (checkpoints / LOGGED_IN).read_text(encoding="utf-8").rstrip("\n")
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""Train: documents in, checkpoints out, the same loss on whichever ranks attention ran.
+"""Train a decoder: documents in, checkpoints out, the same loss wherever attention is computed.
 
-Every rank runs `run`. A batch's way through a step:
+Every rank calls `run`. The path of a batch through a step:
 
     settings → Loader (documents of the corpus) → step_plan (layouts, ticks, plans of attention) → Batches (rows)
     → Pipeline (ticks) → StageWork (this rank's segments) → CoreAttention (exchange and kernel) → loss → update
 
-Only attention knows that other ranks exist, apart from FSDP, the neighbouring stages and the gradient's sum.
+Only attention communicates, apart from FSDP, neighbouring pipeline stages and the gradients' all-reduce.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distca.runtime.recorder import Recorder
 from distca.trace import StepTrace, write_chrome_trace
 from distca.train import launch
 from distca.train.agreement import Agreement, ServerSpeeds
-from distca.train.batches import Batch, Batches, Evaluation, check_fills_a_batch
+from distca.train.batches import Batch, Batches, Evaluation, StageWork, check_fills_a_batch
 from distca.train.checkpoint.checkpointer import Checkpointer, SaveError
 from distca.train.checkpoint.export import export_newest, keep_tokenizer, token_ids
 from distca.train.checkpoint.folder import step_folders
@@ -51,14 +51,13 @@ from distca.train.model.shape import DecoderShape, decoder_shape
 from distca.train.run_log import FolderLock, StepRecord, open_log_folder
 from distca.train.settings import Settings
 from distca.train.settings.preflight import compiles, device_for, dtype_for
-from distca.train.stages import StageWork
 from distca.validation import write_own
 
 LOG = logging.getLogger("distca")
 
 
 def run(settings: Settings) -> int:
-    """Run one rank; returns 0 when it trained to the end, or saved when it was asked to stop."""
+    """Run one rank; return 0 after the last step, or after saving if the run was asked to stop."""
     env = launch.this_rank()
     device = device_for(settings, env.local_rank)
     start_group(settings, device, env.local_world)
@@ -76,30 +75,30 @@ def run(settings: Settings) -> int:
             raise
         raise ranks.explained(error) from error
     ranks.close()
-    dist.destroy_process_group()                                 # not after a failure: others would report it first
+    dist.destroy_process_group()                                 # not after a failure: its report must come first
     if env.rank == 0 and finished and settings.checkpoint.export:
         export_newest(step_folders(Path(settings.checkpoint.folder)), Path(settings.checkpoint.export))
     return 0
 
 
 def start_group(settings: Settings, device: torch.device, local_world: int) -> None:
-    """Join the process group of the launcher's environment: NCCL if every rank has a GPU of its own, else gloo."""
-    alone = device.type == "cuda" and local_world <= torch.cuda.device_count()
+    """Join the launcher's process group, over NCCL if no two ranks share a GPU, else over gloo."""
+    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     one_worker_per_group()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo",
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo",
                             timeout=timedelta(seconds=settings.run.timeout_seconds))
 
 
 class Trainer:
-    """A training rank's state from step to step: batches, attention, decoder, optimizer, checkpoints."""
+    """A training rank: its batches, attention, decoder, optimizer and checkpoints."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         groups = groups_of(settings, device)
-        assert groups.homes is not None, "a rank that serves has no trainer"
+        assert groups.homes is not None, "a dedicated rank has no trainer"
         self.mesh, self.pool, self.trainers = groups.mesh, groups.homes, groups.trainers
         self.stage, self.num_data = self.mesh["pipeline"].get_local_rank(), self.mesh["data"].size()
         dtype = dtype_for(settings, device)
@@ -134,7 +133,7 @@ class Trainer:
         self.neighbours = connect(self.mesh["pipeline"], timeout)
         set_timeouts(timeout)
         self.step, self.stopping = 0, False
-        self.log: FolderLock | None = None                       # on rank 0, while it trains
+        self.log: FolderLock | None = None                       # rank 0's lock on the log folder during training
         self.checkpoints = self.open_checkpoints(shape, dtype)
 
     def open_checkpoints(self, shape: DecoderShape, dtype: torch.dtype) -> Checkpointer | None:
@@ -155,7 +154,7 @@ class Trainer:
         return checkpoints
 
     def open_log(self) -> str:
-        """Lock the folder that this run logs in until it ends."""
+        """Lock this run's log folder until the run ends; return its path."""
         saved = self.settings.checkpoint.folder
         self.log = open_log_folder(Path(self.settings.log.folder), Path(saved) if saved else None,
                                    resumed=self.step > 0)
@@ -175,7 +174,7 @@ class Trainer:
                 if self.settings.checkpoint.every and self.step % self.settings.checkpoint.every == 0:
                     self.save()
             if self.settings.attention.dedicated:
-                stop_servers(self.attention, dist.get_world_size(self.pool))  # first: saving may take long
+                stop_servers(self.attention, dist.get_world_size(self.pool))  # before saving, which may take long
             self.save()
         finally:
             self.batches.close()
@@ -222,36 +221,36 @@ class Trainer:
             server_speed=None if self.speeds is None else self.speeds.for_log)
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Summed loss of this rank's labels; leaves the gradient of the mean over all ranks' labels."""
+        """Compute gradients of the mean loss over all ranks' labels; return the summed loss of this rank's labels."""
         plans = self.begin(batch)
         Pipeline(self.work, self.attention, self.neighbours).step(batch.plan.ticks, plans)
         return self.work.total
 
     def forward_only(self, batch: Batch) -> torch.Tensor:
-        """Summed loss of this rank's labels, under torch.no_grad; changes no state."""
-        self.recorder.begin_step()                               # drops the spans of the batch before
+        """Return the summed loss of this rank's labels, under torch.no_grad; no training state changes."""
+        self.recorder.begin_step()                               # drops the spans of the previous batch
         plans = self.begin(batch, forward_only=True)
         Pipeline(self.work, self.attention, self.neighbours).forward_only(batch.plan.ticks, plans)
         return self.work.total
 
     def begin(self, batch: Batch, forward_only: bool = False) -> list[list[list[Plan]]]:
-        """Hand the batch to this rank's stage and prepare the attention calls to come; [tick][nano-batch][depth]."""
+        """Start a batch on this rank's stage and prepare its attention; return plans [tick][nano-batch][depth]."""
         self.work.begin(batch)
         plans, backward = batch.plan.plans_of(self.stage), batch.plan.ticks.backward[:, self.stage]
-        if not self.settings.attention.dedicated:                # ranks that only serve get a plan with its call
+        if not self.settings.attention.dedicated:                # dedicated ranks receive each plan with its call
             self.attention.expect((plan for tick, nanos in enumerate(plans) if not (forward_only and backward[tick])
                                    for depths in nanos for plan in depths), self.device)
         return plans
 
     def over_ranks(self, total: torch.Tensor, trace: StepTrace) -> list[float]:
-        """The losses' sum over all ranks, and the ranks' mean seconds in attention, in linear layers and waiting."""
+        """Return the loss summed over ranks, and the ranks' mean seconds in attention, in linear layers and waiting."""
         lanes = total.new_tensor([trace.seconds(lane) for lane in ("attention", "linear", "wait")])
-        together = torch.cat([total.view(1), lanes / dist.get_world_size(self.pool)])
-        dist.all_reduce(together, group=self.pool)
-        return together.tolist()
+        figures = torch.cat([total.view(1), lanes / dist.get_world_size(self.pool)])
+        dist.all_reduce(figures, group=self.pool)
+        return figures.tolist()
 
     def utilization(self, plan: StepPlan, seconds: float) -> float | None:
-        """MFU of a step over the GPUs of all ranks, dedicated ones included."""
+        """Return a step's MFU over the GPUs of all ranks, dedicated ones included; None if the peak is unknown."""
         if self.peak_flops is None:
             return None
         flops = training_flops((micro_batch.lengths for micro_batch in plan.micro_batches), plan.model,
@@ -271,7 +270,7 @@ class Trainer:
             self.checkpoints.save(self.step, self.batches.position)
 
     def finish_save(self) -> None:
-        """Wait for the save in flight; if it failed, stop or go on as `checkpoint.on_error` says."""
+        """Wait for the save in flight; if it failed, raise or warn, as `checkpoint.on_error` says."""
         assert self.checkpoints is not None
         try:
             self.checkpoints.finish()
@@ -284,12 +283,12 @@ class Trainer:
         self.stopping = True
 
     def agreed_to_stop(self) -> bool:
-        """Whether any rank was asked to stop. All ranks stop, or learn of a failed save, at the same step."""
+        """Return whether any rank was asked to stop, so that all ranks stop, or see a failed save, at the same step."""
         failed = self.checkpoints is not None and self.checkpoints.failed
-        asked = torch.tensor([int(self.stopping), int(failed)])
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.trainers)
-        self.stopping = bool(asked[0])
-        if asked[1]:
+        flags = torch.tensor([int(self.stopping), int(failed)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.trainers)
+        self.stopping = bool(flags[0])
+        if flags[1]:
             self.finish_save()
         return self.stopping
 
@@ -304,7 +303,7 @@ class Trainer:
 
 
 def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
-    """Settings that a run cannot change when it resumes: its curve depends on them and its tensors do not show them."""
+    """Return settings that must not change on resume, and whose change the tensors' shapes would not reveal."""
     facts: dict[str, Any] = {"model.tied": shape.tied, "model.rope_theta": shape.rope_theta,
                              "model.window": list(shape.model.windows),
                              "run.dtype": str(dtype).removeprefix("torch.")}
@@ -316,7 +315,7 @@ def lasting(settings: Settings, shape: DecoderShape, dtype: torch.dtype) -> dict
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of this rank's GPU, or of its share of a GPU that ranks share; None if unknown."""
+    """Return the peak FLOP/s of this rank's GPU, or of its share if ranks share the GPU; None if unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     peak, env = peak_flops(torch.cuda.get_device_name(device)), launch.rank_in(os.environ)
@@ -325,7 +324,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Peak bytes of tensors on a GPU, resident bytes of the process on a CPU."""
+    """Return the peak bytes of tensors on a GPU, or the peak resident bytes of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

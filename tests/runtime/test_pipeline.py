@@ -27,11 +27,11 @@ from distca.runtime.pipeline import Pipeline
 from distca.runtime.recorder import Recorder
 from distca.runtime.transport import LoopbackPointToPoint, LoopbackTransport, LoopbackWorld
 from distca.spec import ModelShape
+from distca.train.batches import StageWork
 from distca.train.model.build import stage_of
 from distca.train.model.decoder import Decoder, Segment
 from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.shape import DecoderShape
-from distca.train.stages import StageWork
 from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
 from tests.support.decoders import hidden_of

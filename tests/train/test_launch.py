@@ -18,9 +18,9 @@ import pytest
 import distca
 from distca import cli
 from distca.train import launch as launching
-from distca.train.launch import MemoryKills, RankEnv, first_host, launch, rank_in
+from distca.train.launch import RankEnv, first_host, launch, rank_in
 from distca.train.settings import Settings
-from distca.train.settings.preflight import check_machine, device_for, dtype_for, threads_for
+from distca.train.settings.preflight import MemoryKills, check_machine, device_for, dtype_for, threads_for
 from tests.support import rank_mains as mains
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"  # as /proc/net/tcp writes 127.0.0.1 and ::1

@@ -25,7 +25,7 @@ from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.runtime.transport.c10d import C10dTransport
 from distca.spec import ModelShape
-from distca.train.batches import step_plan
+from distca.train.batches import StageWork, step_plan
 from distca.train.groups import set_timeouts
 from distca.train.model.build import connect, stage_of
 from distca.train.model.decoder import Decoder
@@ -33,7 +33,6 @@ from distca.train.model.loss import chunked_cross_entropy
 from distca.train.model.parallel import parallelize
 from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
-from distca.train.stages import StageWork
 from tests.support.attention import gradient
 from tests.support.batches import batch_of, document_columns
 from tests.support.decoders import hidden_of

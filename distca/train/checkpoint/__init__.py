@@ -1,1 +1,1 @@
-"""Checkpoints: written beside training, verified byte by byte, resumed, and exported."""
+"""Save, verify, resume and export checkpoints."""

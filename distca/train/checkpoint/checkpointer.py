@@ -1,10 +1,8 @@
-"""Save a run so that it can go on, whatever killed it and on any number of ranks.
+"""Save a run in the background, and resume it on any number of ranks.
 
-Tensors are copied first and written by a background thread, so training goes on meanwhile. Every rank writes its own
-part of every tensor, under the tensor's name and with its offset in the global shape, so another number of ranks can
-read it. The stages of a pipeline have different names, which together are the model; each stage reads its own. Loading
-executes nothing and checks every byte it uses. It names checkpoints that are torn or damaged, and takes the newest good
-one.
+`save` copies the tensors, and a thread writes them while training continues. Every rank writes its part of every
+tensor with its offset in the global shape, so another number of ranks can read it. Loading executes no stored code and
+verifies every byte it uses. It skips torn and damaged checkpoints with a warning and loads the newest good one.
 """
 
 from __future__ import annotations
@@ -37,23 +35,22 @@ LOG = logging.getLogger("distca")
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """What a run needs besides the tensors to go on."""
+    """State of a run besides its tensors."""
 
-    step: int                # steps done
-    loader: dict[str, Any]   # position of the batch that comes next
-    num_ranks: int           # that saved it
+    step: int                # completed steps
+    loader: dict[str, Any]   # position of the next batch
+    num_ranks: int           # number of ranks that saved it
 
 
 class SaveError(OSError):
-    """A checkpoint was not written; the one before it is still there."""
+    """A checkpoint was not written; the previous one is kept."""
 
 
 class Checkpointer:
-    """Saves in the background, one checkpoint at a time, and resumes from the newest good one; used on every rank.
+    """Saves one checkpoint at a time in the background, and resumes from the newest good one; used on every rank.
 
-    `run` holds the settings that must not change when a run resumes; a folder of a run with other values is refused.
-    `config` is stored beside the weights for their export. `group` has the ranks that train, by default all. The folder
-    is locked until `close`.
+    `run` holds the settings that must not change on resume; checkpoints with other values are refused. `config` is the
+    config.json of an export. `group` has the training ranks, by default all. The folder is locked until `close`.
     """
 
     def __init__(
@@ -68,23 +65,23 @@ class Checkpointer:
         self._group = (group_of(dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds), "gloo")
                        if dist.is_initialized() else None)
         self._rank, self._num_ranks = _rank_of(self._group)
-        self._pending: tuple[int, Future[None]] | None = None    # the step and the save in flight
-        self._newest: int | None = None                          # saved, being saved, or resumed from
-        self._writes: dict[bool, set[str]] = {}                  # names this rank writes, without and with optimizer
+        self._pending: tuple[int, Future[None]] | None = None    # step and future of the save in flight
+        self._newest: int | None = None                          # newest step that was saved, is being saved or loaded
+        self._writes: dict[bool, set[str]] = {}                  # with optimizer? -> names that this rank writes
         self._lock: FolderLock | None = None
         self._check_folder(resume)
-        self._whole: dict[str, str] = {}                         # of all ranks together: what a checkpoint must match
+        self._whole: dict[str, str] = {}                         # dtype and shape of the whole model's tensors, by name
         for part in gather_json(describe(model), self._group):
             assert all(self._whole.get(name, found) == found for name, found in part.items())
             self._whole |= part
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed; `finish` raises the reason."""
+        """Whether the save in flight has failed; `finish` then raises the error."""
         return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
 
     def resume(self) -> TrainState | None:
-        """Load the newest good checkpoint, if there is one; a UserError if starting anew would overwrite a run."""
+        """Load the newest good checkpoint; None if there is none, a UserError if all of them are damaged."""
         damaged: list[str] = []
         for name in on_first(lambda: [path.name for path in reversed(step_folders(self.folder))], self._group):
             path = self.folder / name
@@ -110,15 +107,15 @@ class Checkpointer:
         return None
 
     def save(self, step: int, loader_state: Mapping[str, Any]) -> None:
-        """Wait for the save before, copy everything, then write it in the background. A step is saved once."""
+        """Wait for the previous save, copy everything, then write it in the background. A step is saved only once."""
         self.finish()
         if step == self._newest:
             return
         with_optimizer = len(self.optimizer.state) > 0
         tensors, _ = _named(self.model, self.optimizer, with_optimizer)
         if with_optimizer not in self._writes:
-            everyone = gather_json([part_of(*item) for item in tensors.items()], self._group)
-            self._writes[with_optimizer] = writers([[Part(*part) for part in parts] for parts in everyone])[self._rank]
+            by_rank = gather_json([part_of(*item) for item in tensors.items()], self._group)
+            self._writes[with_optimizer] = writers([[Part(*part) for part in parts] for parts in by_rank])[self._rank]
         rng = _rng_states(self.model)
         tensors = {name: tensor for name, tensor in tensors.items() if name in self._writes[with_optimizer]}
         tensors |= {f"rng.{self._rank}.{kind}": state for kind, state in rng.items()}
@@ -129,15 +126,12 @@ class Checkpointer:
         self._pending, self._newest = (step, in_background(self._write, manifest, staged)), step
 
     def finish(self) -> None:
-        """Wait until the save in flight is complete, while the process group still exists.
-
-        Raises a SaveError if it failed; the checkpoint before it is then still there.
-        """
+        """Wait until the save in flight is complete, or raise a SaveError. Needs the process group."""
         if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
         try:
-            error = future.exception(timeout=2 * self.timeout_seconds)  # its collectives give up before
+            error = future.exception(timeout=2 * self.timeout_seconds)  # its collectives time out earlier
         except TimeoutError:
             error = OSError(f"it took longer than {2 * self.timeout_seconds:g} s (run.timeout_seconds)")
         if error is None:
@@ -147,7 +141,7 @@ class Checkpointer:
         raise SaveError(f"checkpoint {self.folder / step_name(step)} was not written: {reason}") from error
 
     def close(self) -> None:
-        """Finish, and release the folder."""
+        """Finish the save in flight and unlock the folder."""
         try:
             self.finish()
         finally:
@@ -156,7 +150,7 @@ class Checkpointer:
                 self._lock = None
 
     def _candidate(self, path: Path, damaged: list[str]) -> str | None:
-        """The manifest of a checkpoint that may be good; else warns and returns None, or refuses another run's."""
+        """Return the manifest of a usable checkpoint. Otherwise warn and return None; raise if it is another run's."""
         verdict, reason = judge(path, self._whole, self.run)
         if verdict == "good":
             return folders.manifest_bytes(folders.read_manifest(path)).decode()
@@ -169,12 +163,12 @@ class Checkpointer:
         return None
 
     def _write(self, manifest: Manifest, staged: Sequence[tuple[Part, torch.Tensor]]) -> None:
-        """Write a checkpoint on all ranks, with the same outcome on all; runs on the background thread."""
+        """Write a checkpoint, on the background thread; it succeeds or fails on all ranks together."""
         target = self.folder / step_name(manifest.step)
-        sizes = gather_json(sum(about.num_bytes for about, _ in staged), self._group)
+        sizes = gather_json(sum(part.num_bytes for part, _ in staged), self._group)
         on_first(lambda: self._prepare(target, sum(sizes)), self._group)
-        everyone = gather_json(self._write_files(target, staged), self._group)
-        on_first(lambda: self._complete(target, manifest, everyone), self._group)
+        written = gather_json(self._write_files(target, staged), self._group)
+        on_first(lambda: self._complete(target, manifest, written), self._group)
 
     def _prepare(self, target: Path, num_bytes: int) -> None:
         try:
@@ -200,14 +194,14 @@ class Checkpointer:
             written["error"] = f"rank {self._rank}: {cause(error)}"
         return written
 
-    def _complete(self, target: Path, manifest: Manifest, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """On rank 0: write the manifest and remove what is no longer kept; if that fails, remove this checkpoint."""
+    def _complete(self, target: Path, manifest: Manifest, written: Sequence[Mapping[str, Any]]) -> None:
+        """On rank 0, write the manifest and prune old checkpoints; without a manifest, remove this checkpoint."""
         try:
-            for one in everyone:
-                if one["error"] is not None:
-                    raise OSError(one["error"])
-            blocks = [(Part(*about), folders.Block(*block)) for one in everyone for about, block in one["blocks"]]
-            files = {name: folders.FileFacts(*facts) for one in everyone for name, facts in one["files"].items()}
+            for rank in written:
+                if rank["error"] is not None:
+                    raise OSError(rank["error"])
+            blocks = [(Part(*part), folders.Block(*block)) for rank in written for part, block in rank["blocks"]]
+            files = {name: folders.FileFacts(*facts) for rank in written for name, facts in rank["files"].items()}
             folders.write_manifest(target, replace(manifest, files=files, tensors=tensor_table(blocks)))
             verdict, reason = judge(target, self._whole, self.run)
             if verdict != "good":
@@ -215,11 +209,11 @@ class Checkpointer:
             folders.prune(self.folder, self.keep, self._whole, self.run)
         except OSError as error:
             if not (target / folders.MANIFEST).exists():
-                shutil.rmtree(target, ignore_errors=True)        # so that there is space again
+                shutil.rmtree(target, ignore_errors=True)        # frees its space
             raise UserError(cause(error)) from None
 
     def _check_folder(self, resume: bool) -> None:
-        """Check on all ranks that the folder is writable, shared by all and used by no other run, and lock it."""
+        """Check that the folder is writable, shared by all ranks and unused by other runs, then lock it."""
         error = None
         try:
             folders.check_folder(self.folder, resume=resume)
@@ -248,14 +242,14 @@ def load(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TrainState:
-    """Fill the model and the optimizer in place, before the first backward; DamagedError if a byte has changed.
+    """Fill the model and the optimizer in place, before the first backward; raise DamagedError if a byte has changed.
 
-    Parameter groups keep the options they were built with, since a changed weight decay or learning rate is intended.
-    Random states are restored on the number of ranks that saved them.
+    Parameter groups keep their current options, because a changed learning rate or weight decay is intended. Random
+    states are restored only if the number of ranks is unchanged.
     """
     manifest = manifest or folders.read_manifest(path)
     if not manifest.optimizer:
-        optimizer.state.clear()                                  # of a newer checkpoint that turned out damaged
+        optimizer.state.clear()                                  # left by a newer checkpoint that proved damaged
     tensors, optimizer_state = _named(model, optimizer, manifest.optimizer)
     rank, num_ranks = _rank_of(group)
     rng = _rng_states(model)
@@ -277,7 +271,7 @@ def load(
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
            with_optimizer: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Every tensor by the name it is stored under, and the optimizer's state dict with the same tensors."""
+    """Return all tensors by their stored names, and the optimizer's state dict with the same tensors."""
     model_state, optimizer_state = get_state_dict(model, optimizer if with_optimizer else ())
     states = cast("dict[str, Any]", optimizer_state)
     tensors: dict[str, Any] = {f"model.{name}": value for name, value in model_state.items()}
@@ -289,7 +283,7 @@ def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def _rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in the group, and the group's size."""
+    """Return this process's rank in the group, and the group's size."""
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 

@@ -1,11 +1,8 @@
 """Export a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
 
-Tensors of any mesh are assembled one at a time and written at once: no GPU, no process group, and never more than one
-tensor in memory. Everything is written into a folder beside the target, which is renamed at the end: an export that is
-killed leaves no target, and the next export removes what it left.
-
-A run copies its tokenizer beside its checkpoints, so that an export includes it. `data.tokenizer` names one file or its
-folder, with the files that transformers wants beside it; a loaded model has them in its folder.
+It assembles and writes one tensor at a time, whatever mesh saved them, without GPU or process group. It writes into a
+temporary folder beside the target and renames that folder at the end; the next export removes the temporary folder of
+one that was killed. A run copies its tokenizer's files beside its checkpoints, so that an export includes them.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.j
 def export_newest(
     checkpoints: Iterable[Path], folder: Path, *, dtype: str | None = None, say: Callable[[str], None] = print
 ) -> None:
-    """Export the newest good one of these checkpoints, given oldest first; prints which, and those it passes over."""
+    """Export the newest good checkpoint of a list, oldest first; print its name and those of skipped checkpoints."""
     check_target(folder, "OUT")
     for path in reversed(list(checkpoints)):
         try:
@@ -56,7 +53,7 @@ def export_newest(
 
 
 def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write one checkpoint's weights as transformers loads them; `dtype` is by default the checkpoint's."""
+    """Write one checkpoint's weights in the format of transformers; `dtype` is by default the checkpoint's."""
     check_target(folder, "OUT")
     manifest = read_manifest(checkpoint)
     if not manifest.config:
@@ -82,7 +79,7 @@ def export_hf(checkpoint: Path, folder: Path, *, dtype: str | None = None, shard
 
 
 def check_target(folder: str | Path, field: str) -> None:
-    """Refuse to export over anything."""
+    """Raise a UserError if an export would overwrite something."""
     folder = Path(folder)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{field} is {str(folder)!r}, which already holds something; name a new folder")
@@ -90,7 +87,7 @@ def check_target(folder: str | Path, field: str) -> None:
 
 @contextmanager
 def _beside(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder that is renamed to `folder` at the end. First removes what killed exports left beside it."""
+    """Yield a temporary folder that is renamed to `folder` at the end; first remove those of killed exports."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     begin = f".{folder.name}.partial-"
@@ -118,7 +115,7 @@ def _beside(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder, until the process ends at the latest; False if another process has the lock."""
+    """Lock a folder within the `with` block; yield False if another process has the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +139,7 @@ def _write_shard(path: Path, names: list[str], reader: Reader, manifest: Manifes
 
 
 def _into_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names in order, as many per file as fit, at least one."""
+    """Fill shards with tensor names in order, up to `shard_bytes` and at least one name per shard."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -159,13 +156,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def keep_tokenizer(settings: Settings, checkpoints: Path) -> None:
-    """Copy the run's tokenizer beside its checkpoints, in one rename, once."""
+    """Copy the run's tokenizer beside its checkpoints, by one rename, unless a copy exists."""
     kept = checkpoints / FOLDER
     files = _files(settings)
     if kept.exists() or not files:
         return
     partial = checkpoints / f".{FOLDER}-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)                   # of a process that had this number
+    shutil.rmtree(partial, ignore_errors=True)                   # left by an earlier process with the same id
     partial.mkdir(parents=True)
     for name, source in files.items():
         shutil.copyfile(source, partial / name)
@@ -173,17 +170,17 @@ def keep_tokenizer(settings: Settings, checkpoints: Path) -> None:
         about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         end = _opened(settings, files[TOKENIZER]).end
         about |= {} if end is None else {"eos_token": end[0]}
-        (partial / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        _write_json(partial / TOKENIZER_CONFIG, about)
     partial.rename(kept)
 
 
 def kept_tokenizer(checkpoints: Path) -> list[Path]:
-    """The files that `keep_tokenizer` left there, by name."""
+    """Return the files that `keep_tokenizer` copied."""
     return [file for name in FILES if (file := checkpoints / FOLDER / name).is_file()]
 
 
 def token_ids(settings: Settings) -> dict[str, Any]:
-    """Special tokens for config.json: a loaded model's own, or the token that ends a document of the data."""
+    """Return config.json's special tokens: those of the loaded model, or the data's end-of-document token."""
     if settings.model.load:
         config = read_config(settings.model.load)
         return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
@@ -198,7 +195,7 @@ def token_ids(settings: Settings) -> dict[str, Any]:
 
 
 def _files(settings: Settings) -> dict[str, Path]:
-    """Name in the export -> file; of a named tokenizer, else of a loaded model."""
+    """Return name in the export -> file, for the tokenizer of `data.tokenizer`, else of the loaded model."""
     named = Path(settings.data.tokenizer) if settings.data.tokenizer else None
     folder = Path(settings.model.load) if settings.model.load else None
     if named is not None:

@@ -1,8 +1,7 @@
-"""A rank's tensors as safetensors files, every block hashed while it is written and while it is read.
+"""Write a rank's tensors as safetensors files, and read them back under any sharding, with checksums per block.
 
-A rank's part of a tensor is a box [offset, offset + shape) of its global shape, so that ranks with another sharding
-find their boxes among those that were written. If several ranks have the same box, one of them writes it. A box that is
-the same as when it was written is read directly into the tensor's own memory.
+A rank's part of a tensor is a box [offset, offset + shape) of the global shape; a reader with another sharding
+intersects its box with the stored ones. If several ranks have the same box, one of them writes it.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from distca.train.groups import in_background
 
 SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
                       "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
-MOST_WAITING = 64  # chunks to be hashed, and blocks: what a reader may be ahead
+MOST_WAITING = 64  # most items in the queue of the hashing thread
 
 
 class Part(NamedTuple):
-    """A rank's part of one tensor, as ranks send it to each other."""
+    """A rank's part of one tensor; ranks exchange it as JSON."""
 
     name: str
     dtype: str
-    shape: list[int]             # of the whole tensor
+    shape: list[int]             # global shape
     offset: list[int]
-    box: list[int]               # the shape of this part
+    box: list[int]               # shape of this part
 
     @property
     def num_bytes(self) -> int:
@@ -78,19 +77,19 @@ def part_of(name: str, tensor: torch.Tensor) -> Part:
 
 
 def describe(model: torch.nn.Module) -> dict[str, str]:
-    """Dtype and global shape of every tensor in this rank's model, by name."""
+    """Return dtype and global shape of every tensor in this rank's model, by name."""
     return {name: f"{dtype_name(value)} {list(value.shape)}" for name, value in get_model_state_dict(model).items()
             if isinstance(value, torch.Tensor)}
 
 
-def writers(everyone: Sequence[Sequence[Part]]) -> list[set[str]]:
-    """[rank] the names that each rank writes: every box once, by its owner with the fewest bytes so far."""
+def writers(by_rank: Sequence[Sequence[Part]]) -> list[set[str]]:
+    """Return the names that each rank writes: every box once, by the owner with the fewest bytes so far."""
     owners: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
-    for rank, parts in enumerate(everyone):
+    for rank, parts in enumerate(by_rank):
         for part in parts:
             if part.num_bytes:
                 owners.setdefault((part.name, tuple(part.offset), tuple(part.box)), []).append((rank, part.num_bytes))
-    load, names = [0] * len(everyone), [set[str]() for _ in everyone]
+    load, names = [0] * len(by_rank), [set[str]() for _ in by_rank]
     for (name, _, _), ranks in sorted(owners.items(), key=lambda item: len(item[1])):
         writer, num_bytes = min(ranks, key=lambda owner: load[owner[0]])
         load[writer] += num_bytes
@@ -99,7 +98,7 @@ def writers(everyone: Sequence[Sequence[Part]]) -> list[set[str]]:
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, list[int]]]) -> bytes:
-    """What a safetensors file begins with, for tensors of (name, dtype, shape) in the order of their bytes."""
+    """Return the header of a safetensors file with tensors (name, dtype, shape) in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -111,7 +110,7 @@ def safetensors_header(tensors: Iterable[tuple[str, str, list[int]]]) -> bytes:
 
 
 def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> tuple[FileFacts, list[tuple[Part, Block]]]:
-    """Write these parts, on the CPU, as one safetensors file, which is on disk when this returns."""
+    """Write CPU tensors as one safetensors file and fsync it."""
     head = safetensors_header((part.name.removeprefix("model."), part.dtype, part.box) for part, _ in tensors)
     blocks, at = [], len(head)
     with path.open("wb", buffering=0) as file:
@@ -128,9 +127,9 @@ def write_file(path: Path, tensors: Sequence[tuple[Part, torch.Tensor]]) -> tupl
 
 
 class Reader:
-    """Reads boxes of a checkpoint's tensors, in a `with` block whose end raises if anything that was read is damaged.
+    """Reads boxes of a checkpoint's tensors; the end of its `with` block raises if a block that was read is damaged.
 
-    A thread hashes what was read while the next is being read, so that checking takes next to no time.
+    A thread hashes each chunk while the next one is read, so verification costs almost no time.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -152,32 +151,32 @@ class Reader:
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Fill this rank's part of a tensor in place."""
-        about, into = part_of(name, tensor), local_part(tensor)
+        part, into = part_of(name, tensor), local_part(tensor)
         stored = self._stored(name)
-        if (stored.dtype, stored.shape) != (about.dtype, about.shape):
-            raise DamagedError(f"{name} is {stored.dtype} {stored.shape} there and {about.dtype} {about.shape} here")
+        if (stored.dtype, stored.shape) != (part.dtype, part.shape):
+            raise DamagedError(f"{name} is {stored.dtype} {stored.shape} there and {part.dtype} {part.shape} here")
         found = 0
         for block in stored.blocks:
-            start = [max(a, b) for a, b in zip(about.offset, block.offset, strict=True)]
-            stop = [min(a + n, b + m) for a, n, b, m in zip(about.offset, about.box, block.offset, block.shape,
+            start = [max(a, b) for a, b in zip(part.offset, block.offset, strict=True)]
+            stop = [min(a + n, b + m) for a, n, b, m in zip(part.offset, part.box, block.offset, block.shape,
                                                             strict=True)]
             size = [max(0, b - a) for a, b in zip(start, stop, strict=True)]
             if prod(size) == 0 or prod(block.shape) * into.element_size() != block.num_bytes:
                 continue
             found += prod(size)
-            if size == about.box == block.shape and into.device.type == "cpu" and into.is_contiguous():
+            if size == part.box == block.shape and into.device.type == "cpu" and into.is_contiguous():
                 self._read(block, into)
                 continue
             whole = torch.empty(block.shape, dtype=into.dtype)
             self._read(block, whole)
-            theirs = tuple(slice(a - b, a - b + n) for a, b, n in zip(start, block.offset, size, strict=True))
-            ours = tuple(slice(a - b, a - b + n) for a, b, n in zip(start, about.offset, size, strict=True))
-            into[ours].copy_(whole[theirs])
-        if found != prod(about.box):
-            raise DamagedError(f"{name} has {found} of the {prod(about.box)} elements that this rank needs")
+            in_block = tuple(slice(a - b, a - b + n) for a, b, n in zip(start, block.offset, size, strict=True))
+            in_part = tuple(slice(a - b, a - b + n) for a, b, n in zip(start, part.offset, size, strict=True))
+            into[in_part].copy_(whole[in_block])
+        if found != prod(part.box):
+            raise DamagedError(f"{name} has {found} of the {prod(part.box)} elements that this rank needs")
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor assembled from all its blocks."""
+        """Return a tensor assembled from all its blocks."""
         stored = self._stored(name)
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.fill(name, tensor)
@@ -197,7 +196,7 @@ class Reader:
         self._to_hash.put(block)
 
     def _hash(self) -> Block | None:
-        """Hash chunks of a block, then compare with the block, until None; returns the first that does not match."""
+        """Hash the queue's chunks, compare with the block that follows them, until None; return the first mismatch."""
         digest, damaged = xxhash.xxh3_64(), None
         while (item := self._to_hash.get()) is not None:
             if isinstance(item, memoryview):
@@ -218,15 +217,15 @@ class Reader:
 
 
 def tensor_table(written: Iterable[tuple[Part, Block]]) -> dict[str, StoredTensor]:
-    """The blocks of all ranks by tensor."""
+    """Return the blocks of all ranks by tensor."""
     table: dict[str, StoredTensor] = {}
-    for about, block in written:
-        table.setdefault(about.name, StoredTensor(about.dtype, about.shape, [])).blocks.append(block)
+    for part, block in written:
+        table.setdefault(part.name, StoredTensor(part.dtype, part.shape, [])).blocks.append(block)
     return table
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A contiguous CPU tensor's own memory, piece by piece."""
+    """Yield the memory of a contiguous CPU tensor in chunks, without copies."""
     if tensor.numel() == 0:
         return iter(())
     memory = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))

@@ -1,9 +1,9 @@
-"""Tell a good checkpoint folder from one that is torn, damaged, another run's or foreign.
+"""Classify checkpoint folders as good, torn, damaged, another run's or foreign, and remove old ones. Needs no torch.
 
-A checkpoint is a folder `step_00000123` of safetensors and a `manifest.json`, which is written last, in one rename. The
-manifest lists every block of every tensor with its file, offset and checksum; its own first line is the checksum of the
-rest. Nothing here is executed or trusted: bytes that do not match their checksum are damage. Only what this run wrote
-is ever removed, and only once something newer is complete. Nothing here needs torch.
+A checkpoint is a folder `step_00000123` of safetensors files and a `manifest.json`, which is written last, by a rename.
+The manifest lists every block of every tensor with its file, offset and checksum; its first line is the checksum of the
+rest. Content is untrusted until it matches its checksum. Only checkpoints of this run are removed, and only when a
+newer one is complete.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ STEP_NAME = re.compile(r"step_(\d{8,})")
 DATA_FILE = re.compile(r"(model|state)-\d{5,}\.safetensors")
 OWN_FILE = re.compile(rf"{DATA_FILE.pattern}|manifest\.json\.tmp")
 FIRST_LINE = re.compile(rb'\{"xxh3": "([0-9a-f]{16})",\n')
-CHUNK_BYTES = 2**20                                              # hashed while it is still in the cache
+CHUNK_BYTES = 2**20                                              # small enough to be hashed while in the CPU's cache
 LOG = logging.getLogger("distca")
 Verdict = Literal["good", "torn", "damaged", "another run's", "foreign"]
 
 
 class DamagedError(UserError):
-    """A checkpoint's content is not what was written, or cannot be read; the message names the file."""
+    """A checkpoint's content has changed or cannot be read; the message names the file."""
 
 
 class TornError(UserError):
-    """A checkpoint has no manifest: its save was cut short, or goes on."""
+    """A checkpoint has no manifest: its save was interrupted, or is still running."""
 
 
 class Block(NamedTuple):
-    """The box [offset, offset + shape) of a tensor, and where its bytes are."""
+    """The box [offset, offset + shape) of a tensor, stored in `num_bytes` bytes of `file` from `begin` on."""
 
     file: str
     begin: int
@@ -59,7 +59,7 @@ class Block(NamedTuple):
 
 class FileFacts(NamedTuple):
     num_bytes: int
-    header_bytes: int            # before the first block
+    header_bytes: int            # offset of the first block
     header_checksum: str
 
 
@@ -76,17 +76,17 @@ class Manifest:
     step: int
     num_ranks: int
     torch: str
-    run: dict[str, Any]          # settings that a run cannot change on its way
+    run: dict[str, Any]          # settings that must not change on resume
     optimizer: bool              # False: saved before the optimizer's first step, when it had no state
-    rng: list[str]               # devices whose random state was saved, rank by rank
+    rng: list[str]               # kinds of devices whose random states were saved, for every rank
     loader: dict[str, Any]
-    config: dict[str, Any]       # config.json of the weights' export; empty where they have none
+    config: dict[str, Any]       # config.json of an export; empty if there is none
     files: dict[str, FileFacts]
     tensors: dict[str, StoredTensor]
 
     @property
     def model(self) -> dict[str, str]:
-        """Parameter or buffer of the whole model -> dtype and global shape."""
+        """Dtype and global shape of every parameter and buffer of the whole model, by name."""
         return {name.removeprefix("model."): f"{tensor.dtype} {tensor.shape}" for name, tensor in self.tensors.items()
                 if name.startswith("model.")}
 
@@ -96,7 +96,7 @@ def checksum(content: bytes) -> str:
 
 
 def cause(error: OSError) -> str:
-    """An error in one line; a full disk is called "no space", which people search for."""
+    """Describe an error in one line; for a full disk it contains "no space", which users search for."""
     words = " ".join(str(error.strerror or error).split())
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and "no space" not in words:
         words = f"no space: {words}"
@@ -104,7 +104,7 @@ def cause(error: OSError) -> str:
 
 
 def check_folder(folder: str | Path, *, resume: bool) -> None:
-    """Refuse a folder that cannot be written, or that holds another run's checkpoints when this one starts anew."""
+    """Raise a UserError if the folder is not writable, or holds checkpoints and `resume` is False."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def check_folder(folder: str | Path, *, resume: bool) -> None:
 
 
 def judge(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """Whether a folder is a complete checkpoint of this run, by its manifest and its files' sizes; if not, why."""
+    """Classify a folder by its manifest and file sizes; return the verdict and its reason."""
     if not path.is_dir():
         return "foreign", "it is no folder"
     if not (path / MANIFEST).exists():
@@ -146,7 +146,7 @@ def judge(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> tuple
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a folder. DamagedError or TornError where it was one of ours, ValueError where it never was."""
+    """Read a folder's manifest; raise DamagedError or TornError for a bad checkpoint, UserError for other content."""
     if not os.path.lexists(path / MANIFEST):
         raise TornError(f"it has no {MANIFEST}: its save was cut short, or goes on")
     if not (path / MANIFEST).is_file():
@@ -174,14 +174,14 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """JSON whose first line is the checksum of what follows it."""
+    """Encode as JSON whose first line is the checksum of the rest."""
     written = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     rest = json.dumps(written, separators=(",", ":"))[1:].encode() + b"\n"
     return f'{{"xxh3": "{checksum(rest)}",\n'.encode() + rest
 
 
 def manifest_from(content: bytes) -> Manifest:
-    """The manifest from bytes that another rank has checked."""
+    """Decode a manifest that another rank has verified."""
     return _typed(json.loads(content))
 
 
@@ -204,7 +204,7 @@ def _typed(written: dict[str, Any]) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write the manifest in one rename; all that it lists is on disk already."""
+    """Write the manifest by a rename, after all files that it lists are on disk."""
     partial = path / f"{MANIFEST}.tmp"
     with partial.open("wb") as file:
         file.write(manifest_bytes(manifest))
@@ -233,7 +233,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def verify(path: Path) -> Manifest:
-    """Read every byte of a checkpoint; raises where one is not what was written."""
+    """Read every byte of a checkpoint; raise DamagedError if one has changed."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     blocks: dict[str, list[tuple[int, int, str]]] = {
@@ -258,7 +258,7 @@ def verify(path: Path) -> Manifest:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A file descriptor to read at offsets; a file that cannot be opened is damage."""
+    """Yield a file descriptor; raise DamagedError if the file cannot be opened."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -270,7 +270,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def check_bytes(handle: int, begin: int, into: Iterator[memoryview], expected: str, name: str) -> None:
-    """Fill the buffers in order from byte `begin` on; DamagedError unless their hash is `expected`."""
+    """Fill the buffers in order from byte `begin` on; raise DamagedError unless their hash is `expected`."""
     digest, end = xxhash.xxh3_64(), begin
     for buffer in into:
         read_at(handle, end, buffer, name)
@@ -294,7 +294,7 @@ def mismatch(name: str, begin: int, end: int) -> DamagedError:
 
 
 def prune(folder: Path, keep: int, model: Mapping[str, str], run: Mapping[str, Any]) -> None:
-    """Remove good checkpoints beyond the newest `keep`, and torn ones older than those kept; never others."""
+    """Remove good and torn checkpoints that are older than the newest `keep` good ones."""
     verdicts = [(path, judge(path, model, run)[0]) for path in step_folders(folder)]
     good = [path for path, verdict in verdicts if verdict == "good"]
     oldest_kept = good[-keep:][0]
@@ -306,7 +306,7 @@ def prune(folder: Path, keep: int, model: Mapping[str, str], run: Mapping[str, A
 
 
 def make_room(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> None:
-    """Remove what this run wrote for the same step; move anything else aside."""
+    """Remove this run's folder of the same step; rename anything else to a free name."""
     if not path.exists():
         return
     if judge(path, model, run)[0] in ("good", "torn"):
@@ -318,12 +318,12 @@ def make_room(path: Path, model: Mapping[str, str], run: Mapping[str, Any]) -> N
 
 
 def remove(path: Path) -> None:
-    (path / MANIFEST).unlink(missing_ok=True)                    # first, so that half a removal is torn
+    (path / MANIFEST).unlink(missing_ok=True)                    # first, so that an interrupted removal leaves it torn
     shutil.rmtree(path)
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the checkpoint folders, oldest first."""
     if not folder.is_dir():
         return []
     named = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]

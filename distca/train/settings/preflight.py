@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distca.corpus.tokenizers import open_tokenizer
 from distca.train.model.shape import DecoderShape, decoder_shape
@@ -205,3 +205,40 @@ def _model(settings: Settings) -> DecoderShape:
     if chosen.load:
         check_weight_files(chosen.load)
     return shape
+
+
+class MemoryKills(NamedTuple):
+    """Count of out-of-memory kills in this process's cgroup, to explain a SIGKILL, which itself gives no reason."""
+
+    file: Path | None            # None if no cgroup counts them
+    before: int
+
+    @classmethod
+    def of(cls, root: Path) -> MemoryKills:
+        """Read the count of the nearest cgroup at or above this process's that has one."""
+        try:
+            lines = (root / "proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            return cls(None, 0)
+        for _, controllers, path in (line.split(":", 2) for line in lines):
+            if controllers and "memory" not in controllers.split(","):  # v2 has none: 0::/path
+                continue
+            top, name = (("sys/fs/cgroup/memory", "memory.oom_control") if controllers else
+                         ("sys/fs/cgroup", "memory.events"))
+            own = root / top / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if (folder / name).is_file():
+                    return cls(folder / name, _oom_kills(folder / name))
+                if folder == root / top:
+                    break
+        return cls(None, 0)
+
+    def risen(self) -> bool:
+        return self.file is not None and _oom_kills(self.file) > self.before
+
+
+def _oom_kills(file: Path) -> int:
+    try:
+        return sum(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill "))
+    except (OSError, ValueError, IndexError):
+        return 0

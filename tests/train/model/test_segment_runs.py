@@ -21,7 +21,7 @@ from distca.planning.schedule import layers_of_stages
 from distca.runtime.attention import CoreAttention
 from distca.runtime.pipeline import Pipeline
 from distca.spec import ModelShape
-from distca.train.batches import step_plan
+from distca.train.batches import StageWork, step_plan
 from distca.train.model.build import connect, stage_of
 from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
@@ -29,7 +29,6 @@ from distca.train.model.parallel import parallelize
 from distca.train.model.segment_runs import HostPages, Offload, run_segments
 from distca.train.model.shape import DecoderShape
 from distca.train.settings import Settings
-from distca.train.stages import StageWork
 from tests.support.batches import batch_of
 from tests.support.decoders import hidden_of
 from tests.support.processes import run_processes
