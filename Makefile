@@ -16,7 +16,7 @@ test: $(INSTALLED) lint
 
 check: $(INSTALLED) lint
 	$(PYTEST) -m 'not slow and not multiprocess and not browser' tests/workload tests/corpus tests/cost tests/planning \
-	  tests/dispatch tests/report tests/test_api.py tests/test_baselines.py tests/test_docs.py tests/test_imports.py \
+	  tests/report tests/test_api.py tests/test_baselines.py tests/test_dispatch.py tests/test_docs.py tests/test_imports.py \
 	  tests/test_models.py tests/test_spec.py tests/test_validation.py
 
 # Floats are compared here. As on CPUs without AVX2 and without AVX-512, with two threads and with one; then as it is.

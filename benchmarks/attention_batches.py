@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca.cost.work import causal_pairs
-from distca.dispatch.build import build
+from distca.dispatch import build
 from distca.kernels import TaskRows
 from distca.models import model_named
 from distca.planning.balance import balance

@@ -40,8 +40,8 @@ from rich.table import Table
 from two_namespaces import INTERFACE, Skip, limit, network, tell
 
 from distca.models import MODELS
-from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
+from distca.runtime.pipeline import forward_segments
 from distca.runtime.transport import C10dTransport, Handle
 from distca.spec import ModelShape
 from distca.train.batches import RowPlans, StageWork
@@ -145,7 +145,7 @@ class OneAfterTheOther(StageWork):
         def run(decoder: Decoder) -> list[torch.Tensor]:
             losses = []
             for row, (tokens, labels, positions) in enumerate(self.rows[micro_batch]):
-                states = ping_pong.forward(
+                states = forward_segments(
                     list(decoder.segments), [(tokens,)], [decoder.rotary(positions)], [plans[row]], self.attention,
                     [backward_plans[row]])
                 losses.append(self.loss(decoder, states, [labels]))

@@ -33,8 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distca.baselines import at_home
-from distca.dispatch.build import build
-from distca.dispatch.tables import RankTables
+from distca.dispatch import RankTables, build
 from distca.models import model_named
 from distca.planning.balance import balance
 from distca.planning.plan import Plan

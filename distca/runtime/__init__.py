@@ -1,1 +1,1 @@
-"""Plans executed: exchanges, kernels, autograd."""
+"""Execution of plans: exchanges, kernel calls and autograd."""

@@ -1,4 +1,4 @@
-"""Core attention, disaggregated: every rank gets what attention at home would have given, computed where the plan says.
+"""Disaggregated core attention: each rank gets the result of local attention, computed on the servers of the plan.
 
 A call is three autograd nodes, so that two nano-batches can be interleaved, or one node with the same three phases:
 
@@ -6,9 +6,9 @@ A call is three autograd nodes, so that two nano-batches can be interleaved, or 
     serve    servers compute and send results back                 backward: serve
     finish   combine: homes wait and merge                         backward: dispatch q, k, v, out, dout
 
-Backward runs the nodes in reverse, and each runs the mirrored phase of the call that carries the gradients. Whatever
-order forward interleaves two calls in, backward therefore mirrors it for free. Nothing but tables lives outside
-autograd's saved tensors, so replay by activation checkpointing is an ordinary forward.
+Backward runs the nodes in reverse, and each node runs the mirrored phase of the backward call. Backward therefore
+interleaves two calls in the reverse order of forward without extra code. Only tables are kept outside autograd's saved
+tensors, so recomputation by activation checkpointing is an ordinary forward.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  #
 
 
 def not_compiled(method: Method) -> Method:
-    """Make torch.compile break its graph here; unlike torch's own decorator this keeps the types."""
+    """Make torch.compile break its graph here; unlike torch's decorator, keep the types."""
     outside: Method = torch.compiler.disable(
         method, reason="distca exchanges with other ranks, by lengths that change with every batch")
     return outside
 
 
 def once_differentiable(backward: Method) -> Method:
-    """torch's decorator, which refuses gradients of gradients, at its cost only where these are asked for."""
+    """Refuse gradients of gradients as torch's decorator does, but pay its overhead only if grad mode is on."""
     refusing = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
@@ -56,11 +56,11 @@ def once_differentiable(backward: Method) -> Method:
 
 
 class CoreAttention:
-    """Attention over a process group. Call it with a rank's own q, k, v and the plan that all ranks share.
+    """Attention over a process group. Call it with this rank's q, k, v and the plan that all ranks share.
 
-    `state="resend"` sends q, k and v again for backward, so that servers hold nothing between calls; "keep" trades
-    the servers' memory for that traffic. `kernel` is "auto" or a kernel's name, `transport` "c10d", "flat",
-    "symmetric", "auto" or a transport of your own. A `recorder` notes waits and computing.
+    `state="resend"` sends q, k and v again for backward, so servers store nothing between calls; "keep" saves that
+    traffic and costs memory on the servers. `kernel` is "auto" or a kernel's name; `transport` is "c10d", "flat",
+    "symmetric", "auto" or a Transport object. A `recorder` records waits and computation.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CoreAttention:
 
     @property
     def topology(self) -> Topology | None:
-        """The nodes of the group's ranks, for planning, if exchanges may go in two hops."""
+        """The nodes of the group's ranks, for planning, if exchanges may use two hops; otherwise None."""
         transport = self.transport
         return Topology(transport.node, np.zeros_like(transport.node)) if isinstance(
             transport, HierarchicalTransport) else None
@@ -87,11 +87,11 @@ class CoreAttention:
         scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], this rank's row of the layout -> out like q.
+        """Attend with this rank's row: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> out like q.
 
-        Where the layout has key-only slices on this rank, their keys and values stand behind its own. Gradients go by
-        the same plan, or by `backward`. `softcap` c makes c * tanh(score / c) of every score. `sinks` [heads] are one
-        more score of each query, of a key whose value is 0; they get gradients too.
+        If the layout has key-only slices on this rank, append their keys and values to the row's. Backward follows
+        the same plan, or `backward`. `softcap` c replaces each score by c * tanh(score / c). `sinks` [heads] add to
+        each query one more score, of a key whose value is 0; they get gradients too.
         """
         pending = self._pending((q, k, v, sinks), plan, backward, Scores(scale, window, softcap))
         return _Whole.apply(pending, *pending.inputs)
@@ -102,25 +102,25 @@ class CoreAttention:
         scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Pending:
-        """Send this rank's queries, keys and values to their servers. The arguments are those of a whole call."""
+        """Send this rank's queries, keys and values to their servers; takes the arguments of `__call__`."""
         pending = self._pending((q, k, v, sinks), plan, backward, Scores(scale, window, softcap))
         pending.token = _Start.apply(pending, q, k, v)
         return pending
 
     @not_compiled
     def serve(self, pending: Pending) -> None:
-        """Wait for the tasks this rank serves, compute them, send the results back."""
+        """Wait for the inputs of this rank's tasks, compute the tasks and send the results back."""
         pending.token = _Serve.apply(pending, pending.token)
 
     @not_compiled
     def finish(self, pending: Pending) -> torch.Tensor:
-        """Wait for this rank's own results."""
+        """Wait for the results of this rank's row and return them."""
         return _Finish.apply(pending, pending.token, *pending.inputs)
 
     def call(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN, backward: bool = False) -> Call:
-        """One direction of a call that has not begun; all ranks begin the same calls in the same order.
+        """Create one direction of a call. All ranks must begin the same calls in the same order.
 
-        A plan made for a window is run with it.
+        If the plan was made for a window and `scores` has none, the plan's window is used.
         """
         if scores.window is None and plan.window is not None:
             scores = replace(scores, window=plan.window)
@@ -138,14 +138,13 @@ class CoreAttention:
             announce=announce)
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
-        """Compare many plans with the other ranks at once, such as those of an optimizer step, ahead of their calls.
+        """Compare many plans, such as those of an optimizer step, with the other ranks at once, before their calls.
 
-        Every rank calls this with the same plans; a pool with dedicated servers compares them call by call.
+        Every rank must pass the same plans. Pools with dedicated servers compare plans call by call instead.
         """
         self.plans.expect(plans, device)
 
     def _pending(self, inputs: Inputs, plan: Plan, backward: Plan | None, scores: Scores) -> Pending:
-        """A call that has not begun."""
         q, k, v, sinks = inputs
         check_sinks(sinks, q)
         shapes = self._shapes(q, k, v, plan)
@@ -158,7 +157,7 @@ class CoreAttention:
         return Pending(self.call(plan, shapes, scores), self.call(way_back, shapes, scores, backward=True), inputs)
 
     def _shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Shapes:
-        """The shapes of tensors that fit the plan; each combination of shapes, dtypes and devices is checked once."""
+        """Check once per set of shapes, dtypes and devices that tensors fit the plan; return their shapes."""
         about = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         checked = self.plans.facts(plan).checked
         found = checked.get(about)
@@ -186,7 +185,7 @@ class CoreAttention:
 
 @dataclass(slots=True)
 class Pending:
-    """A call between its autograd nodes: the token orders them, the inputs are saved by the last one."""
+    """A call between its autograd nodes: the token orders the nodes, the last node saves the inputs."""
 
     forward: Call
     backward: Call
@@ -195,7 +194,7 @@ class Pending:
 
 
 class _Whole(torch.autograd.Function):
-    """A call that is not interleaved: three phases each way in one node, at a third of the host's time for nodes."""
+    """A call that is not interleaved: one node runs all three phases, for a third of the host's autograd overhead."""
 
     @staticmethod
     def forward(
@@ -212,7 +211,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors      # may replay a forward, so before the first phase
+        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors      # may recompute a forward: read before any phase
         call: Call = ctx.call
         call.dispatch(q, k, v, out, dout, lse)
         call.serve(*kept)
@@ -244,7 +243,7 @@ class _Serve(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept = ctx.saved_tensors                                 # may replay a forward, so before this phase
+        kept = ctx.saved_tensors                                 # may recompute a forward: read before the phase
         ctx.call.serve(*kept)
         return None, grad
 
@@ -263,13 +262,13 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors             # may replay a forward, so before this phase
+        q, k, v, out, lse, sinks = ctx.saved_tensors             # may recompute a forward: read before the phase
         ctx.call.dispatch(q, k, v, out, dout, lse)
         dsinks = None if sinks is None else gradient_of_sinks(dout, out, lse, sinks)
         return None, dout.new_zeros(()), None, None, None, dsinks
 
 
 def _combined(call: Call, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the row over all its keys and the sinks, which count once, after all parts are merged."""
+    """Return out and lse of the row over all its keys; sinks are added once, after all parts are merged."""
     out, lse = call.combine()
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

@@ -1,12 +1,12 @@
 """One attention call on one rank: three phases forward, and the same three backward.
 
-    dispatch   homes send the servers what they need: q, k and v; in backward also out, its gradient and log-sum-exp
-    serve      servers wait for it, run the kernel and send the results back
-    combine    homes wait for their results; the parts of a token that several servers computed are merged or summed
+    dispatch   homes send q, k and v to servers; in backward also out, its gradient and the log-sum-exp
+    serve      servers wait for these tensors, run the kernel and send the results back
+    combine    homes wait for results; if several servers computed parts of a token, the parts are merged or summed
 
-A rank is a home and a server at once, or one of them with nothing to do as the other. Between its phases a call holds
-what is in flight; before dispatch and after combine it holds nothing. Backward is a call of its own. It may follow
-another plan, since nothing of the forward stays with its servers unless they `keep` their inputs.
+A rank is both a home and a server, possibly with nothing to do as one of them. A call holds tensors only between its
+phases, while they are in flight. Backward is a separate call and may follow another plan, since servers store nothing
+of the forward unless they `keep` their inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distca.runtime.recorder import Recorder
 
 
 class Phase(Enum):
-    """What a call does in one direction, in this order."""
+    """The phases of one direction of a call, in order."""
 
     DISPATCH = "dispatch"
     SERVE = "serve"
@@ -34,7 +34,7 @@ class Phase(Enum):
 
 
 class Call(ABC):
-    """One direction of a call. `announce` sends dedicated servers each phase before this rank runs it."""
+    """One direction of a call. `announce` announces each phase to dedicated servers before this rank runs it."""
 
     def __init__(
         self, plans: PlanCache, plan: Plan, shapes: Shapes, *, scores: Scores = PLAIN, keep: bool = False,
@@ -47,23 +47,23 @@ class Call(ABC):
 
     @abstractmethod
     def dispatch(self, *row: torch.Tensor) -> None:
-        """Home: begin, and send this row's tensors to the servers."""
+        """Home: begin the call and send this row's tensors to the servers."""
 
     @abstractmethod
     def serve(self, *kept: torch.Tensor) -> Tensors:
-        """Server: compute its tasks and send the results back."""
+        """Server: compute this rank's tasks and send the results back."""
 
     def combine(self) -> Tensors:
-        """Home: the results of this row."""
+        """Home: wait for this row's results and return them."""
         self._enter(Phase.COMBINE)
         return self._receive()
 
     @abstractmethod
     def empty_row(self) -> Tensors:
-        """What a rank without tokens dispatches."""
+        """Return the tensors that a rank without tokens dispatches."""
 
     def run_without_tokens(self, phase: Phase) -> None:
-        """The phase of a rank that brings no tokens: a dedicated server, or a stage that would idle."""
+        """Run a phase on a rank that has no tokens: a dedicated server or an idle stage."""
         if phase is Phase.DISPATCH:
             self.dispatch(*self.empty_row())
         elif phase is Phase.SERVE:
@@ -83,7 +83,7 @@ class Call(ABC):
         self._started = exchange, exchange.start(tensors, check)
 
     def _receive(self) -> Tensors:
-        """What arrived and what stayed, unpacked."""
+        """Wait for the exchange and unpack the received and the local tensors."""
         assert self._started is not None
         (exchange, last_hop), self._started = self._started, None
         with self._noted("exchange", "wait", exchange.num_bytes) if exchange.moves else nullcontext():
@@ -99,13 +99,13 @@ class ForwardCall(Call):
     """q, k, v -> out and log-sum-exp."""
 
     def dispatch(self, *row: torch.Tensor) -> None:
-        """The row's q, k and v."""
+        """Send the row's q, k and v."""
         prepared = self._enter(Phase.DISPATCH)
         is_new = self.plans.comes_up_anew(self.plan)
-        self._send(prepared.inputs, row, is_new or self.shapes.device.type == "cpu")  # checking waits for a GPU
+        self._send(prepared.inputs, row, is_new or self.shapes.device.type == "cpu")  # a check synchronizes with a GPU
 
     def serve(self, *kept: torch.Tensor) -> Tensors:
-        """Returns this server's q, k and v, for those who keep them."""
+        """Run the kernel, send out and lse; return this server's q, k and v, which `keep` saves for backward."""
         prepared = self._enter(Phase.SERVE)
         q, k, v = self._receive()
         with self._noted("attention forward", "attention"):
@@ -121,7 +121,7 @@ class BackwardCall(Call):
     """q, k, v, out, its gradient and log-sum-exp -> dq, dk, dv."""
 
     def dispatch(self, *row: torch.Tensor) -> None:
-        """The row's q, k, v, out, dout and lse; where servers keep q, k and v, these stay."""
+        """Send the row's q, k, v, out, dout and lse; without q, k and v if the servers keep them."""
         prepared = self._enter(Phase.DISPATCH)
         if self.keep:
             self._send(prepared.kept_backward_inputs, row[3:])
@@ -129,7 +129,7 @@ class BackwardCall(Call):
             self._send(prepared.backward_inputs, row)
 
     def serve(self, *kept: torch.Tensor) -> Tensors:
-        """`kept` are the q, k and v that this server's forward returned, where it keeps them."""
+        """Run the kernel and send gradients; `kept` are forward's q, k and v, if the server keeps them."""
         prepared = self._enter(Phase.SERVE)
         q, k, v, out, dout, lse = *kept, *self._receive()
         with self._noted("attention backward", "attention"):

@@ -1,8 +1,8 @@
-"""Tables of blocks for copies in one launch: which bytes of which tensor go where, made once per plan.
+"""Block tables for copying all fields of an exchange in one launch, built once per plan.
 
-Tables count in units: the largest power of two up to 16 bytes that divides a token of every field exchanged, so that
-any heads and dims fit; in bf16, dims that 8 divides and heads that 4 divides give 16 bytes, the fastest. A few runs
-make a hundred thousand blocks, so runs are laid out here and the device cuts them. Importing this needs no triton.
+Tables count in units: the largest power of two up to 16 bytes that divides a token of every exchanged field, so any
+number of heads and dims works. The fastest unit, 16 bytes, needs in bf16 dims divisible by 8 and heads divisible by 4.
+A few runs can make 100,000 blocks, so the host lays out runs and the device cuts them. This module needs no triton.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from distca.columns import spread
-from distca.dispatch.tables import Side
+from distca.dispatch import Side
 from distca.runtime.exchange import ALIGNMENT, STAMP_BYTES, Combine, Dispatch, Packing, WireLayout
 
-COPY_BYTES = 2**15  # one program's share of a copy
-PART_BYTES = 2**14  # and of a sum or a merge
+COPY_BYTES = 2**15  # per program, in a copy
+PART_BYTES = 2**14  # per program, in a sum or a merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class Copies:
 
     table: torch.Tensor  # int64 [blocks, 5]: source, target, first unit of the source, first unit of the target, units
     unit: int            # bytes
-    block: int           # most bytes of a block; a power of two
+    block: int           # maximum bytes of a block; a power of two
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Blocks of rows to fill with the sum of their parts, which come in the order of the dispatch tables."""
+    """Blocks of rows to fill with the sum of their parts, in the order of the dispatch tables."""
 
     table: torch.Tensor  # int64 [blocks, 6]: field, first unit, units, offset in its interval, its parts [a, b)
-    parts: torch.Tensor  # int64 [parts, 2]: on the wire or in the own buffer, unit where the interval begins there
+    parts: torch.Tensor  # int64 [parts, 2]: whether on the wire (or local), first unit of the interval there
     unit: int            # bytes
-    block: int           # most bytes of a block
+    block: int           # maximum bytes of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +46,24 @@ class Merges:
     """Blocks of (token, head) pairs to fill with the merged attention of their parts."""
 
     table: torch.Tensor  # int64 [blocks, 5]: first pair, pairs, offset in its interval, its parts [a, b)
-    parts: torch.Tensor  # int64 [parts, 3]: on the wire or own, where the interval begins: unit of out, pair of lse
+    parts: torch.Tensor  # int64 [parts, 3]: whether on the wire (or local), first unit of out, first pair of lse
     unit: int            # bytes of out
-    block: int           # most pairs of a block; a power of two
+    block: int           # maximum pairs of a block; a power of two
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Tokens of a row that have the same parts: own runs first, then those that come back, in the tables' order."""
+    """Intervals of a row whose tokens have the same parts: local runs first, then received runs, in table order."""
 
     begin: np.ndarray    # [intervals]
     length: np.ndarray   # [intervals]
     first: np.ndarray    # [intervals + 1] into the columns below
-    run: np.ndarray      # [parts] own runs, then runs that come back
-    offset: np.ndarray   # [parts] where the interval begins in the run
+    run: np.ndarray      # [parts] local runs, then received runs
+    offset: np.ndarray   # [parts] first token of the interval in the run
 
 
 def packing(exchange: Packing, device: torch.device, block: int) -> Copies:
-    """Copies of all fields onto the wire; the stamp is one more source behind them."""
+    """Return the copies of all fields onto the wire; the stamp is the last source."""
     runs = [(field, 0, start * size, at, tokens * size)
             for field, (size, copies) in enumerate(zip(exchange.token_bytes, exchange.leaving.copies, strict=True))
             for start, at, tokens in copies]
@@ -72,7 +72,7 @@ def packing(exchange: Packing, device: torch.device, block: int) -> Copies:
 
 
 def unpacking(exchange: Dispatch, device: torch.device, block: int) -> Copies:
-    """Copies of the wire (source 0) and of the row's tensors (sources 1 and on) into the server's buffers."""
+    """Return the copies from the wire (source 0) and the row's tensors (sources 1 and on) into the server's buffers."""
     runs: list[tuple[int, int, int, int, int]] = []
     for field, size in enumerate(exchange.token_bytes):
         runs += [(0, field, at, start * size, tokens * size) for start, at, tokens in exchange.arriving.copies[field]]
@@ -86,7 +86,7 @@ def _copies(
 ) -> Copies:
     """Cut runs (source, target, first byte of the source, first byte of the target, bytes) into blocks.
 
-    Blocks that read the same bytes follow each other, for the cache: keys often go to many servers.
+    Blocks that read the same bytes are adjacent, to hit the cache: keys are often sent to many servers.
     """
     unit = gcd(ALIGNMENT, *token_bytes)
     columns = np.array(runs, dtype=np.int64).reshape(-1, 5)
@@ -101,7 +101,7 @@ def _copies(
 def chunks(
     length: np.ndarray, block: int, at: np.ndarray, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut runs that begin `at` at every multiple of `block`; returns each piece's run, begin in the run and length."""
+    """Cut runs that begin at `at` at every multiple of `block`; return each piece's run, offset in it and length."""
     phase = at % block
     num = -(-(phase + length) // block) * (length > 0)
     of_run = _upload(np.stack([num, np.cumsum(num) - num, phase, length]), device)
@@ -127,14 +127,14 @@ def intervals(side: Side) -> Intervals:
 
 
 def _offsets(side: Side, of: Intervals, field: int, size: int, arriving: WireLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Per part: whether it is on the wire, and where its interval begins, in bytes of the wire or of the own buffer."""
+    """Return per part whether it is on the wire, and its interval's byte offset on the wire or in the local buffer."""
     begin = np.concatenate([side.local.buffer * size,
                             np.array([at for _, at, _ in arriving.copies[field]], dtype=np.int64)])
     return of.run >= len(side.local.row), begin[of.run] + of.offset * size
 
 
 def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
-    """Sums of all fields, except those whose results are the row's already."""
+    """Return the sums of all fields, except fields whose buffer already is the row."""
     unit = gcd(ALIGNMENT, *exchange.token_bytes)
     blocks, parts = [_upload(np.empty((0, 6)), device)], [np.empty((0, 2), dtype=np.int64)]
     for field, (side, size) in enumerate(zip(exchange.sides, exchange.token_bytes, strict=True)):
@@ -150,7 +150,7 @@ def sums(exchange: Combine, device: torch.device, block: int) -> Sums:
 
 
 def merges(exchange: Combine, device: torch.device, block: int) -> Merges:
-    """Merges of out and log-sum-exp; `block` is in bytes of out."""
+    """Return the merges of out and log-sum-exp; `block` is in bytes of out."""
     assert exchange.merged_heads is not None
     side, heads, (out_size, lse_size) = exchange.sides[0], exchange.merged_heads, exchange.token_bytes
     unit, pairs = gcd(ALIGNMENT, out_size), max(1, block >> (out_size // heads - 1).bit_length())

@@ -1,8 +1,8 @@
-"""Servers that do nothing else: ranks beyond the layout's, which own no tokens and have no model.
+"""Dedicated servers: ranks beyond the layout's ranks, which own no tokens and have no model.
 
-Every training rank serves in place, phase by phase of its own calls. A dedicated rank cannot know which call comes
-next, so the first trainer announces every phase to it. It holds nothing between a call's forward and its backward, so
-any of its tasks could run again elsewhere.
+Training ranks serve within the phases of their calls. A dedicated server cannot know which call comes next, so the
+first trainer announces every phase to it. It stores nothing between a call's forward and backward, so any of its tasks
+could be rerun on another rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype
 
 
 class Serving(Protocol):
-    """What CoreAttention is to a server."""
+    """The part of CoreAttention that a server uses."""
 
     @property
     def transport(self) -> Transport: ...
@@ -38,18 +38,18 @@ class Serving(Protocol):
 
 
 class Announcement(NamedTuple):
-    """One phase of one direction of a call."""
+    """Message about one phase of one direction of a call."""
 
     phase: Phase
     backward: bool
     call: int
     digest: int
-    plan: Plan | None    # sent only if the servers do not have it
-    shapes: Shapes       # on the server's own device
+    plan: Plan | None    # None if the servers have cached it
+    shapes: Shapes       # on the server's device
     scores: Scores
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, and the plan behind it: data, which a server checks and never runs."""
+        """Encode as a line of JSON followed by the plan: plain data, which a server validates and never executes."""
         heads, kv_heads, head_dim, dtype, _, value_dim = self.shapes
         about = {"phase": self.phase.value, "backward": self.backward, "call": self.call, "digest": self.digest,
                  "sizes": (heads, kv_heads, head_dim, value_dim), "dtype": str(dtype).removeprefix("torch."),
@@ -71,7 +71,7 @@ class Announcement(NamedTuple):
 
 
 class Announcer:
-    """The first trainer's side of all calls; both sides see the same announcements and so evict identical plans."""
+    """The first trainer's announcements; both ends see the same sequence, so their caches evict the same plans."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -79,7 +79,7 @@ class Announcer:
         self._calls = 0
 
     def about(self, plan: Plan, digest: int, backward: bool, shapes: Shapes, scores: Scores) -> Callable[[Phase], None]:
-        """A function that announces each phase of one more call to the servers."""
+        """Return a function that announces each phase of a new call to the servers."""
         self._calls += 1
         about = Announcement(Phase.DISPATCH, backward, self._calls, digest, None, shapes, scores)
         return partial(self._announce, plan, about)
@@ -93,14 +93,14 @@ class Announcer:
 
 
 def serve_until_stopped(attention: Serving, device: torch.device | str = "cpu") -> int:
-    """A dedicated rank's loop: run every announced phase until `stop_servers`; returns the number of calls served."""
+    """Run every announced phase on a dedicated server until `stop_servers`; return the number of calls served."""
     calls: dict[int, Call] = {}
     plans: LRU[int, Plan] = LRU(PLANS_KEPT)
     served = 0
     while content := attention.transport.receive_message():
         about = Announcement.from_bytes(content, torch.device(device))
         plan = about.plan or plans.get(about.digest)
-        assert plan is not None, "the announcer knows which plans are kept here"
+        assert plan is not None, "the announcer sends plans that are not cached here"
         plans.put(about.digest, plan)
         if about.phase is Phase.DISPATCH:
             calls[about.call] = attention.call(plan, about.shapes, about.scores, about.backward)
@@ -114,7 +114,7 @@ def serve_until_stopped(attention: Serving, device: torch.device | str = "cpu") 
 
 
 def stop_servers(attention: Serving, plan: Plan | int) -> None:
-    """End the loop of every dedicated server. Any trainer may call it, only the first one sends.
+    """End the loop of every dedicated server; may be called on all trainers, but only the first one sends.
 
     `plan` is any plan of the pool, or the number of ranks that own tokens.
     """

@@ -1,12 +1,12 @@
-"""One exchange between homes and servers: tensors go onto the wire, in one hop or two, and come off it.
+"""Exchange tensors between homes and servers: pack them onto the wire, send them in one hop or two, and unpack them.
 
-The wire has one split per peer. A split holds several fields one after another (queries, keys, values; or outputs and
-log-sum-exps), each field's runs in table order, so nothing on it needs a header. Where everything lies is worked out
-once per plan. Here torch packs, on any device; `exchange_triton` does the same in one launch.
+The wire, a uint8 tensor, has one split per peer. A split holds several fields in sequence (queries, keys, values; or
+outputs and log-sum-exps), each field's runs in table order, so it needs no headers. Offsets are computed once per plan.
+This module packs with torch on any device; `exchange_triton` does the same in one launch.
 
-Two hops are one between nodes and one inside them. On the way to servers the hop between nodes, the slow one, comes
-first, on the way back it comes last. Neither stops the rank: the second hop starts as soon as the first has arrived,
-beside whatever is computed meanwhile, and only the second is waited for.
+With two hops, one is between nodes and one inside them. The slower hop, between nodes, comes first on the way to
+servers and last on the way back. Neither blocks the rank: the second hop starts when the first has arrived, while the
+rank computes, and the rank waits only for the second.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca.dispatch.tables import RankTables, Runs, Side
+from distca.dispatch import RankTables, Runs, Side
 from distca.kernels.interface import accumulation_dtype, merge
 from distca.runtime.transport import Handle, Relay, Transport
 from distca.validation import UserError
 
-ALIGNMENT = 16  # bytes; every field of a split begins on it, whatever its element size
+ALIGNMENT = 16  # bytes; every field of a split begins at a multiple of it
 STAMP_BYTES = 16
 
 Tensors = tuple[torch.Tensor, ...]
-Fields = Sequence[tuple[str, int]]  # ("q" or "k": whose tokens they belong to, bytes of a token)
+Fields = Sequence[tuple[str, int]]  # ("q" or "k": whether per query or per key token, bytes of a token)
 Copy = tuple[int, int, int]  # (first token, first token or byte of the other side, tokens)
 Part = tuple[int, int, int, int]  # (first token in the row, source, first token in the source, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class WireLayout:
-    """Where every run of every field lies on one side of the wire."""
+    """Byte offsets of every run of every field, for sending or for receiving."""
 
     splits: list[int]            # bytes per peer
     num_bytes: int
     copies: list[list[Copy]]     # per field: (first token, first byte on the wire, tokens)
-    stamps: dict[int, int]       # peer -> first byte of its split, kept free for a stamp; may be none
+    stamps: dict[int, int]       # peer -> first byte of its split, reserved for a stamp; may be empty
 
     @classmethod
     def of(
         cls, runs: Sequence[Runs], token_bytes: Sequence[int], num_ranks: int, *, stamped: bool = False
     ) -> WireLayout:
-        """Lay out one field per entry of `runs`; `stamped` leaves room for a stamp ahead of every non-empty split."""
+        """Lay out one field per entry of `runs`; `stamped` reserves a stamp at the start of each non-empty split."""
         tokens = [one.tokens_per_peer(num_ranks) for one in runs]
         per_peer = np.array([count * size for count, size in zip(tokens, token_bytes, strict=True)])  # [field, peer]
         per_peer += -per_peer % ALIGNMENT
@@ -67,7 +67,7 @@ class WireLayout:
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, wire: torch.Tensor, field: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """A field's runs on the wire, in table order, with the dtype and trailing dimensions of `like`."""
+        """Return views of a field's runs on the wire, in table order, with `like`'s dtype and trailing dimensions."""
         if not self.copies[field]:
             return []
         elements, trailing = wire.view(like.dtype), like.shape[1:]
@@ -81,21 +81,21 @@ class WireLayout:
 
 @dataclass(frozen=True, slots=True)
 class Packing(ABC):
-    """How tensors of one rank get onto the wire and off it, in one hop."""
+    """How one rank packs its tensors onto the wire and unpacks the received ones, in one hop."""
 
     sides: Sequence[Side]         # per field: queries or keys
     token_bytes: Sequence[int]    # per field
     leaving: WireLayout
     arriving: WireLayout
-    passes_through: bool          # nothing arrives and `unpack` returns the tensors themselves
-    stamp: torch.Tensor | None    # uint8 [STAMP_BYTES], the plan's digest: on every split, or on none
+    passes_through: bool          # nothing is received and `unpack` returns its input tensors
+    stamp: torch.Tensor | None    # uint8 [STAMP_BYTES], the plan's digest, sent in every split; or None
 
     def ready(self, tensors: Tensors) -> Tensors:
-        """The tensors in the form that `pack` and `unpack` read."""
+        """Convert the tensors to the form that `pack` and `unpack` read."""
         return tensors
 
     def pack(self, tensors: Tensors) -> torch.Tensor:
-        """The wire: uint8, one split per peer."""
+        """Copy the tensors onto a new wire: uint8, one split per peer."""
         wire = self.leaving.empty(tensors[0].device)
         to = [wire.narrow(0, at, STAMP_BYTES) for at in self.leaving.stamps.values()]
         source = [self.stamp for _ in to if self.stamp is not None]
@@ -107,10 +107,10 @@ class Packing(ABC):
 
     @abstractmethod
     def unpack(self, wire: torch.Tensor | None, tensors: Tensors) -> Tensors:
-        """What arrived on the wire, if anything, together with what stays of this rank's own tensors."""
+        """Combine the received wire, if any, with the part of this rank's own tensors that was not sent."""
 
     def mismatched(self, wire: torch.Tensor) -> list[int]:
-        """Peers whose splits carry another stamp; waits for the wire."""
+        """Return the peers whose splits carry another stamp; synchronizes with the device."""
         carried = [wire[at:at + STAMP_BYTES] for at in self.arriving.stamps.values()]
         if self.stamp is None or not carried:
             return []
@@ -121,9 +121,9 @@ class Packing(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Packing):
-    """The row's tensors go from homes to servers."""
+    """Homes send the row's tensors to servers."""
 
-    local: Sequence[list[Copy]]   # per field: (in the row, in the buffer, tokens) of what stays home
+    local: Sequence[list[Copy]]   # per field: (offset in the row, offset in the buffer, tokens) of local runs
 
     @classmethod
     def of(cls, tables: RankTables, fields: Fields, stamp: torch.Tensor | None = None) -> Dispatch:
@@ -134,7 +134,7 @@ class Dispatch(Packing):
         return cls(sides, sizes, leaving, arriving, all(side.is_row for side in sides), stamp, local)
 
     def unpack(self, wire: torch.Tensor | None, row: Tensors) -> Tensors:
-        """The server's buffers: what arrived and what stays home, in task order."""
+        """Return the server's buffers, filled from the wire and from local runs."""
         if self.passes_through:
             return row
         buffers = self.buffers(row)
@@ -149,17 +149,17 @@ class Dispatch(Packing):
         return buffers
 
     def buffers(self, row: Tensors) -> Tensors:
-        """Reuse the row's tensor where it is the server's buffer; otherwise allocate."""
+        """Reuse the row's tensor if the server's buffer equals the row; otherwise allocate."""
         return tuple(tensor if side.is_row else tensor.new_empty((side.buffer_tokens, *tensor.shape[1:]))
                      for tensor, side in zip(row, self.sides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Combine(Packing):
-    """The servers' results go back to homes, where the parts of each token are merged or summed in float32 or wider."""
+    """Servers send results back to homes, which merge or sum the parts of each token in float32 or wider."""
 
     parts: Sequence[RowParts]     # per field
-    merged_heads: int | None      # of out and log-sum-exp, if these are the fields, which merge; else all are summed
+    merged_heads: int | None      # heads, if the fields are out and log-sum-exp, which merge; None: sum
 
     @classmethod
     def of(cls, tables: RankTables, fields: Fields, merged_heads: int | None = None) -> Combine:
@@ -171,7 +171,7 @@ class Combine(Packing):
                    [parts[name] for name, _ in fields], merged_heads)
 
     def unpack(self, wire: torch.Tensor | None, buffers: Tensors) -> Tensors:
-        """The row's results: own ones and those that arrived, merged or summed in the order of the tables."""
+        """Return the row's results: local and received parts, merged or summed in table order."""
         if self.passes_through:
             return buffers
         rows = self.rows(buffers)
@@ -193,9 +193,9 @@ class Combine(Packing):
 
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """Where a row's results come from: each token's first part is copied, parts of other servers are folded into it.
+    """Sources of a row's results: each token's first part is copied, parts from other servers are folded into it.
 
-    Sources are numbered: 0 is this rank's own server buffer, 1 + i the i-th run that comes back.
+    Source 0 is this rank's server buffer, source 1 + i the i-th received run.
     """
 
     copies: list[Part]
@@ -203,7 +203,7 @@ class RowParts:
 
     @classmethod
     def of(cls, side: Side) -> RowParts:
-        """For results that come back along what `side` sent and kept."""
+        """Build the parts for results of the runs that `side` sent or served locally."""
         parts = [(row, 0, buffer, tokens) for row, buffer, tokens in _tuples(
             side.local.row, side.local.buffer, side.local.length)]
         parts += [(row, 1 + run, 0, tokens) for run, (row, tokens) in enumerate(_tuples(
@@ -222,7 +222,7 @@ class RowParts:
     def fill(
         self, rows: Tensors, sources: tuple[list[torch.Tensor], ...], fold: Callable[[Tensors, Tensors], None]
     ) -> None:
-        """Fill each of `rows` from its sources; `fold` takes a part into the running result of all fields at once."""
+        """Fill each of `rows` from its sources; `fold` adds a part to the running result of all fields at once."""
         running = rows if not self.folds else tuple(
             row if row.dtype is (wide := accumulation_dtype(row.dtype)) else row.to(wide) for row in rows)
         _copy_all([row.narrow(0, start, tokens) for row in running for start, _, _, tokens in self.copies],
@@ -238,12 +238,12 @@ class RowParts:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One hop of an exchange: how tensors are packed, who carries them, and whether any rank sends in it."""
+    """One hop of an exchange: its packing, its transport, and whether any rank sends in it."""
 
     packing: Packing
     transport: Transport
     moves: bool
-    ranks: Sequence[int]          # of the transport's ranks in the pool
+    ranks: Sequence[int]          # the pool rank of each of the transport's ranks
 
     def start(self, tensors: Tensors, check: bool) -> UnderWay:
         own = self.packing.ready(tensors)
@@ -254,7 +254,7 @@ class Hop:
 
 @dataclass(slots=True)
 class UnderWay:
-    """A hop that was started: what is on the wire, and this rank's own tensors, part of which stays."""
+    """A started hop: its handle, and this rank's own tensors, of which local runs are read at the end."""
 
     hop: Hop
     own: Tensors
@@ -267,9 +267,9 @@ class UnderWay:
             self.wire = self.handle.wait()
 
     def unpack(self, streams: bool) -> Tensors:
-        """Unpack what arrived; raises if a split carries another plan's stamp.
+        """Unpack the received tensors; raise if a split carries another plan's stamp.
 
-        With `streams`, another stream than the current one may have made the tensors.
+        Set `streams` if the tensors may come from another stream than the current one.
         """
         for tensor in (*self.own, self.wire) if streams else ():
             if tensor is not None and tensor.is_cuda:
@@ -281,24 +281,24 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What homes and servers send each other in one phase of a call, in one hop, or in two with a relay between."""
+    """The messages between homes and servers after one phase of a call: one hop, or two with a relay."""
 
-    hops: tuple[Hop, ...]         # in the order that tensors take
+    hops: tuple[Hop, ...]         # in sending order
     outer: Packing                # of the hop between all ranks
     relay: Relay | None = None
 
     @property
     def moves(self) -> bool:
-        """Whether any rank sends anything: the same on all ranks of a node."""
+        """Whether any rank sends anything; the same on all ranks of a node."""
         return any(hop.moves for hop in self.hops)
 
     @property
     def num_bytes(self) -> int:
-        """Sent and received by this rank; of two hops, between nodes."""
+        """Bytes sent and received by this rank; with two hops, only those of the hop between all ranks."""
         return self.outer.leaving.num_bytes + self.outer.arriving.num_bytes
 
     def start(self, tensors: Tensors, check: bool = False) -> Callable[[], UnderWay]:
-        """Send these; the result waits for the last hop to start. With `check`, what arrives must carry the stamp."""
+        """Start sending; the returned function waits for the last hop to start. `check` compares received stamps."""
         first = self.hops[0].start(tensors, check)
         if self.relay is None:
             return lambda: first

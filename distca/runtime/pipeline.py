@@ -1,25 +1,37 @@
-"""Run one rank's part of a pipeline step, tick by tick.
+"""Run a decoder's segments over one or two rows, and one rank's part of a pipeline step tick by tick.
 
-In a same-phase tick every rank of every stage takes part in every attention call: active stages bring the rows of their
-micro-batch, idle ones an empty row, and all serve what the tick's plans give them. The calls of a tick are numbered by
-depth, the layer inside its stage. A stage with fewer layers than others is idle at the depths it does not have, the
-last of a forward and the first of a backward. Activations and gradients travel to the neighbouring stage while the next
-tick runs. Ticks that mix phases, as 1F1B's do, run the same way without the idle ones: attention is then among the data
-ranks of a stage, which run the same thing at the same time.
+**Rows.** With one row, every exchange is waited for. With two nano-batches, ping and pong, one computes while the other
+is exchanged:
+
+    ping:  segment  start ······  serve ·····  finish  segment  start ···
+    pong:           segment  start ······  serve ·····  finish  segment …
+
+Between sending for one row and using the result, the rank computes for the other row. Autograd runs the same order in
+reverse, so communication is hidden in backward too. If a document is in both rows, pong's queries read ping's keys,
+which are available because ping is ahead in every layer. In backward pong comes first, so ping's keys have all their
+gradients when ping needs them.
+
+**Ticks.** In a same-phase tick every rank of every stage takes part in every attention call: active stages bring the
+rows of their micro-batch, idle stages an empty row, and all serve the tasks that the tick's plans assign to them. The
+calls of a tick are numbered by depth, the layer inside its stage. A stage with fewer layers is idle at the depths it
+lacks: the last of a forward and the first of a backward. Activations and gradients are sent to the neighbouring stage
+while the next tick runs. Ticks that mix phases (1F1B) run the same way, but attention is then only among the data ranks
+of a stage, which all run the same phase at the same time, and idle stages do not take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from distca.planning.plan import Plan
 from distca.planning.schedule import IDLE, Ticks
-from distca.runtime.attention import CoreAttention
+from distca.runtime.attention import CoreAttention, Pending
 from distca.runtime.call import Phase
 from distca.runtime.prepared import Shapes
 from distca.runtime.transport import Handle, PointToPoint
@@ -29,28 +41,28 @@ RowPlans = Sequence[Sequence[Plan]]  # [row][depth]
 
 
 class Stage(Protocol):
-    """What a rank computes between attention calls, and what it takes from its neighbours."""
+    """The model part of one pipeline stage: it computes between attention calls and receives from neighbours."""
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def shapes(self) -> Shapes:
-        """Of this rank's attention, for the calls to which it brings no tokens."""
+        """Shapes of this rank's attention tensors, for calls in which it has no tokens."""
 
     def activations(self, micro_batch: int) -> list[torch.Size]:
-        """Shape of each row's activations between stages."""
+        """Return the shape of each row's activations between stages."""
 
     def empty(self) -> torch.Tensor:
-        """Any tensor with the dtype and device of activations."""
+        """Return any tensor with the dtype and device of activations."""
 
     def forward(
         self, micro_batch: int, received: Sequence[torch.Tensor], plans: RowPlans, backward_plans: RowPlans
     ) -> list[torch.Tensor]:
-        """Activations of every row for the next stage; on the last stage the loss. The first stage receives nothing."""
+        """Return each row's activations for the next stage, or the loss on the last; the first receives nothing."""
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Stands around each micro-batch's backward; `last` on the step's last one."""
+        """Return a context for one micro-batch's backward; `last` marks the step's last one."""
 
 
 class _Live(NamedTuple):
@@ -61,22 +73,22 @@ class _Live(NamedTuple):
 
 
 class Pipeline:
-    """One rank's stage, and the neighbours it passes activations and gradients to."""
+    """One rank's stage and its neighbours, to which it sends activations and gradients."""
 
     def __init__(self, stage: Stage, attention: CoreAttention, neighbours: PointToPoint) -> None:
         self.stage, self.attention, self.neighbours = stage, attention, neighbours
         self.at, self.last = neighbours.stage, neighbours.num_stages - 1
 
     def step(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
-        """Forward and backward of all micro-batches; gradients add up in the stage's parameters.
+        """Run forward and backward of all micro-batches; gradients accumulate in the stage's parameters.
 
-        `plans[tick][row][depth]` are the plans of each tick, the same on every rank of the attention's pool; a tick
-        without any leaves an idle stage nothing to serve.
+        `plans[tick][row][depth]` are the plans of each tick, the same on every rank of the attention's pool. In a tick
+        without plans an idle stage serves nothing.
         """
         self._run(ticks, plans, forward_only=False)
 
     def forward_only(self, ticks: Ticks, plans: Sequence[RowPlans]) -> None:
-        """The forward ticks of a step, on all stages. Call it without gradients."""
+        """Run the forward ticks of a step on all stages. Call it under torch.no_grad."""
         self._run(ticks, plans, forward_only=True)
 
     def _run(self, ticks: Ticks, plans: Sequence[RowPlans], forward_only: bool) -> None:
@@ -106,7 +118,7 @@ class Pipeline:
                         if forward_only:
                             del live[micro_batch]
                         self._serve(plans[tick], self.stage.num_layers, backward)
-            for handle in leaving:                               # the ticks before this one
+            for handle in leaving:                               # sent in the previous tick
                 handle.wait()
             leaving = sent
             arriving.update(self._expect(ticks, tick, forward_only))
@@ -131,7 +143,7 @@ class Pipeline:
         return sent
 
     def _serve(self, plans: RowPlans, first_depth: int, backward: bool) -> None:
-        """Take part without tokens in the tick's calls from `first_depth` on, in the order of those who bring some."""
+        """Take part without tokens in the tick's calls from `first_depth` on, in the order of the active stages."""
         depths = range(first_depth, len(plans[0]) if plans else 0)
         for depth in reversed(depths) if backward else depths:
             rows = reversed(plans) if backward else plans
@@ -141,7 +153,7 @@ class Pipeline:
                     call.run_without_tokens(phase)
 
     def _expect(self, ticks: Ticks, tick: int, forward_only: bool) -> dict[tuple[bool, int], list[Handle]]:
-        """Receive what the neighbours sent in this tick: activations of the stage before, gradients of the next."""
+        """Start receiving this tick's messages: activations from the previous stage, gradients from the next."""
         expected = {}
         for backward, source in ((False, self.at - 1), (True, self.at + 1))[:1 if forward_only else 2]:
             if 0 <= source <= self.last and bool(ticks.backward[tick, source]) == backward:
@@ -171,3 +183,53 @@ class Pipeline:
                             f"{self.neighbours.num_stages}; make them with as many")
         if len(plans) != ticks.num_ticks:
             raise UserError(f"there are plans for {len(plans)} ticks of {ticks.num_ticks}; plan every tick")
+
+
+Segment = Callable[..., Any]
+Runs = Sequence[tuple[int, int]]  # tokens [start, stop) of a row, ascending
+
+
+def forward_segments(
+    segments: Sequence[Segment], inputs: Sequence[tuple[Any, ...]], rotaries: Sequence[Any],
+    plans: Sequence[Sequence[Plan]], attention: CoreAttention,
+    backward_plans: Sequence[Sequence[Plan]] | None = None, reads: Sequence[Runs] | None = None,
+) -> list[torch.Tensor]:
+    """Return the last segment's output for every row.
+
+    `segments` are first(*inputs, rotary) -> (x, q, k, v), middle(x, out, rotary) -> (x, q, k, v), last(x, out) -> y.
+    `plans[row][depth]` is the plan of a row's attention after segment `depth`; backward follows the same plans, or
+    `backward_plans`. `reads[row]` are tokens of the previous row that are key-only in this row's plans.
+    """
+    rows = range(len(inputs))
+    way_back = plans if backward_plans is None else backward_plans
+    states: list[torch.Tensor] = []
+    pending: list[Pending] = []
+    own: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0),) * 2] * len(inputs)  # this depth's keys and values
+
+    def start(row: int, depth: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pending:
+        own[row] = k, v
+        if reads is not None and reads[row]:
+            k, v = (torch.cat([mine, *taken(before, reads[row])]) for mine, before in zip((k, v), own[row - 1],
+                                                                                          strict=True))
+        return attention.start(q, k, v, plans[row][depth], backward=way_back[row][depth])
+
+    for row in rows:
+        x, q, k, v = segments[0](*inputs[row], rotaries[row])
+        states.append(x)
+        pending.append(start(row, 0, q, k, v))
+    for depth, segment in enumerate(segments[1:-1], start=1):
+        for row in rows:
+            attention.serve(pending[row])
+        for row in rows:
+            x, q, k, v = segment(states[row], attention.finish(pending[row]), rotaries[row])
+            states[row] = x
+            pending[row] = start(row, depth, q, k, v)
+    for row in rows:
+        attention.serve(pending[row])
+    return [segments[-1](states[row], attention.finish(pending[row])) for row in rows]
+
+
+def taken(row: torch.Tensor, runs: Runs) -> list[torch.Tensor]:
+    """Return the runs of a row by a single split, so backward is one copy for any number of runs."""
+    edges = [0, *(edge for run in runs for edge in run), len(row)]
+    return list(row.split([b - a for a, b in pairwise(edges)]))[1::2]

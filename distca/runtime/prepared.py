@@ -19,9 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from distca.dispatch.build import build, travels
-from distca.dispatch.hops import HopTables, build_hops
-from distca.dispatch.tables import RankTables
+from distca.dispatch import HopTables, RankTables, build, build_hops, travels
 from distca.kernels import Kernel, TaskRows, choose
 from distca.kernels.interface import PLAIN, Scores, accumulation_dtype
 from distca.planning.plan import Plan

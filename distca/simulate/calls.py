@@ -21,7 +21,7 @@ from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
 from distca.planning.tasks import TILE
 from distca.planning.traffic import Traffic, traffic_in_hops, two_hops_pay
-from distca.simulate.clock import Clock, Exchange, Ring, group_max
+from distca.simulate.clock import AllToAll, Clock, Ring, group_max
 from distca.simulate.costs import Costs
 from distca.spec import ModelShape
 from distca.workload.layout import Layout
@@ -60,7 +60,7 @@ class PlanCosts:
         self._chunks: dict[int, ChunkTasks] = {}
         self._chunk_seconds: dict[tuple[int, bool], np.ndarray] = {}
         self._hops: dict[tuple[int, bool], tuple[Messages, ...]] = {}
-        self._exchanges: dict[PlanSet, tuple[tuple[Exchange, Exchange], ...]] = {}
+        self._exchanges: dict[PlanSet, tuple[tuple[AllToAll, AllToAll], ...]] = {}
 
     def seconds(self, at: int, backward: bool) -> np.ndarray:
         """[servers] seconds of attention."""
@@ -97,17 +97,17 @@ class PlanCosts:
 
     def exchanges(
         self, plan_set: PlanSet, num_ranks: int, ranks_per_node: int, ranks_per_pod: int = 0
-    ) -> tuple[tuple[Exchange, Exchange], ...]:
+    ) -> tuple[tuple[AllToAll, AllToAll], ...]:
         """Exchanges per hop, from homes to servers and back, for a set of plans."""
         if plan_set not in self._exchanges:
-            hops: list[tuple[Exchange, Exchange]] = []
+            hops: list[tuple[AllToAll, AllToAll]] = []
             for parts in zip_longest(*([(first, hop) for hop in self.hops(at, backward)]
                                        for first, at, backward in plan_set)):
                 home, server, dispatch, combine = map(np.concatenate, zip(*(
                     (hop.home + first, hop.server + first, hop.dispatch_bytes, hop.combine_bytes)
                     for first, hop in filter(None, parts)), strict=True))
-                hops.append((Exchange.of(home, server, dispatch, num_ranks, ranks_per_node, ranks_per_pod),
-                             Exchange.of(server, home, combine, num_ranks, ranks_per_node, ranks_per_pod)))
+                hops.append((AllToAll.of(home, server, dispatch, num_ranks, ranks_per_node, ranks_per_pod),
+                             AllToAll.of(server, home, combine, num_ranks, ranks_per_node, ranks_per_pod)))
             self._exchanges[plan_set] = tuple(hops)
         return self._exchanges[plan_set]
 
@@ -134,9 +134,9 @@ class PoolCall:
     """One attention call with servers. Stages that do not share attention may be in different phases of it."""
 
     seconds: tuple[tuple[str, np.ndarray], ...]  # per phase: its name and [ranks] seconds
-    dispatch: Exchange
-    combine: Exchange
-    inside: tuple[Exchange, Exchange] | None = None  # hop inside nodes: after `dispatch`, and before `combine`
+    dispatch: AllToAll
+    combine: AllToAll
+    inside: tuple[AllToAll, AllToAll] | None = None  # hop inside nodes: after `dispatch`, and before `combine`
 
     def start(self, clock: Clock, ready: np.ndarray) -> np.ndarray:
         """Send from homes to servers, relayed by gateways if there are two hops; return when servers have received."""

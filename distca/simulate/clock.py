@@ -45,7 +45,7 @@ class _Edges:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
+class AllToAll:
     """One all-to-all: messages between ranks in bytes, and `over` a network also in seconds."""
 
     links: tuple[tuple[int, _Edges], ...]  # (NVLINK or NIC, messages)
@@ -55,7 +55,7 @@ class Exchange:
     def of(
         cls, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, num_ranks: int, ranks_per_node: int,
         ranks_per_pod: int = 0,
-    ) -> Exchange:
+    ) -> AllToAll:
         """Join messages of the same pair of ranks and drop local ones; ranks_per_pod 0 means a single pod."""
         away = (source != target) & (num_bytes > 0)
         pair, at = np.unique(target[away] * num_ranks + source[away], return_inverse=True)
@@ -73,7 +73,7 @@ class Exchange:
                 links.append((link, _Edges(senders, receivers, at, first, loads, *(_NOTHING,) * 3)))
         return cls(tuple(links), np.bincount(origin, weights=size, minlength=num_ranks))
 
-    def over(self, network: Network) -> Exchange:
+    def over(self, network: Network) -> AllToAll:
         """Add the seconds that each end's link needs."""
         of_link = {NVLINK: (network.intra_node_latency_seconds, (network.intra_node_bandwidth,) * 2),
                    NIC: (network.inter_node_latency_seconds, network.nic_bandwidths)}
@@ -140,7 +140,7 @@ class Clock:
             self.span(name, "wait", self.compute_free, held)
         self.compute_free = held
 
-    def exchange(self, name: str, ready: np.ndarray, exchange: Exchange) -> np.ndarray:
+    def exchange(self, name: str, ready: np.ndarray, exchange: AllToAll) -> np.ndarray:
         """Send messages; return when each rank has received all of its messages and is ready."""
         arrival = ready.copy()
         self.sent_bytes += exchange.sent_bytes

@@ -28,8 +28,8 @@ from distca.planning.plan import Plan
 from distca.planning.schedule import layers_of_stages
 from distca.planning.step import StepPlan, StepSummary
 from distca.planning.windows import with_windows
-from distca.runtime import ping_pong
 from distca.runtime.attention import CoreAttention
+from distca.runtime.pipeline import forward_segments
 from distca.runtime.prepared import Shapes
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
@@ -270,7 +270,7 @@ class StageWork:
             inputs = [(tokens,) for tokens, _, _ in rows] if self.first else [(x,) for x in received]
             rotaries = [decoder.rotary(positions) for _, _, positions in rows]
             with nullcontext() if self.offload is None else self.offload.keeping():
-                states = ping_pong.forward(list(decoder.segments), inputs, rotaries, plans, self.attention,
+                states = forward_segments(list(decoder.segments), inputs, rotaries, plans, self.attention,
                                            backward_plans, self.reads[micro_batch])
             return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
 

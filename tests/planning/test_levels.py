@@ -23,7 +23,7 @@ from distca.planning.balance import balance, outline_of_nodes
 from distca.planning.choose import plan_step
 from distca.planning.plan import Plan
 from distca.planning.tasks import TILE
-from distca.simulate.clock import Clock, Exchange
+from distca.simulate.clock import AllToAll, Clock
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.simulate.setting import setting
@@ -272,12 +272,12 @@ def test_a_message_to_another_pod_takes_what_its_links_leave() -> None:
     """Ranks 0, 1 | 2, 3 in two pods, a rank to a node: 100 bytes/s inside a pod, 20 between."""
     network = Network(1, 1000.0, 100.0, 0.0, 0.0, nodes_per_pod=2, inter_pod_bandwidth=20.0)
     source, target, size = np.array([(0, 1, 100), (0, 2, 100), (3, 2, 100)]).T
-    exchange = Exchange.of(source, target, size, 4, 1, 2).over(network)
+    exchange = AllToAll.of(source, target, size, 4, 1, 2).over(network)
     assert Clock(4).exchange("x", np.zeros(4), exchange).tolist() == pytest.approx([0.0, 6.0, 6.0, 0.0])
     assert network.all_gather_seconds(200.0, 2, 1) == pytest.approx(1.0)      # a pod
     assert network.all_gather_seconds(400.0, 4, 1) == pytest.approx(3 * 5.0)  # the ring is as slow as between pods
     same = Network(1, 1000.0, 100.0, 0.0, 0.0, nodes_per_pod=2)
-    assert Clock(4).exchange("x", np.zeros(4), Exchange.of(source, target, size, 4, 1, 2).over(same)).tolist() == (
+    assert Clock(4).exchange("x", np.zeros(4), AllToAll.of(source, target, size, 4, 1, 2).over(same)).tolist() == (
         pytest.approx([0.0, 2.0, 2.0, 0.0]))
 
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.dispatch.build import build
-from distca.dispatch.tables import RankTables
+from distca.dispatch import RankTables, build
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime import prepared

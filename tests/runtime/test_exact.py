@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.baselines import at_home, head_tail_layout
-from distca.dispatch.build import build
+from distca.dispatch import build
 from distca.kernels import TaskRows, kernel_named
 from distca.kernels.interface import BackwardInputs
 from distca.planning.balance import balance

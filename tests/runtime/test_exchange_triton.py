@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.dispatch.build import build
+from distca.dispatch import build
 from distca.planning.balance import balance
 from distca.planning.plan import Plan
 from distca.runtime import prepared as prepared_module

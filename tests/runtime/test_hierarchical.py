@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.dispatch.hops import build_hops
+from distca.dispatch import build_hops
 from distca.kernels.dense import DenseKernel
 from distca.kernels.interface import PLAIN
 from distca.planning.balance import balance

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.dispatch.build import build
+from distca.dispatch import build
 from distca.kernels import kernel_named
 from distca.kernels.interface import PLAIN, BackwardInputs
 from distca.planning.balance import balance

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distca.dispatch.build import build
+from distca.dispatch import build
 from distca.runtime.attention import CoreAttention
 from distca.runtime.transport import LoopbackWorld
 from distca.runtime.transport.loopback import LoopbackTransport

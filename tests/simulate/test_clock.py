@@ -7,14 +7,14 @@ import pytest
 
 from distca.cost.network import Network
 from distca.simulate.calls import PoolCall
-from distca.simulate.clock import NIC, Clock, Exchange, Ring
+from distca.simulate.clock import NIC, AllToAll, Clock, Ring
 
 SLOW = Network(1, 1000.0, 100.0, 0.0, 0.0)  # 100 bytes a second between nodes, 1000 inside, no latency
 
 
-def _exchange(edges: list[tuple[int, int, int]], num_ranks: int, ranks_per_node: int = 1) -> Exchange:
+def _exchange(edges: list[tuple[int, int, int]], num_ranks: int, ranks_per_node: int = 1) -> AllToAll:
     source, target, size = np.array(edges, dtype=np.int64).reshape(-1, 3).T
-    return Exchange.of(source, target, size, num_ranks, ranks_per_node).over(SLOW)
+    return AllToAll.of(source, target, size, num_ranks, ranks_per_node).over(SLOW)
 
 
 def test_a_receiver_waits_for_its_last_sender_and_for_its_own_link() -> None:
@@ -42,7 +42,7 @@ def test_what_stays_on_its_rank_is_no_message() -> None:
     assert exchange.links == () and exchange.sent_bytes.sum() == 0
 
 
-def _layers(clock: Clock, rows: int, linear: float, attention: float, exchange: Exchange, num_layers: int = 3) -> float:
+def _layers(clock: Clock, rows: int, linear: float, attention: float, exchange: AllToAll, num_layers: int = 3) -> float:
     """Segments and calls of all rows in turn, as a tick runs them."""
     call = PoolCall((("attention forward", np.full(2, attention)),), exchange, exchange)
     ready = [np.zeros(2)] * rows

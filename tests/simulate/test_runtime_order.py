@@ -25,10 +25,9 @@ from distca.cost.latency_table import analytic_table
 from distca.planning.choose import plan_step
 from distca.planning.plan import Plan, server_work
 from distca.planning.step import StepPlan
-from distca.runtime import ping_pong
 from distca.runtime.attention import Pending, _Finish, _Serve, _Start
 from distca.runtime.call import Phase
-from distca.runtime.pipeline import Pipeline
+from distca.runtime.pipeline import Pipeline, forward_segments
 from distca.simulate.costs import Costs
 from distca.simulate.execute import execute
 from distca.spec import ClusterShape, ModelShape
@@ -134,9 +133,9 @@ class Stage:
 
         segments = [segment("first", 4), *[segment("middle", 4)] * (self.num_layers - 1), segment("last", 1)]
         self.turn: Counter[int] = Counter()
-        states = ping_pong.forward([self.numbered(at, one) for at, one in enumerate(segments)],
-                                   [(x,) for _, x in inputs], [None for _ in rows], plans, cast(Any, self.attention),
-                                   backward_plans)
+        states = forward_segments([self.numbered(at, one) for at, one in enumerate(segments)],
+                                  [(x,) for _, x in inputs], [None for _ in rows], plans, cast(Any, self.attention),
+                                  backward_plans)
         if not self.last:
             return states
         losses = [Computed.apply(self.notes, ("head", micro_batch, row), 1, x) for row, x in enumerate(states)]

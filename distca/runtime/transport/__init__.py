@@ -2,7 +2,7 @@
 
 An exchange is one call, whatever carries it; `transport_for` finds the transport that a setting names.
 
-In two levels, one transport connects all ranks and another one those of a node. The tables (`dispatch/hops.py`) know
+In two levels, one transport connects all ranks and another one those of a node. The tables (`dispatch.py`) know
 which tokens several ranks of a node need, and route these over a gateway; the exchange then takes two hops. The second
 hop can only start when the first has arrived, and the rank should not wait for that. On a GPU the host starts the
 second at once, on a stream that waits for the first. On CPUs a thread waits; it needs process groups on which nobody

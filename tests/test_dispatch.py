@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.dispatch.build import build, travels
-from distca.dispatch.tables import RankTables
+from distca.dispatch import RankTables, build, travels
 from distca.models import MODELS
 from distca.planning.balance import balance
 from distca.planning.plan import Plan

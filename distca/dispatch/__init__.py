@@ -1,1 +1,0 @@
-"""From a plan to what one rank sends, receives and computes."""
