@@ -1,9 +1,9 @@
-"""Attention kernels behind one interface, the registry of them, and the choice among them.
+"""Attention kernels behind one interface, their registry, and the choice among them.
 
-`choose` takes "auto", which is the kernel that was measured fastest on this kind of device among those that fit, and
-logs it once; or a kernel's name, which fits or is refused with the reason: nothing falls back in silence. A new kernel
-is a class (interface.Kernel) and a line in KERNELS; benchmarks/kernel_ranking.py measures it. The names can be imported
-without torch.
+`choose` takes "auto" or a kernel's name. "auto" picks the kernel measured fastest on this kind of device among those
+that fit, and logs it once. A named kernel that does not fit is an error with the reason: there is no silent fallback. A
+new kernel is a class (interface.Kernel) and an entry in KERNELS; benchmarks/kernel_ranking.py measures it. The names
+can be imported without torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KERNELS = {  # name -> class, in the order in which kernels are usually fastest
     "dense": "dense.DenseKernel",
 }
 MEASURED = Path(__file__).parent / "measured.json"
-BACKWARD_FLOPS = 2.5  # times those of forward
+BACKWARD_FLOPS = 2.5  # relative to forward
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and unknown names as errors
     def __getattr__(name: str) -> Any:
@@ -45,7 +45,7 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and unknown names 
 
 @functools.cache
 def kernel_named(name: str) -> Kernel:
-    """The kernel of this name, whether or not it fits this machine."""
+    """Return the kernel of this name, even if it does not fit this machine."""
     if name not in KERNELS:
         raise UserError(f"kernel={name!r} is unknown; give auto or one of {', '.join(KERNELS)}")
     module, _, kind = KERNELS[name].rpartition(".")
@@ -57,7 +57,7 @@ def choose(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, window: int | None = None, name: str = "auto",
     value_dim: int | None = None, softcap: float | None = None,
 ) -> Kernel:
-    """The kernel of this name, or with "auto" the fastest, that fits these tensors."""
+    """Return the named kernel, or for "auto" the fastest one that fits these tensors."""
     import torch
 
     from distca.kernels.interface import Scores
@@ -91,7 +91,7 @@ def _log_once(what: str, instead: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One kernel on a server's batch of bfloat16 tasks."""
+    """Measured speed of one kernel on a server's bfloat16 tasks."""
 
     kernel: str
     head_dim: int
@@ -101,19 +101,19 @@ class Speed:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward together, in units of forward's operations."""
+        """Relative time of forward plus backward."""
         return 1 / self.forward_tflops + BACKWARD_FLOPS / self.backward_tflops
 
 
 @functools.cache
 def measured() -> dict[str, tuple[Speed, ...]]:
-    """Speeds by the name of the device."""
+    """Return the measured speeds by device name."""
     devices = json.loads(MEASURED.read_text(encoding="utf-8"))["devices"]
     return {name: tuple(Speed(**row) for row in entry["speeds"]) for name, entry in devices.items()}
 
 
 def fastest_first(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> list[str]:
-    """Names of kernels by their seconds on this kind of device; those without a figure follow in KERNELS' order."""
+    """Sort kernel names by measured time on this kind of device; unmeasured kernels follow in KERNELS' order."""
     import torch
 
     if device.type != "cuda" or dtype != torch.bfloat16:

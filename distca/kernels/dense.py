@@ -1,7 +1,7 @@
-"""The oracle: attention written down as its formula, with every score in memory.
+"""Reference attention: the plain formula, with every score in memory.
 
-Slow and quadratic on purpose. `dense_attention` is what every other path in the project must equal; the `dense` kernel
-states the same for tasks, in any dtype on any device.
+It is slow and quadratic on purpose. Tests compare every other path with `dense_attention`; the `dense` kernel computes
+the same for tasks, in any dtype on any device.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None, window: int | None = None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Packed documents attend causally inside themselves: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
+    """Return causal attention inside packed documents: q [tokens, heads, dim], k and v [tokens, kv_heads, dim].
 
-    The dim of v, which is that of the result, may be another. `softcap` c makes c * tanh(score / c) of every score;
-    `sinks` [heads] are one more score of each query, of a key without a value.
+    The dim of v, and of the result, may differ. `softcap` c replaces each score by c * tanh(score / c). `sinks` [heads]
+    add to each query one more score, of a key whose value is 0.
     """
     if sum(lengths) != q.shape[0] or q.shape[0] != k.shape[0]:
         raise UserError(
@@ -67,7 +67,7 @@ def dense_attention(
 
 @dataclass(frozen=True, slots=True)
 class DenseKernel:
-    """Tasks by the formula: the number of tasks that show a key to a query weighs their score."""
+    """Tasks computed by the formula; a (query, key) pair is weighted by the number of tasks that contain it."""
 
     name: str = "dense"
 
@@ -109,7 +109,7 @@ class DenseKernel:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[heads, num_q, num_k], of every key."""
+    """Return the scores of all pairs, [heads, num_q, num_k]."""
     wide = q.to(accumulation_dtype(q.dtype))
     return capped(torch.einsum("qhd,khd->hqk", wide, _per_head(k, q)) * scale, softcap)
 
@@ -119,7 +119,7 @@ def _per_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def times_shown(q: Tensor, k: Tensor, tasks: TaskRows, window: int | None) -> Tensor:
-    """[num_q, num_k], how many tasks show the key to the query."""
+    """Return the number of tasks in which the query sees the key, [num_q, num_k]."""
     count = torch.zeros(q.shape[0], k.shape[0], dtype=accumulation_dtype(q.dtype), device=q.device)
     for q_begin, q_end, k_begin, k_end, q_offset in zip(
         tasks.q_begin, tasks.q_end, tasks.k_begin, tasks.k_end, tasks.q_offset, strict=True

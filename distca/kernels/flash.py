@@ -1,14 +1,14 @@
 """Packed FlashAttention operators: `varlen` (FlashAttention-2, as torch ships it) and `fa4` (the flash-attn-4 package).
 
-An operator takes many tasks in one call, queries aligned with the end of their keys. Forward reads key ranges where
-they lie, shared or not. Backward writes one gradient per task and key, so keys that are shared, or not packed in the
-tasks' order, are copied for it and their gradients added up. Queries and keys are gathered only where tasks do not lie
-side by side already: ranges that are neighbours are one, and one range is a view.
+An operator takes many tasks in one call, with queries aligned to the end of their keys. Forward reads key ranges in
+place, even if tasks share them. Backward writes one gradient per task and key, so keys that are shared, or not packed
+in task order, are copied for it and their gradients are summed. Queries and keys are gathered only if tasks are not
+adjacent: adjacent ranges are joined, and a single range is a view.
 
-The operators below torch's varlen_attn are called directly, because they hand out the log-sum-exp and take the merged
-one back, and because their arguments are the same from torch 2.11 on. FlashAttention-4 serves what the own kernel does
-not: other head dims, Blackwell and softcaps. A call of it is compiled at its first use, in seconds, once for a head
-dim, a group size, a kind of mask and a softcap. Ampere has no backward there.
+The operators below torch's varlen_attn are called directly, because they return the log-sum-exp and accept the merged
+one in backward, and because their arguments are the same from torch 2.11 on. FlashAttention-4 covers cases that the
+hopper kernel does not: other head dims, Blackwell and softcaps. It compiles at first use, in seconds, once per head
+dim, group size, kind of mask and softcap. It has no backward for Ampere.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from distca.kernels.interface import (
 )
 
 TASKS_AT_ONCE = 2**15  # a launch takes fewer than 2**16
-COPIED_KEYS_AT_ONCE = 2**18  # bounds backward's memory where tasks share keys
+COPIED_KEYS_AT_ONCE = 2**18  # bounds backward's memory if tasks share keys
 UNBOUNDED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Ranges of a buffer that lie one after another in a packed one; ranges that were neighbours are joined."""
+    """Ranges of a buffer that are concatenated in a packed buffer; adjacent ranges are joined."""
 
     bounds: tuple[tuple[int, int], ...]
 
@@ -63,12 +63,12 @@ class Spans:
         return cls(tuple(zip(begin[starts].tolist(), end[stops].tolist(), strict=True)))
 
     def gather(self, x: Tensor) -> Tensor:
-        """The packed buffer; a view when the ranges are one."""
+        """Return the packed buffer; a view if there is a single range."""
         pieces = [x[begin:end] for begin, end in self.bounds]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def pairs(self, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each range of x beside its part of the packed buffer."""
+        """Yield each range of x with its part of the packed buffer."""
         at = 0
         for begin, end in self.bounds:
             yield x[begin:end], packed[at : at + end - begin]
@@ -94,7 +94,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PackedCall:
-    """One launch over packed queries, and keys that forward finds by their starts and backward gets packed."""
+    """One launch over packed queries; keys are read in place by forward and packed for backward."""
 
     q: Spans
     k: Spans
@@ -118,17 +118,17 @@ class PackedTasks:
 
 
 class PackedFlash(ABC):
-    """A kernel that is one operator, called once for each group of tasks that it takes together."""
+    """A kernel that calls one packed operator per group of tasks with the same mask."""
 
     name: str
 
     @abstractmethod
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Results:
-        """Packed q against k and v where they lie -> out like q, lse [packed q, heads]."""
+        """Attend with packed q to k and v in place -> out like q, lse [packed q, heads]."""
 
     @abstractmethod
     def call_backward(self, inputs: BackwardInputs, call: PackedCall, scale: float) -> Gradients:
-        """dq, dk, dv; everything packed in the order of the call's tasks."""
+        """Return dq, dk, dv; all tensors are packed in the order of the call's tasks."""
 
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> PackedTasks:
         window, softcap = scores.window, scores.softcap
@@ -181,15 +181,15 @@ class PackedFlash(ABC):
 
 
 def disjoint(begin: np.ndarray, end: np.ndarray) -> bool:
-    """Whether no two of these ranges, none of them empty, share a token."""
+    """Return whether no two of these non-empty ranges share a token."""
     order = np.argsort(begin, kind="stable")
     return bool((end[order][:-1] <= begin[order][1:]).all())
 
 
 def launches(tasks: TaskRows, most_tasks: int, most_keys: int | None = None) -> Iterator[TaskRows]:
-    """Rows in the order of their queries, as many at once as one launch takes.
+    """Yield tasks in the order of their queries, as many at a time as one launch takes.
 
-    `most_keys` bounds the memory for gradients of keys that tasks share, which are written apart.
+    If tasks share keys, `most_keys` bounds the memory of their separately written gradients.
     """
     ordered = tasks.take(np.argsort(tasks.q_begin, kind="stable"))
     launch = np.arange(len(ordered)) // most_tasks
@@ -200,10 +200,10 @@ def launches(tasks: TaskRows, most_tasks: int, most_keys: int | None = None) -> 
 
 
 def _groups(tasks: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, bool, int]]:
-    """Rows that one launch can take together: with the causal mask or without, and one bound to the left.
+    """Yield tasks that one launch can take together: causal or not, with the same left bound of the window.
 
-    The operator counts its window from the diagonal that ends in the corner of queries and keys. For a causal task
-    that is the task's own; a rectangle further from the diagonal needs a bound of its own.
+    The operator counts its window from the diagonal through the last query and the last key. For a causal task this is
+    the task's diagonal; a rectangle further from its diagonal needs another bound.
     """
     causal, full = causal_and_full(tasks)
     if len(causal):
@@ -212,7 +212,7 @@ def _groups(tasks: TaskRows, window: int | None) -> Iterator[tuple[TaskRows, boo
         left = np.full(len(full), UNBOUNDED)
     else:
         left = full.k_len - full.q_len - full.q_offset + window - 1
-        left[left >= full.k_len - 1] = UNBOUNDED  # the window reaches all keys of the task
+        left[left >= full.k_len - 1] = UNBOUNDED  # the window covers all keys of the task
     for bound in np.unique(left).tolist():
         yield full.take(left == bound), False, bound
 
@@ -229,7 +229,7 @@ def _call(tasks: TaskRows, causal: bool, left: int, softcap: float | None, devic
         k_ends=upload(np.concatenate([[0], np.cumsum(tasks.k_len)])),
         k_begin=upload(np.append(tasks.k_begin, 0)),
         k_len=upload(tasks.k_len),
-        max_q_len=max(2, max_q_len),  # at 1 the operator takes a decoding path of its own
+        max_q_len=max(2, max_q_len),  # at 1 the operator switches to its decoding path
         max_k_len=max_k_len if left == UNBOUNDED else max(max_k_len, max_q_len),  # it caps both window bounds
         causal=causal,
         window_left=left,
@@ -272,14 +272,14 @@ class VarlenKernel(PackedFlash):
         device = inputs.q.device
         return torch.ops.aten._flash_attention_backward(
             *inputs._replace(lse=inputs.lse.T.contiguous()), call.q_ends, call.k_ends, call.max_q_len, call.max_k_len,
-            0.0, call.causal, torch.zeros(2, dtype=torch.uint64, device=device),  # state of no dropout
+            0.0, call.causal, torch.zeros(2, dtype=torch.uint64, device=device),  # dropout state, unused
             torch.empty(0, device=device), scale=scale, window_size_left=call.window_left,
             window_size_right=0 if call.causal else UNBOUNDED,
         )
 
 
 PACKAGE = "flash_attn.cute"
-WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}                     # head dim by compute capability
+WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}                     # largest head dim by compute capability
 ALSO = {10: (256,), 11: (256,)}
 
 
@@ -336,7 +336,7 @@ class Fa4Kernel(PackedFlash):
 def is_installed() -> bool:
     try:
         return importlib.util.find_spec(PACKAGE) is not None
-    except ModuleNotFoundError:                                  # a package above it is not there
+    except ModuleNotFoundError:                                  # a parent package is missing
         return False
 
 

@@ -1,24 +1,24 @@
-"""What every attention kernel agrees on: tasks in packed buffers, and one rule for who sees whom.
+"""Interface of attention kernels: tasks in packed buffers, and the visibility rule.
 
 A server holds queries and keys of many documents in flat buffers. An entry of `TaskRows` is one CA-task in them:
-queries q[q_begin:q_end] against keys k[k_begin:k_end]. Key j of the task stands at position j, query i at position
+queries q[q_begin:q_end] against keys k[k_begin:k_end]. Key j of the task has position j, query i has position
 q_offset + i, and a query sees the keys with
 
     key position <= query position   and, with a window w,   key position > query position - w.
 
 So q_offset = k_len - q_len is the usual causal task whose queries align with the end of their keys, and
 q_offset >= k_len - 1 is a full rectangle, a partial key range off the diagonal. Key ranges of different tasks may
-overlap (a shared prefix is stored once), and so may query ranges: a query that stands in several tasks gets the
-attention over all their keys together, merged exactly through the log-sum-exp. A (query, key) pair named by two tasks
-counts twice; a plan names each pair once.
+overlap (a shared prefix is stored once), and so may query ranges: a query in several tasks gets the attention over all
+their keys together, merged exactly through the log-sum-exp. A (query, key) pair in two tasks counts twice; a plan has
+each pair once.
 
-Backward takes the merged out and log-sum-exp. Every pair's probability is exp(score - lse) and its delta
-rowsum(dout * out), both of the whole softmax, so a task needs no state of its own, wherever its siblings ran, and the
-log-sum-exp needs no gradient: it only ever weighs partial outs, whose merged gradient this already is.
+Backward takes the merged out and log-sum-exp. A pair's probability exp(score - lse) and a query's delta, the sum of
+dout * out over the head dim, are those of the whole softmax. So a task needs no state from forward, on whichever rank
+the query's other tasks ran. The log-sum-exp needs no gradient, since it is used only to merge partial outs.
 
-Softcap c makes c * tanh(score / c) of a score, ahead of the mask, so a kernel has it or does not. A sink is one more
-key of a head, with a learned score and a value of 0. It is merged like any other part of the keys, once, into a query's
-attention over all of them, so that sinks work with every kernel.
+Softcap c replaces a score by c * tanh(score / c) before the mask, so each kernel must implement it. A sink is one more
+key of a head, with a learned score and a value of 0. It is merged once into a query's attention over all its keys, so
+sinks work with every kernel.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from distca.validation import UserError
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores are made from q·k: scaled, hidden outside of a sliding window, and capped.
+    """How scores are computed from q·k: scaled, masked by a sliding window, and capped.
 
-    `scale` is head_dim ** -0.5 where it is None; `window` counts the keys a query sees, its own included; `softcap` c
-    turns a score into c * tanh(score / c).
+    `scale` defaults to head_dim ** -0.5; `window` is the number of keys that a query sees, its own included; `softcap`
+    c replaces a score by c * tanh(score / c).
     """
 
     scale: float | None = None
@@ -58,7 +58,7 @@ PLAIN = Scores()
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """One entry per CA-task: queries [q_begin, q_end) see keys [k_begin, k_end), the first query at q_offset."""
+    """One entry per CA-task: queries [q_begin, q_end) against keys [k_begin, k_end), first query at q_offset."""
 
     q_begin: np.ndarray  # [tasks]
     q_end: np.ndarray  # [tasks]
@@ -97,18 +97,18 @@ class TaskRows:
         return self.k_end - self.k_begin
 
     def take(self, index: np.ndarray) -> TaskRows:
-        """The tasks that `index` (numbers or a boolean mask) selects."""
+        """Select tasks by `index`, numbers or a boolean mask."""
         return TaskRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @classmethod
     def aligned(cls, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> TaskRows:
-        """Causal tasks whose queries align with the end of their keys."""
+        """Return causal tasks whose queries align with the end of their keys."""
         q_begin, q_end, k_begin, k_end = (np.asarray(c, dtype=np.int64) for c in (q_begin, q_end, k_begin, k_end))
         return cls(q_begin, q_end, k_begin, k_end, (k_end - k_begin) - (q_end - q_begin))
 
     @classmethod
     def documents(cls, lengths: Any) -> TaskRows:
-        """Packed documents that attend causally inside themselves."""
+        """Return tasks for causal attention inside packed documents."""
         end = np.cumsum(np.asarray(lengths, dtype=np.int64))
         begin = end - np.asarray(lengths, dtype=np.int64)
         return cls.aligned(begin, end, begin, end)
@@ -119,7 +119,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class BackwardInputs(NamedTuple):
-    """What gradients are computed from, in the packed buffers: out and lse are the merged ones."""
+    """Inputs of backward in the packed buffers; out and lse are merged over all tasks of a query."""
 
     dout: Tensor
     q: Tensor
@@ -130,7 +130,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One way to compute attention tasks. `prepare` once per plan, then every layer pays for arithmetic only."""
+    """A way to compute attention tasks. `prepare` runs once per plan, so that layers only compute."""
 
     @property
     def name(self) -> str: ...
@@ -139,13 +139,13 @@ class Kernel(Protocol):
         self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
         value_dim: int | None = None,
     ) -> str | None:
-        """None when this kernel fits, else why it does not and what to do; value_dim is head_dim where it is None."""
+        """Return None if this kernel fits, else the reason and a remedy; value_dim defaults to head_dim."""
         ...
 
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> Any:
-        """An opaque object with all that depends on the tasks, the window and the softcap, on the device.
+        """Return an opaque object with all data that depends on the tasks, the window and the softcap.
 
-        It does not depend on the scale, which may differ between layers of one plan: calls take it.
+        It does not depend on the scale, which may differ between layers of a plan and is passed to each call.
         """
         ...
 
@@ -158,12 +158,12 @@ class Kernel(Protocol):
         ...
 
     def backward(self, inputs: BackwardInputs, prepared: Any, scale: float | None = None) -> Gradients:
-        """dq, dk, dv from the merged out and lse; zeros where no task reaches."""
+        """Return dq, dk, dv from the merged out and lse; zeros for tokens in no task."""
         ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over tasks, and every log-sum-exp, are kept in this."""
+    """Return the dtype of sums over tasks and of log-sum-exps."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -172,9 +172,9 @@ def softmax_scale(q: Tensor, scale: float | None) -> float:
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Results:
-    """Attention over the keys of a and b together, from the attention over each: out [..., dim], lse [...].
+    """Merge the attention over two sets of keys into the attention over both: out [..., dim], lse [...].
 
-    Exact also where a side saw no key (lse -inf, out 0). The sum is kept in lse's dtype, the result in out_a's.
+    Exact even if one side saw no key (lse -inf, out 0). Sums are in lse's dtype, the result in out_a's.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)  # -inf - -inf would be nan; both weights are 0 there
@@ -187,17 +187,17 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def cap_slope(capped_scores: Tensor, softcap: float | None) -> Tensor | float:
-    """How much a capped score changes with the score that it was."""
+    """Return the derivative of the capped score with respect to the score."""
     return 1.0 if softcap is None else 1 - (capped_scores / softcap).square()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Results:
-    """out [tokens, heads, dim] and lse [tokens, heads] over all keys, and over sinks [heads] too."""
+    """Merge sinks [heads] into out [tokens, heads, dim] and lse [tokens, heads] over all keys."""
     return merge(out, lse, out.new_zeros(()), sinks.to(lse.dtype))
 
 
 def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[heads], from the out and lse that with_sinks gave: a sink's probability times -delta, over all tokens."""
+    """Return the gradient [heads], given with_sinks' out and lse: the sum over tokens of -delta times probability."""
     probability = torch.exp(sinks.to(lse.dtype) - lse.masked_fill(lse == -torch.inf, 0.0))  # [tokens, heads]
     delta = (dout.to(lse.dtype) * out).sum(dim=-1)
     return -(probability * delta).sum(dim=0).to(sinks.dtype)
@@ -214,7 +214,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that do not belong together."""
+    """Raise if the tensors' shapes, dtypes or devices do not match."""
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[-1] != k.shape[-1]:
         raise UserError(
             f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
@@ -231,7 +231,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, tasks: TaskRows) -> None:
-    """Refuse tensors that do not belong together or tasks that reach outside of them."""
+    """Raise if tensors do not match, or if tasks exceed them."""
     check_tensors(q, k, v)
     for end, column, tensor, name in (("q_end", tasks.q_end, q, "q"), ("k_end", tasks.k_end, k, "k")):
         if len(column) and column.max() > tensor.shape[0]:
@@ -242,12 +242,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, tasks: TaskRows) -> None:
 
 
 def dims_text(head_dim: int, value_dim: int | None) -> str:
-    """How messages name head dims."""
+    """Return the text that messages use for head dims."""
     return f"head_dim is {head_dim}" + ("" if value_dim in (None, head_dim) else f" and that of values {value_dim}")
 
 
 def one_dim_only(head_dim: int, value_dim: int | None) -> str | None:
-    """Why a kernel that knows one head dim does not fit."""
+    """Return why a kernel with one head dim for keys and values does not fit, or None."""
     if value_dim in (None, head_dim):
         return None
     return f"{dims_text(head_dim, value_dim)}, it takes one for both; use kernel='hopper', 'sdpa' or 'dense'"
@@ -260,14 +260,14 @@ def check_one_dim(name: str, k: Tensor, v: Tensor) -> None:
 
 
 def no_softcap(scores: Scores) -> str | None:
-    """Why a kernel without softcap does not fit."""
+    """Return why a kernel without softcap does not fit, or None."""
     if scores.softcap is None:
         return None
     return f"softcap is {scores.softcap}, it takes None; use kernel='fa4' on a GPU, or 'sdpa' anywhere"
 
 
 def visible(tasks: TaskRows, window: int | None = None) -> TaskRows:
-    """The same pairs without the queries that see no key and the keys that no query sees; empty tasks are gone."""
+    """Trim queries that see no key and keys that no query sees, and drop empty tasks; the pairs stay the same."""
     skipped = np.maximum(0, -tasks.q_offset)
     q_offset, q_begin, q_end = tasks.q_offset + skipped, tasks.q_begin + skipped, tasks.q_end
     first_key = np.zeros_like(q_offset)
@@ -281,10 +281,10 @@ def visible(tasks: TaskRows, window: int | None = None) -> TaskRows:
 
 
 def joined(tasks: TaskRows, window: int | None = None) -> TaskRows:
-    """The same pairs in fewer tasks: neighbouring queries with the same keys, or that continue one causal task.
+    """Join tasks with adjacent queries if they have the same keys or continue one causal task; pairs stay the same.
 
-    A band's slices against one part of the keys become one rectangle, and shards that were cut at a slice's end become
-    one shard again, so that keys they share are read and written once.
+    Slices of a band against the same keys become one rectangle, and shards that were cut at the end of a slice become
+    one shard again, so that shared keys are read and written once.
     """
     order = np.lexsort((tasks.q_begin, tasks.k_begin))
     tasks = tasks.take(order)
@@ -304,9 +304,9 @@ def joined(tasks: TaskRows, window: int | None = None) -> TaskRows:
 
 
 def causal_and_full(tasks: TaskRows) -> tuple[TaskRows, TaskRows]:
-    """Visible tasks as causal tasks aligned with the end of their keys, and as tasks whose queries see every key.
+    """Split visible tasks into causal tasks aligned with the end of their keys, and tasks whose queries see all keys.
 
-    A task whose queries run past its keys is cut in two; queries that were in one task before are in one task after.
+    A task whose queries extend past its keys is cut in two; a query that was in one task is still in one task.
     """
     diagonal = tasks.q_offset < tasks.k_len - 1
     crossing = tasks.take(diagonal)
@@ -317,7 +317,7 @@ def causal_and_full(tasks: TaskRows) -> tuple[TaskRows, TaskRows]:
 
 
 def rectangles_and_squares(causal: TaskRows) -> tuple[TaskRows, TaskRows]:
-    """Causal tasks aligned at the end, as full rectangles before the diagonal and squares on it."""
+    """Split causal tasks aligned at the end into full rectangles before the diagonal and squares on it."""
     before = causal.q_offset > 0
     rectangles = replace(causal, k_end=causal.k_begin + causal.q_offset).take(before)
     squares = replace(causal, k_begin=causal.k_begin + causal.q_offset, q_offset=np.zeros_like(causal.q_offset))
@@ -325,7 +325,7 @@ def rectangles_and_squares(causal: TaskRows) -> tuple[TaskRows, TaskRows]:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Fused kernels want the numbers of one head side by side; other strides are free."""
+    """Return x, copied if the last dimension is not contiguous, as fused kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

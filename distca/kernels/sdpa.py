@@ -1,10 +1,10 @@
-"""Attention that runs anywhere: torch's fused CPU attention, plain matrix products for what it does not take.
+"""Portable attention: torch's fused CPU operator, and plain matrix products for all other cases.
 
-torch's public scaled_dot_product_attention keeps its log-sum-exp to itself; the operator below it gives it, and its
-backward takes the merged out and log-sum-exp as they are. That operator's causal mask is aligned top-left, so a task
-whose queries align with the end of their keys runs as a full rectangle before the diagonal and a square on it.
-Windows are cut into blocks of queries with a small mask each. It has no softcap, which takes plain products too.
-Memory stays linear in the length of a task.
+torch's public scaled_dot_product_attention does not return the log-sum-exp. The operator below it does, and its
+backward accepts the merged out and log-sum-exp. Its causal mask is aligned top-left, so a task whose queries align with
+the end of their keys runs as a full rectangle before the diagonal and a square on it. Windows are cut into blocks of
+queries with a small mask each. The operator has no softcap, so softcaps use plain products. Memory stays linear in the
+length of a task.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from distca.kernels.interface import (
     visible,
 )
 
-SCORES_AT_ONCE = 2**24  # in plain products: scores of all heads that are in memory together
+SCORES_AT_ONCE = 2**24  # in plain products: number of scores, over all heads, in memory at a time
 WINDOW_BLOCK_MIN, WINDOW_BLOCK_MAX = 128, 1024  # queries of one masked block
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One call: queries against keys with no mask, a top-left causal mask, or the mask numbered `mask`."""
+    """One operator call: queries against keys with no mask, a top-left causal mask, or mask number `mask`."""
 
     q: slice
     k: slice
     causal: bool
     mask: int | None
-    fresh: bool  # no earlier part holds any of these queries
+    fresh: bool  # no earlier part has any of these queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class _SdpaTasks:
     softcap: float | None
     parts: tuple[_Part, ...]
     masks: tuple[Tensor, ...]  # bool [q_len, k_len], True where the query sees the key
-    tiled: tuple[int | None, int | None]  # queries and keys that parts hold once each, in order from 0; None: not so
+    tiled: tuple[int | None, int | None]  # queries and keys, if parts have each once in order from 0; else None
     checked: set[tuple[object, ...]] = field(default_factory=set)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """check_inputs, once for tensors of the same shapes."""
+        """Run check_inputs once per combination of shapes, dtypes and devices."""
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         if key not in self.checked:
             check_inputs(q, k, v, self.tasks)
@@ -72,7 +72,7 @@ class _SdpaTasks:
 
 @dataclass(frozen=True, slots=True)
 class SdpaKernel:
-    """Scaled dot-product attention with its log-sum-exp, task part by task part."""
+    """Scaled dot-product attention with log-sum-exp, one operator call per part of a task."""
 
     name: str = "sdpa"
 
@@ -131,7 +131,7 @@ class SdpaKernel:
 
     def backward(self, inputs: BackwardInputs, prepared: _SdpaTasks, scale: float | None = None) -> Gradients:
         prepared.check(inputs.q, inputs.k, inputs.v)
-        dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its own dtype
+        dtype, wide = inputs.q.dtype, accumulation_dtype(inputs.q.dtype)  # the operator sums in its input dtype
         dout, q, k, v, out = (unit_stride(x if x.dtype is wide else x.to(wide)) for x in inputs[:5])
         scale, lse = softmax_scale(q, scale), inputs.lse
         softcap = prepared.softcap
@@ -152,12 +152,12 @@ class SdpaKernel:
 
 
 def _is_fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
-    """The operator is the CPU's, takes values of the queries' head dim and caps nothing."""
+    """Return whether the fused operator fits: on a CPU, equal head dims of queries and values, no softcap."""
     return q.device.type == "cpu" and q.shape[2] == v.shape[2] and softcap is None
 
 
 def _tiled(ranges: Sequence[slice]) -> int | None:
-    """How many tokens ranges hold that follow each other from 0; None where they do not, or there are none."""
+    """Return the number of tokens if the ranges are consecutive from 0; None if not, or if there are none."""
     at = 0
     for one in ranges:
         if one.start != at:
@@ -167,12 +167,12 @@ def _tiled(ranges: Sequence[slice]) -> int | None:
 
 
 def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:
-    """A single one as a tensor of its own: compiled code asks what a view is of, and would be compiled again."""
+    """Concatenate pieces; a single one becomes a non-view, since compiled code guards on views and would recompile."""
     return pieces[0].data if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _query_blocks(tasks: TaskRows, window: int) -> TaskRows:
-    """Rows cut into blocks of queries, so that a block's keys are little more than its window."""
+    """Cut tasks into blocks of queries, so that a block sees few keys beyond its window."""
     block = min(max(window // 2, WINDOW_BLOCK_MIN), WINDOW_BLOCK_MAX)
     num_blocks = -(-tasks.q_len // block)
     task, index = spread(num_blocks)
@@ -217,12 +217,12 @@ def _fused_backward(inputs: BackwardInputs, causal: bool, mask: Tensor | None, s
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[tokens, heads, dim] -> [kv_heads, group, tokens, dim] in the dtype that sums are kept in."""
+    """Reshape [tokens, heads, dim] to [kv_heads, group, tokens, dim] in the accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _masked(scores: Tensor, first: int, causal: bool, mask: Tensor | None) -> Tensor:
-    """Of the queries from number `first` on: [kv_heads, group, q, k]."""
+    """Mask scores [kv_heads, group, q, k] of the queries from number `first` on."""
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
         scores = scores.masked_fill(hidden, -torch.inf)

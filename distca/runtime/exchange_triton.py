@@ -1,10 +1,9 @@
-"""Dispatch and combine on a GPU, where many small copies and unfused sums would cost more than the bytes they move.
+"""Pack and unpack exchanges on a GPU, one launch each, because many small copies and unfused sums are slow.
 
-Each is one launch to pack and one to unpack, over tables of blocks that are made once per plan. Packing copies all runs
-of all fields, and the stamps, onto the wire; a server's unpacking copies what arrived and what stays home into its
-buffers; a home's reads every part of a token once, merges or sums them in float32 and writes the result once. Parts
-come in a fixed order, so results do not change from run to run. Nothing waits for the GPU. Tensors that are not
-contiguous are made so first.
+The launches read block tables that are built once per plan. Packing copies all runs of all fields, and the stamps, onto
+the wire. A server unpacks received and local runs into its buffers. A home reads every part of a token once, merges or
+sums the parts in float32 and writes the result once; the order of parts is fixed, so results are reproducible. The host
+never waits for the GPU. Tensors that are not contiguous are copied first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1)
 
 
 class _InOneLaunch(Packing):
-    """Packs by `packing`, a field of both kinds."""
+    """Packs with the table `packing`, which both subclasses have."""
 
     __slots__ = ()
     packing: Copies
@@ -67,7 +66,7 @@ class TritonCombine(_InOneLaunch, Combine):
 def with_triton(
     packing: Packing, device: torch.device, *, copy_bytes: int = COPY_BYTES, part_bytes: int = PART_BYTES
 ) -> Packing:
-    """The same packing in one launch each way; the bytes, powers of two, are what one program takes."""
+    """Return the same packing in one launch each way; bytes are per program and powers of two."""
     same = {field.name: getattr(packing, field.name) for field in fields(packing)}
     same["packing"] = copy_tables.packing(packing, device, copy_bytes)
     if isinstance(packing, Dispatch):
@@ -147,7 +146,7 @@ def _merge_block(
     table: tl.tensor, parts: tl.tensor, wire: tl.tensor, buffer: tl.tensor, lse_buffer: tl.tensor, out: tl.tensor,
     lse: tl.tensor, UNIT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:
-    """(token, head) pairs in order: out [pairs, DIM], lse [pairs]."""
+    """Merge (token, head) pairs: out [pairs, DIM], lse [pairs]."""
     KIND: tl.constexpr = out.dtype.element_ty
     WIDE: tl.constexpr = lse.dtype.element_ty
     entry = table + tl.program_id(0).to(tl.int64) * 5
@@ -158,7 +157,7 @@ def _merge_block(
     tile_inside = inside[:, None]
     if PADDED_DIM != DIM:
         tile_inside = tile_inside & (dim < DIM)[None, :]
-    there = tl.load(entry + 2) + pair                            # within a part, from where the interval begins
+    there = tl.load(entry + 2) + pair                            # offset in a part, from the interval's begin
     lse_wire, out_wire = wire.to(tl.pointer_type(WIDE), bitcast=True), wire.to(tl.pointer_type(KIND), bitcast=True)
 
     largest = tl.full([PAIRS], float("-inf"), WIDE)
@@ -186,7 +185,7 @@ def _merge_block(
 
 @triton.jit
 def _finite(lse: tl.tensor) -> tl.tensor:
-    """0 for -inf, since -inf - -inf is nan: a part that saw no key then has weight exp(-inf) = 0."""
+    """Replace -inf by 0, since -inf - -inf is nan: a part without visible keys then has weight exp(-inf) = 0."""
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 

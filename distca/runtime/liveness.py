@@ -1,22 +1,22 @@
-"""Keep the processes of a run alive together: notice a dead or stuck rank, avoid torch's gloo races, give memory back.
+"""Detect dead or stuck ranks, avoid torch's gloo races, and return freed host memory to the system.
 
-**Liveness.** gloo fails a collective as soon as a peer's connection closes. NCCL does not: survivors sit in a CUDA call
-until torch's watchdog aborts them. So a thread of every rank sends a heartbeat to the next rank, over a gloo connection
-of its own:
-- the connection closes: the rank before ended (found at once);
-- no heartbeat for `timeout_seconds`: it is stopped, or its host is gone;
+**Liveness.** gloo fails a collective as soon as a peer's connection closes. NCCL does not: the other ranks block in a
+CUDA call until torch's watchdog aborts them. So a thread of every rank sends heartbeats to the next rank, over a
+separate gloo connection:
+- the connection closes: the previous rank ended (detected at once);
+- no heartbeat for `timeout_seconds`: the previous rank is stopped, or its host is down;
 - an NCCL collective of this rank is older than `timeout_seconds`: another rank hung or left the loop.
-Whoever notices passes the verdict on around the ring, so that all ranks end within seconds with the same reason.
+The rank that detects this sends the verdict around the ring, so all ranks end within seconds with the same reason.
 
-**gloo** (torch 2.13 and 2.15, without any code of ours). The two worker threads of a group write the name of what they
-finished into one string, without a lock; long names, such as that of DTensor's functional all-gather, are freed twice,
-which corrupts the heap. With one worker per group nothing races. A worker also needs the GIL, and outlives
-`destroy_process_group` wherever DDP, FSDP2, a device mesh or a functional collective kept the group: it then aborts the
+**gloo** (torch 2.13 and 2.15, also without distca). The two worker threads of a group write the name of the finished
+operation into one string without a lock; long names, such as DTensor's functional all-gather, are freed twice, which
+corrupts the heap. With one worker per group there is no race. A worker also needs the GIL, and outlives
+`destroy_process_group` if DDP, FSDP2, a device mesh or a functional collective holds the group: it then aborts the
 process while the interpreter finalizes, or deadlocks with DDP's destructor. So our processes end without finalizing.
 
-**Memory.** Exchanges have other sizes in every step, so that tensors on a CPU leave holes in glibc's heap that the next
-ones do not fit, and processes grow for hundreds of steps. Trimming the heap now and then stops that at next to no cost
-(`benchmarks/host_memory.py` compares it with a small mmap threshold and with fewer arenas).
+**Memory.** Exchange sizes differ in every step, so CPU tensors fragment glibc's heap and processes grow for hundreds of
+steps. Trimming the heap periodically prevents this at almost no cost (`benchmarks/host_memory.py` compares it with a
+small mmap threshold and with fewer arenas).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from torch.distributed import distributed_c10d
 from distca.runtime.transport.c10d import first_line
 from distca.runtime.transport.interface import TransportError
 
-ALIVE, DONE, ENDED, SILENT, STUCK = range(5)  # kinds of messages; the last three are verdicts about a rank
+ALIVE, DONE, ENDED, SILENT, STUCK = range(5)  # message kinds; the last three are verdicts about a rank
 MAX_INTERVAL_SECONDS = 5.0
-GRACE_SECONDS = 1.5  # in which the main thread may fail by itself, and close what it has open
+GRACE_SECONDS = 1.5  # time for the main thread to fail by itself and close its files
 TRIM_STEPS = 10      # optimizer steps between two trims of the heap
-TRIM_CALLS = 256     # calls between two trims, for a server that only serves and knows no steps
+TRIM_CALLS = 256     # calls between two trims, on a dedicated server, which has no steps
 
 
 class Liveness:
@@ -69,15 +69,15 @@ class Liveness:
         return self
 
     def close(self) -> None:
-        """Announce that this rank is done, so that the next one does not take its end for a failure."""
+        """Announce that this rank is done, so that the next rank does not report its end as a failure."""
         self._wake.set()
         for thread in self._threads[:1]:
             thread.join(timeout=GRACE_SECONDS)
 
     def explained(self, error: RuntimeError) -> TransportError:
-        """The error of a failed collective, with the rank that caused it if that is known."""
+        """Return the error of a failed collective, naming the rank that caused it if known."""
         if self._threads and self._decided.wait(timeout=GRACE_SECONDS / 2):
-            self._threads[0].join(timeout=GRACE_SECONDS / 2)     # passes it on: else the next rank would name this one
+            self._threads[0].join(timeout=GRACE_SECONDS / 2)     # sends the verdict, else the next blames this rank
         if self.verdict is not None:
             return TransportError(self.line())
         if isinstance(error, TransportError):
@@ -88,7 +88,7 @@ class Liveness:
             f"({first_line(error)})")
 
     def line(self) -> str:
-        """The verdict as a message."""
+        """Return the verdict as a message."""
         assert self.verdict is not None
         what, rank = self.verdict
         waited = f"{self.timeout_seconds:g} s (run.timeout_seconds)"
@@ -104,13 +104,13 @@ class Liveness:
         return dist.ProcessGroupGloo(store, int(self.rank == receiver), 2, timedelta(seconds=self.timeout_seconds))
 
     def _send(self) -> None:
-        """Send heartbeats, and at the end the verdict, or that this rank is done."""
+        """Send heartbeats and, at the end, the verdict or DONE."""
         while not self._wake.wait(min(MAX_INTERVAL_SECONDS, self.timeout_seconds / 8)):
             if oldest_nccl_seconds() > self.timeout_seconds:
                 self._decide(STUCK, self.rank)
                 break
             if not self._pass_on(ALIVE, self.rank):
-                return                                           # the next rank is gone; its successor judges that
+                return                                           # the next rank is dead; its successor reports that
         self._pass_on(*(self.verdict or (DONE, self.rank)))
         if self.verdict == (STUCK, self.rank):
             self._end()
@@ -132,7 +132,7 @@ class Liveness:
                 message = torch.tensor([what, (self.rank - 1) % self.world])
         if message[0] != DONE:
             self._decide(*message.tolist())
-            self._threads[0].join(timeout=GRACE_SECONDS)         # which passes it on
+            self._threads[0].join(timeout=GRACE_SECONDS)         # sends the verdict on
             self._end()
 
     def _decide(self, what: int, rank: int) -> None:
@@ -146,12 +146,12 @@ class Liveness:
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether torch.distributed or one of our transports raised this error because another rank ended."""
+    """Return whether torch.distributed or a transport raised this error because another rank ended."""
     return isinstance(error, (TransportError, dist.DistError)) or "/gloo/" in str(error)
 
 
 def oldest_nccl_seconds() -> float:
-    """Age of this process's oldest unfinished NCCL collective, from torch's flight recorder."""
+    """Return the age of this process's oldest unfinished NCCL collective, from torch's flight recorder."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # absent in builds without NCCL
     active = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()) if dump else ()
     return max((time.time() - entry["time_created_ns"] / 1e9 for entry in active), default=0.0)
@@ -159,7 +159,7 @@ def oldest_nccl_seconds() -> float:
 
 @cache
 def one_worker_per_group() -> None:
-    """Give every gloo group that this process makes from now on one worker thread; torch has no option for it."""
+    """Give every gloo group created from now on a single worker thread; torch has no option for this."""
     gloo: Any = dist.ProcessGroupGloo
     start = gloo.__init__
 
@@ -179,8 +179,8 @@ def one_worker_per_group() -> None:
 def end_process(code: int = 0) -> NoReturn:
     """Flush output and end this process, without finalizing the interpreter or running exit handlers.
 
-    The last call of a rank: after `dist.barrier()` and `dist.destroy_process_group()` where all went well, and while
-    its model is alive, which holds the group and whose destructor would wait for the group's workers.
+    Call it last: after `dist.barrier()` and `dist.destroy_process_group()` on success, and while the model is still
+    referenced, because DDP's destructor would wait for the group's workers.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -188,7 +188,7 @@ def end_process(code: int = 0) -> NoReturn:
 
 
 def return_freed_memory() -> None:
-    """Return free pages of the heap to the system, where the C library can (glibc; not musl or macOS)."""
+    """Return free heap pages to the system, if the C library can (glibc; not musl or macOS)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

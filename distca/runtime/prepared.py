@@ -1,7 +1,7 @@
-"""Plans made ready for one rank, and the cache of them: digests, what was compared, and prepared tables.
+"""Prepare plans for one rank and cache them: digests, agreements with other ranks, and tables on the device.
 
-Nobody broadcasts a plan, so ranks compare digests before they follow a new one. Ranks make the same calls in the same
-order: all find a plan new at the same call, and all evict identically.
+Plans are not broadcast, so ranks compare digests before they run a new plan. Ranks make the same calls in the same
+order, so all of them find a plan new at the same call and evict the same plans.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from distca.runtime.exchange import STAMP_BYTES, Combine, Dispatch, Exchange, Fi
 from distca.runtime.transport import HierarchicalTransport, Transport
 from distca.validation import UserError
 
-PLANS_KEPT = 16         # prepared
-AGREEMENTS_KEPT = 4096  # digests that were compared, a number each
-PLANS_IN_TURN = 4       # plans that calls of one optimizer step may alternate between
+PLANS_KEPT = 16         # prepared plans
+AGREEMENTS_KEPT = 4096  # compared digests, one integer each
+PLANS_IN_TURN = 4       # plans between which the calls of one optimizer step may alternate
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class Shapes(NamedTuple):
-    """The tensors a plan is run with."""
+    """Shapes, dtype and device of the tensors that a plan is run with."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,7 +53,7 @@ class Shapes(NamedTuple):
 
     @property
     def tensors(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """Of q, k, v, out and lse: whose tokens they belong to ("q" or "k"), the shape of a token and the dtype."""
+        """For q, k, v, out and lse: "q" or "k" (query or key tokens), the shape of a token, the dtype."""
         heads, kv_heads, dim, dtype, _, value_dim = self
         value_dim = value_dim or dim
         return (("q", (heads, dim), dtype), ("k", (kv_heads, dim), dtype), ("k", (kv_heads, value_dim), dtype),
@@ -61,18 +61,18 @@ class Shapes(NamedTuple):
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
-        """Of q, k, v, out and lse: whose tokens they belong to and the bytes of a token."""
+        """For q, k, v, out and lse: "q" or "k" (query or key tokens) and the bytes of a token."""
         return tuple((side, prod(shape) * dtype.itemsize) for side, shape, dtype in self.tensors)
 
     def empty_row(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v, out and lse of no tokens."""
+        """Return q, k, v, out and lse with no tokens."""
         return tuple(torch.empty(0, *shape, dtype=dtype, device=self.device) for _, shape, dtype in self.tensors)
 
 
 class Prepared:
-    """A plan made ready for one rank, one set of shapes and one kernel, so that layers only copy, send and compute.
+    """A plan prepared for one rank, one set of shapes and one kernel, so that layers only copy, send and compute.
 
-    Where everything lies on the wire is worked out by the first call that sends it.
+    Each exchange is laid out by the first call that uses it.
     """
 
     def __init__(
@@ -80,49 +80,49 @@ class Prepared:
     ) -> None:
         self.digest, self.transport, self.kernel, self.shapes = digest, transport, kernel, shapes
         self.hops: HopTables | None = None
-        self._travels = travels(plan)                            # anything of any rank
+        self._travels = travels(plan)                            # whether any rank sends anything
         self._queries_travel = bool((plan.tasks.home != plan.tasks.server).any())
         if self._travels and isinstance(transport, HierarchicalTransport) and two_hops_pay(
                 plan.layout, plan.tasks, transport.node, plan.model, plan.tp):
             self.hops = build_hops(plan, transport.rank, transport.node)
-        self.tables = build(plan, transport.rank) if self.hops is None else self.hops.inner  # of the hop to servers
+        self.tables = build(plan, transport.rank) if self.hops is None else self.hops.inner  # hop to servers
         rows = TaskRows(*(getattr(self.tables, name) for name in ("q_begin", "q_end", "k_begin", "k_end", "q_offset")))
-        self.rows = kernel.prepare(rows, shapes.device, scores)  # the kernel's own form of the tasks
+        self.rows = kernel.prepare(rows, shapes.device, scores)  # the tasks in the kernel's format
 
     @cached_property
     def inputs(self) -> Exchange:
-        """q, k and v, stamped."""
+        """Dispatch of q, k and v, with stamps."""
         q, k, v, *_ = self.shapes.fields
         return self._exchange([q, k, v], partial(Dispatch.of, stamp=stamp_of(self.digest, self.shapes.device)))
 
     @cached_property
     def outputs(self) -> Exchange:
-        """out and lse."""
+        """Combine of out and lse."""
         *_, out, lse = self.shapes.fields
         return self._exchange([out, lse], partial(Combine.of, merged_heads=self.shapes.num_heads), back=True)
 
     @cached_property
     def backward_inputs(self) -> Exchange:
-        """q, k, v, out, dout and lse."""
+        """Dispatch of q, k, v, out, dout and lse."""
         q, k, v, out, lse = self.shapes.fields
         return self._exchange([q, k, v, out, out, lse], Dispatch.of)
 
     @cached_property
     def kept_backward_inputs(self) -> Exchange:
-        """out, dout and lse, where servers keep q, k and v."""
+        """Dispatch of out, dout and lse, for servers that keep q, k and v."""
         *_, out, lse = self.shapes.fields
         return self._exchange([out, out, lse], Dispatch.of)
 
     @cached_property
     def gradients(self) -> Exchange:
-        """dq, dk and dv."""
+        """Combine of dq, dk and dv."""
         q, k, v, *_ = self.shapes.fields
         return self._exchange([q, k, v], Combine.of, back=True)
 
     def _exchange(
         self, fields: Fields, packing: Callable[[RankTables, Fields], Packing], back: bool = False
     ) -> Exchange:
-        """The exchange of these fields, to servers or `back` to homes."""
+        """Build the exchange of these fields, to servers or `back` to homes."""
         transport, hops, device = self.transport, self.hops, self.shapes.device
         everyone = range(transport.size)
         if hops is None:
@@ -139,7 +139,7 @@ class Prepared:
 
 
 def packed_on(device: torch.device, packing: Packing) -> Packing:
-    """Packing in one launch on a GPU where triton is installed; elsewhere as it is, by torch's copies."""
+    """Return packing by one triton launch on a GPU, if triton is installed; otherwise `packing`, which uses torch."""
     if device.type != "cuda" or not _has_triton():
         return packing
     from distca.runtime.exchange_triton import with_triton
@@ -157,14 +157,14 @@ def _has_triton() -> bool:
 
 
 class PlanFacts(NamedTuple):
-    """What every call needs to know of its plan."""
+    """Cached facts about a plan that every call needs."""
 
     digest: int
-    checked: dict[tuple[object, ...], Shapes]  # shapes, dtypes and devices of tensors that were found to fit
+    checked: dict[tuple[object, ...], Shapes]  # shapes, dtypes and devices of tensors that fit
 
 
 class PlanCache:
-    """The plans that one rank runs, with the kernel of that name or the fastest that fits."""
+    """Cache of one rank's plans, run with the named kernel or, for "auto", the fastest that fits."""
 
     def __init__(self, transport: Transport, kernel: str = "auto") -> None:
         self.transport, self.kernel = transport, kernel
@@ -180,7 +180,7 @@ class PlanCache:
         return found
 
     def expect(self, plans: Iterable[Plan], device: torch.device) -> None:
-        """Compare many plans at once, those of an optimizer step for example, so that their calls need not stop."""
+        """Compare many plans, such as those of an optimizer step, at once, so that their calls need not."""
         expected = []
         for plan in plans:
             if plan.num_servers > plan.layout.num_ranks:
@@ -193,7 +193,7 @@ class PlanCache:
             self._agreed.put(one, True)
 
     def begin(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
-        """The prepared plan of a call that begins; a plan that is new here is compared with the other ranks' first."""
+        """Return the prepared plan of a call that begins, after comparing a new plan with the other ranks."""
         found = self.facts(plan).digest
         if not self._agreed.get(found):
             self._compare(found, shapes.device)
@@ -201,7 +201,7 @@ class PlanCache:
         return self.prepared(plan, shapes, scores)
 
     def prepared(self, plan: Plan, shapes: Shapes, scores: Scores = PLAIN) -> Prepared:
-        """The plan prepared for these tensors; calls of different scales share it."""
+        """Return the plan prepared for these shapes; calls with different scales share it."""
         key = self.facts(plan).digest, shapes, scores.window, scores.softcap
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -212,7 +212,7 @@ class PlanCache:
         return prepared
 
     def comes_up_anew(self, plan: Plan) -> bool:
-        """Whether none of the latest calls followed this plan."""
+        """Return whether none of the latest calls followed this plan, and record this call."""
         found = self.facts(plan).digest
         is_new = found not in self._turns
         self._turns.append(found)
@@ -225,7 +225,7 @@ class PlanCache:
 
 
 def digest(plan: Plan) -> int:
-    """A hash of the plan, for ranks to compare."""
+    """Return a hash of the plan, for ranks to compare."""
     state = hashlib.blake2b(digest_size=8)
     layout = plan.layout
     columns = [getattr(table, name) for table, names in (
@@ -238,13 +238,13 @@ def digest(plan: Plan) -> int:
 
 
 def stamp_of(digest: int, device: torch.device) -> torch.Tensor:
-    """A plan's digest as uint8 [STAMP_BYTES], for every split: a rank notices when another follows a different plan."""
+    """Return a digest as uint8 [STAMP_BYTES]; it is sent in every split, so that ranks detect different plans."""
     content = digest.to_bytes(STAMP_BYTES, "little", signed=True)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 
 class LRU(Generic[Key, Value]):
-    """A cache that evicts the least recently used entry; a cache of as many entries elsewhere evicts the same ones."""
+    """Cache that evicts the least recently used entry: ranks that make equal calls evict equal entries."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

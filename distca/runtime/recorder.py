@@ -1,7 +1,7 @@
-"""Measure what a rank does in a step: spans of computing and waiting, noted where they happen.
+"""Record one rank's spans of computation and waiting in a step.
 
-On a GPU times come from events on the stream, read once the step is over, so that measuring does not wait; on a CPU
-from the clock. Exposed communication is the time spent waiting for exchanges that had not finished by themselves.
+On a GPU, times come from stream events that are read after the step, so recording does not synchronize; on a CPU, from
+the clock. Exposed communication is the time spent waiting for exchanges that had not yet finished.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distca.trace import Span, StepTrace
 
 
 class Recorder:
-    """The spans of one rank, step by step."""
+    """Recorder of one rank's spans, one step at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,9 +36,9 @@ class Recorder:
         self._spans.append((name, lane, start, self._now(), num_bytes))
 
     def end_step(self, rank: int, step: int) -> StepTrace:
-        """The step's spans in seconds from its start; on a GPU this waits for the step's last span.
+        """Return the step's spans in seconds from its start; on a GPU, synchronize first.
 
-        Linear layers are what a span of theirs leaves between attention and waits.
+        Spans of linear layers are cut so that they exclude the attention and wait spans inside them.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -63,7 +63,7 @@ class Recorder:
 
 
 def _between(outer: Span, inner: Sequence[Span]) -> Iterator[Span]:
-    """The parts of a span that no inner one covers; those come in the order in which they start."""
+    """Yield the parts of a span that no inner span covers; `inner` is sorted by start."""
     at = outer.start_seconds
     for span in inner:
         if at < span.start_seconds < outer.stop_seconds:

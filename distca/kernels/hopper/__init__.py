@@ -1,1 +1,1 @@
-"""Our own attention kernel for Hopper GPUs: tables of tasks, launches, and the CUDA sources they compile."""
+"""distca's attention kernel for Hopper GPUs: task tables, launches and CUDA sources."""

@@ -1,4 +1,4 @@
-"""Tables of the Hopper kernel in device memory, for one kind of heads."""
+"""Tables of the Hopper kernel in device memory, for given numbers and dim of heads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from distca.kernels.hopper.tables import (
 from distca.kernels.hopper.variants import TALL_GAIN, tiles_of
 from distca.kernels.interface import TaskRows
 
-KEPT_MEMORY = 32                                                 # dS takes at most this part of the device's memory
-FEW_TILES = 16                                                   # of keys that a block sees, for kept dS to be faster
+KEPT_MEMORY = 32                                                 # dS takes at most this fraction, 1/32, of device memory
+FEW_TILES = 16                                                   # mean key tiles per block, below which kept dS is faster
 
 
 class Heads(NamedTuple):
-    """The heads of tensors that calls are made on."""
+    """Number of query heads, number of KV heads, and the head dim."""
 
     query: int
     kv: int
@@ -48,30 +48,30 @@ class DeviceTable(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tables for dQ from dS that is kept in memory, for a few KV heads at a time."""
+    """Tables for computing dQ from dS stored in memory, for a few KV heads at a time."""
 
     table: DeviceTable
-    num_places: int  # of a KV head
+    num_places: int  # dS tiles of a KV head
     heads: int  # KV heads at a time
-    num_bytes: int  # of their places
+    num_bytes: int  # of the dS tiles of these heads
 
 
 @dataclass(frozen=True)
 class Tables:
     """The tables of one prepared set of tasks."""
 
-    forward: DeviceTable  # also of dQ, where it is computed by itself
-    tall: DeviceTable | None  # the same in tall tiles, for forward alone, where they are faster
+    forward: DeviceTable  # also used by the separate dQ kernel
+    tall: DeviceTable | None  # the same with tall tiles, for forward only, if these are faster
     backward: DeviceTable
-    counters: Tensor  # int32 [3], of forward, backward and dQ by itself; zero between launches
+    counters: Tensor  # int32 [3]: forward, backward, separate dQ kernel; zero between launches
     num_blocks: int  # of queries in backward
     num_parts: int  # of tiles whose keys are split
-    num_sms: int  # multiprocessors that a launch takes
+    num_sms: int  # multiprocessors that a launch uses
     kept: Kept | None
 
     @classmethod
     def build(cls, tasks: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Tables:
-        """Tables for visible, joined tasks; forward's in tall tiles too where these are faster."""
+        """Build the tables for visible, joined tasks; forward also gets tall tiles if these are faster."""
         tiles, grid = tiles_of(heads.dim), (heads.query // heads.kv, heads.kv, num_sms)
         forward = forward_tables(tasks, window, *grid, tiles.forward_keys)
         backward = backward_tables(tasks, window, *grid, tiles.backward_keys)
@@ -92,23 +92,23 @@ class Tables:
 
     @cached_property
     def forward_numbers(self) -> tuple[int, ...]:
-        """What a launch of forward is given: addresses of its table and counter, offsets of tiles, segments, merges."""
+        """Arguments of a forward launch: addresses of its table and counter, offsets of tiles, segments, merges."""
         table = self.forward if self.tall is None else self.tall
         return table.ints.data_ptr(), self.counters.data_ptr(), *table.offsets
 
     @cached_property
     def backward_numbers(self) -> tuple[int, ...]:
-        """The same of backward: offsets of items, tasks, blocks."""
+        """Arguments of a backward launch: the same addresses, offsets of items, tasks, blocks."""
         return self.backward.ints.data_ptr(), self.counters.data_ptr() + 4, *self.backward.offsets
 
     @cached_property
     def dq_numbers(self) -> tuple[int, ...]:
-        """The same of dQ by itself: offsets of tiles, segments, merges."""
+        """Arguments of the separate dQ kernel: the same addresses, offsets of tiles, segments, merges."""
         return self.forward.ints.data_ptr(), self.counters.data_ptr() + 8, *self.forward.offsets
 
 
 def _kept(tasks: TaskRows, window: int | None, heads: Heads, device: torch.device, num_sms: int) -> Kept | None:
-    """None where keeping dS is never faster with such heads, or there is no room for one KV head's."""
+    """Build the tables for kept dS; None if it is never faster for this head dim, or too large for one KV head."""
     tiles = tiles_of(heads.dim)
     place_bytes = 2 * tiles.backward_keys * BLOCK_ROWS
     most = most_places(device, place_bytes)
@@ -122,12 +122,12 @@ def _kept(tasks: TaskRows, window: int | None, heads: Heads, device: torch.devic
 
 
 def most_places(device: torch.device, place_bytes: int) -> int:
-    """How many places of dS may be kept at a time, of all heads together; none where there is no GPU."""
+    """Return how many dS tiles, over all heads, may be stored at a time; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).total_memory) // KEPT_MEMORY // place_bytes
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; one where there is none."""
+    """Return the number of multiprocessors of a GPU; 1 without a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

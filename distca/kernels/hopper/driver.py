@@ -1,8 +1,8 @@
-"""CUDA C++ kernels of our own without a build step: NVRTC compiles them at first use, the driver API launches them.
+"""Compile CUDA C++ kernels with NVRTC at first use and launch them through the driver API, without a build step.
 
-torch's CUDA wheels bring libnvrtc and every driver brings libcuda, so a plain `pip install` is enough: no compiler, no
-headers, no extension module. Compiling takes seconds, so cubins are kept in the user's cache folder. A launch is one
-call through ctypes whose arguments are all made beforehand: little more of the host's time than the driver's own.
+torch's CUDA wheels include libnvrtc and every driver includes libcuda, so a plain `pip install` is enough: no compiler,
+no headers, no extension module. Compiling takes seconds, so cubins are cached in the user's cache folder. A launch is
+one ctypes call with preallocated arguments, so it adds little host time to the driver's own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _of_this_thread = threading.local()
 
 @functools.cache
 def nvrtc(path: str | None = None) -> ctypes.CDLL:
-    """libnvrtc of torch's CUDA version, or the one at `path`."""
+    """Load libnvrtc of torch's CUDA version, or the library at `path`."""
     candidates = [path] if path is not None else _nvrtc_candidates()
     for candidate in candidates:
         try:
@@ -54,11 +54,11 @@ def nvrtc(path: str | None = None) -> ctypes.CDLL:
 
 
 def _load_builtins(library: ctypes.CDLL, beside: Sequence[str]) -> None:
-    """libnvrtc opens its builtins by bare name, which finds them in a wheel's folder only once they are loaded."""
+    """Preload NVRTC's builtins: it opens them by bare name, which fails in a wheel's folder unless they are loaded."""
     name = "libnvrtc-builtins.so.{}.{}".format(*nvrtc_version(library))
-    for place in beside:
+    for path in beside:
         try:
-            ctypes.CDLL(str(Path(place).with_name(name)))
+            ctypes.CDLL(str(Path(path).with_name(name)))
         except OSError:
             continue
         return
@@ -66,7 +66,7 @@ def _load_builtins(library: ctypes.CDLL, beside: Sequence[str]) -> None:
 
 
 def _nvrtc_candidates() -> list[str]:
-    """The bare name, for a library that is loaded already or known to the system, then the wheels', the toolkit's."""
+    """Return the bare name (already loaded, or on the system's path), then paths in the wheels and the toolkit."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} has no CUDA, so no libnvrtc; install a CUDA build of torch")
     major, wheels = torch.version.cuda.split(".")[0], Path(torch.__file__).parents[1] / "nvidia"
@@ -76,13 +76,13 @@ def _nvrtc_candidates() -> list[str]:
 
 
 def compile_options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:
-    """NVRTC's options; the order of `defines` makes no difference."""
+    """Return NVRTC's options; the order of `defines` does not matter."""
     macros = (f"-D{name}={int(value)}" for name, value in sorted(defines.items()))
     return (f"--gpu-architecture={arch}", "-std=c++17", "-lineinfo", "-default-device", *macros)
 
 
 def compile_cubin(source: str, name: str, defines: Mapping[str, int], arch: str = "sm_90a") -> bytes:
-    """The cubin of this CUDA C++ text, which includes nothing; `name` stands for it in messages and line info."""
+    """Return the cubin of CUDA C++ source without includes; `name` appears in messages and line info."""
     library = nvrtc()
     options = compile_options(defines, arch)
     key = hashlib.sha256(repr((source, name, options, nvrtc_version(library))).encode()).hexdigest()
@@ -98,7 +98,7 @@ def compile_cubin(source: str, name: str, defines: Mapping[str, int], arch: str 
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept; an OSError where the user has no home."""
+    """Return the folder that caches cubins; raise OSError if the user has no home."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(root):
         raise FileNotFoundError(f"cache folder {root} is no absolute path; set HOME or XDG_CACHE_HOME to one")
@@ -106,7 +106,7 @@ def cache_folder() -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """The folder, made for its owner alone where it is not there; an OSError where others could put code into it."""
+    """Create the folder for its owner only if missing; raise OSError if other users could write code into it."""
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.mkdir(exist_ok=True, mode=0o700)
     for part in (folder, folder.parent):
@@ -142,7 +142,7 @@ def nvrtc_version(library: ctypes.CDLL) -> tuple[int, int]:
 
 
 def run_compiler(library: ctypes.CDLL, source: str, name: str, options: Sequence[str]) -> bytes:
-    """One run of NVRTC. What it remarks on a source that compiles, such as serialised wgmma, is logged as a warning."""
+    """Run NVRTC once and return the cubin. Its remarks, for example on serialized wgmma, are logged as warnings."""
     program, size = c_void_p(), c_size_t()
     code = library.nvrtcCreateProgram(byref(program), source.encode(), name.encode(), 0, None, None)
     _check_nvrtc(library, code, "nvrtcCreateProgram")
@@ -173,7 +173,7 @@ def _check_nvrtc(library: ctypes.CDLL, code: int, call: str) -> None:
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda, whose calls get ctypes objects: declared types would be converted anew at every launch."""
+    """Load libcuda. Calls pass ctypes objects, because declared argument types would be converted at every launch."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -189,7 +189,7 @@ def _check(code: int, call: str) -> None:
 
 
 def _bind_context() -> None:
-    """Give this thread torch's context if it has none, as a thread of autograd's that has called no CUDA yet."""
+    """Set torch's CUDA context if this thread has none, such as an autograd thread before its first CUDA call."""
     if hasattr(_of_this_thread, "is_bound"):
         return
     index = torch.cuda.current_device()
@@ -214,10 +214,10 @@ class TensorMap:
 
 
 def tensor_map(pointer: int, sizes: Sequence[int], strides_bytes: Sequence[int], box: Sequence[int]) -> TensorMap:
-    """The map of a bf16 tensor, innermost dimension first, copied box by box with 128-byte swizzle.
+    """Return the map of a bf16 tensor, innermost dimension first, copied box by box with 128-byte swizzle.
 
     `strides_bytes` leaves out the innermost dimension. Elements out of bounds are read as zeros and not written. Maps
-    are kept and shared, which is safe since they hold addresses and shapes alone.
+    are cached and shared, which is safe since they hold only addresses and shapes.
     """
     return _encoded(pointer, tuple(sizes), tuple(strides_bytes), tuple(box))
 
@@ -252,10 +252,10 @@ class _LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel of a module that is loaded on torch's current device."""
+    """A kernel of a module loaded on torch's current device."""
 
     name: str
-    types: str  # its parameters in order: struct's codes i, q, f and P, and T for a tensor map
+    types: str  # parameters in order: struct codes i, q, f and P, and T for a tensor map
     num_threads: int  # of a block
     shared_bytes: int  # dynamic, of a block
     handle: c_void_p
@@ -265,10 +265,10 @@ class Function:
 
 
 class Launch:
-    """Launches of one kernel on one stream with the same tensor maps, of which everything but the numbers is in place.
+    """A reusable launch of one kernel on one stream with fixed tensor maps; each call only fills in the numbers.
 
-    A launch belongs to the thread that made it, because autograd's backward launches from another thread and a launch
-    lets other threads run while the driver still reads.
+    A launch belongs to the thread that created it: autograd's backward launches from another thread, and a ctypes call
+    releases the GIL while the driver still reads the arguments.
     """
 
     __slots__ = ("_config", "_maps", "_name", "_pack", "_run")
@@ -289,7 +289,7 @@ class Launch:
     def __call__(self, *numbers: int | float) -> None:
         """Queue the launch; addresses are plain integers. The driver copies the numbers before this returns.
 
-        A struct.error if they do not fit.
+        Raises struct.error if the numbers do not match the kernel's types.
         """
         self._pack(*numbers)
         code = self._run()
@@ -300,7 +300,7 @@ class Launch:
 
 @functools.cache
 def _layout(types: str) -> tuple[struct.Struct, list[int | None]]:
-    """How a kernel's numbers are packed, and the offset of each parameter there; None for a tensor map."""
+    """Return the struct of a kernel's numbers, and each parameter's offset in it; None for a tensor map."""
     codes, offsets = "", list[int | None]()
     for code in types:
         offsets.append(None if code == "T" else struct.calcsize(f"{codes}0{code}"))  # "0q" aligns
@@ -309,7 +309,7 @@ def _layout(types: str) -> tuple[struct.Struct, list[int | None]]:
 
 
 def load_functions(cubin: bytes, signatures: Mapping[str, tuple[str, int, int]]) -> list[Function]:
-    """Kernels declared `extern "C"`, by name: their types, threads and shared bytes; loaded until the process ends."""
+    """Load `extern "C"` kernels, given types, threads and shared bytes by name; they stay until the process ends."""
     _bind_context()
     driver, module, functions = _driver(), c_void_p(), []
     _check(driver.cuModuleLoadData(byref(module), c_char_p(cubin)), "cuModuleLoadData")

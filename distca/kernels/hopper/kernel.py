@@ -1,11 +1,11 @@
-"""Our own task kernel for Hopper: tasks of any shape at the speed of dense attention, written for the tensor cores.
+"""distca's attention kernel for Hopper GPUs: tasks of any shape at the speed of dense attention.
 
-A launch walks tables (tables.py), so tasks of different lengths, shared keys and several tasks over the same queries
-cost what their pairs cost. The sources in cuda/ are compiled at first use for the head dim, the query heads per KV
-head, and window or not.
+A launch walks tables (tables.py), so its cost depends only on the number of pairs, also with tasks of different
+lengths, shared keys and several tasks per query. The sources in cuda/ are compiled at first use per head dim, number of
+query heads per KV head, and window or not.
 
-Backward adds dQ up in float32 with atomic adds, in any order; under torch.use_deterministic_algorithms dQ has a kernel
-of its own instead, which sums it in registers and gives the same bits every time.
+Backward sums dQ in float32 with atomic adds, in any order. Under torch.use_deterministic_algorithms a separate kernel
+sums dQ in registers and gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from distca.validation import UserError
 
 
 class HopperTasks:
-    """Tasks, and what calls on tensors of the same shapes share, made at the first of them."""
+    """Prepared tasks, with one Kind per combination of shapes, built at the first call with these shapes."""
 
     __slots__ = ("device", "inside", "kinds", "num_sms", "tasks", "window")
 
@@ -50,7 +50,7 @@ class HopperTasks:
         self.kinds: dict[tuple[object, ...], Kind] = {}
 
     def kind(self, q: Tensor, k: Tensor, v: Tensor) -> Kind:
-        """Tensors are checked once for each kind of them."""
+        """Return the Kind of these tensors; checks them only when it builds a new one."""
         about = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device())
         found = self.kinds.get(about)
         return self._new_kind(about, q, k, v) if found is None else found
@@ -79,7 +79,7 @@ class HopperKernel:
     """Attention tasks on compute capability 9.0."""
 
     name: str = "hopper"
-    num_sms: int | None = None  # multiprocessors that a launch takes; None: all. Profiles measure with fewer.
+    num_sms: int | None = None  # multiprocessors that a launch uses; None: all. Profiles measure with fewer.
 
     def supports(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores = PLAIN,
@@ -103,7 +103,7 @@ class HopperKernel:
         return None
 
     def item_sizes(self, head_dim: int) -> tuple[int, int]:
-        """Forward in query rows, backward in keys."""
+        """Return the size of a work item: (query, head) pairs in forward, keys in backward."""
         return 2 * BLOCK_ROWS, tiles_of(head_dim).backward_keys
 
     def prepare(self, tasks: TaskRows, device: torch.device, scores: Scores = PLAIN) -> HopperTasks:
@@ -141,7 +141,7 @@ def _capturing(x: Tensor) -> bool:
 
 
 def _covered(begin: np.ndarray, end: np.ndarray) -> int:
-    """How many tokens stand in at least one of these ranges."""
+    """Return the number of tokens that are in at least one of these ranges."""
     order = np.argsort(begin, kind="stable")
     reach = np.maximum.accumulate(np.append(0, end[order]))
     return int(np.maximum(0, end[order] - np.maximum(begin[order], reach[:-1])).sum())

@@ -1,7 +1,7 @@
-"""Launches of the Hopper kernel: which kernels run, on which tensor maps, with which numbers.
+"""Launches of the Hopper kernel: which kernels run, with which tensor maps and numbers.
 
-Everything that a call needs beside its results' addresses is made once and kept, because a launch should cost the
-host little more than the driver does: launches and their tensor maps by shapes and by addresses.
+Launches and their tensor maps are cached by shapes and by addresses, so that a launch costs the host little more than
+the driver call.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from distca.kernels.hopper.variants import DIMS_TEXT, TILES, backward_kernels, f
 from distca.kernels.interface import BackwardInputs, dims_text
 from distca.validation import UserError
 
-PANEL = 64  # columns that a tensor copy brings at once
-MERGE_BLOCKS = 16  # thread blocks to a multiprocessor
-SHAPES_KEPT, CALLS_KEPT = 16, 512  # calls of each shape
+PANEL = 64  # columns per tensor copy
+MERGE_BLOCKS = 16  # thread blocks per multiprocessor
+SHAPES_KEPT, CALLS_KEPT = 16, 512  # cached shapes, and calls per shape
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What calls on tensors of the same shapes share, for one prepared set of tasks."""
+    """Data shared by all calls with the same shapes, for one prepared set of tasks."""
 
     tables: Tables
     window: int | None
-    scale: float  # unless another one is asked for
-    new: tuple[Callable[[], Tensor], ...]  # makes out, lse, dq, dk, dv
-    leaves_queries: bool  # some stand in no task
-    leaves_keys: bool
+    scale: float  # default
+    new: tuple[Callable[[], Tensor], ...]  # allocate out, lse, dq, dk, dv
+    leaves_queries: bool  # some queries are in no task
+    leaves_keys: bool  # some keys are in no task
     launches: Launches
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, scale: float) -> None:
-    """Fill out and lse where tasks have queries."""
+    """Fill out and lse of queries that are in tasks."""
     tables, launches = kind.tables, kind.launches
     stream = torch._C._cuda_getCurrentRawStream(launches.device_index)
     k_address, k_stride = memory = k.data_ptr(), k.stride()
@@ -68,10 +68,10 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind:
 def run_backward(
     saved: BackwardInputs, gradients: tuple[Tensor, ...], kind: Kind, scale: float, deterministic: bool
 ) -> None:
-    """Fill dq, dk and dv where tasks have queries and keys.
+    """Fill dq, dk and dv of queries and keys that are in tasks.
 
-    dQ is added up in memory, block by block. Where it must be deterministic, or dS is kept, or heads are wide, it comes
-    from a kernel of its own instead.
+    dQ is summed in memory with atomic adds. If it must be deterministic, if dS is kept, or if heads are wide, a
+    separate kernel computes it instead.
     """
     dout, q, k, v, out, lse = saved
     dq, dk, dv = gradients
@@ -117,13 +117,13 @@ def run_backward(
         merge(dq_address, dq_sum, table, merges_at, kv_heads, scale)
 
 
-Memory = tuple[int, tuple[int, ...]]  # where a tensor lies: its address and strides
+Memory = tuple[int, tuple[int, ...]]  # address and strides of a tensor
 
 
 class Launches:
-    """Launches on tensors of the same shapes, kept by where these lie in memory, to which layers and steps come back.
+    """Launches for tensors of given shapes, cached by thread and by the tensors' addresses, which recur across layers.
 
-    A thread has launches of its own. `forward` and `backward` give None where a tensor cannot be mapped as it lies.
+    `forward` and `backward` return None if a tensor's strides or alignment allow no tensor map.
     """
 
     def __init__(self, device: torch.device, q: torch.Size, k: torch.Size, v: torch.Size, windowed: bool, is_tall: bool,
@@ -137,7 +137,7 @@ class Launches:
     def _forward(
         self, thread: int, stream: int, split: bool, q: Memory, k: Memory, v: Memory
     ) -> tuple[Launch, Launch | None] | None:
-        """The main kernel's and, where keys of tiles are split, that of merging their parts."""
+        """Return the launch of the main kernel and, if keys of tiles are split, of the kernel that merges parts."""
         self._check_dims()
         if not all(map(_mappable, (q, k, v))):
             return None
@@ -155,9 +155,9 @@ class Launches:
     def _backward(
         self, thread: int, stream: int, mode: tuple[bool, bool, bool], dout: Memory, q: Memory, k: Memory, v: Memory
     ) -> tuple[Launch, Launch, Launch, Launch | None] | None:
-        """What runs before, the main kernel's, what runs after it and, where dQ has parts, that of merging them.
+        """Return the launches before the main kernel, of it, after it and, if dQ has parts, of merging them.
 
-        `mode` says whether dQ is deterministic, split, and made of kept dS.
+        `mode` is whether dQ is deterministic, split, and computed from kept dS.
         """
         self._check_dims()
         if not all(map(_mappable, (dout, q, k, v))):
@@ -197,7 +197,7 @@ launches_of = functools.lru_cache(SHAPES_KEPT)(Launches)
 
 
 def _mappable(memory: Memory) -> bool:
-    """Tensor copies want whole heads, and everything at multiples of 16 bytes."""
+    """Return whether heads are contiguous and all offsets are multiples of 16 bytes, as tensor copies require."""
     address, stride = memory
     return address % 16 == 0 and stride[2] == 1 and stride[1] % 8 == 0 and stride[0] % 8 == 0
 
@@ -207,7 +207,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _query_map(memory: Memory, shape: torch.Size, kv_heads: int, num_tokens: int | None = None) -> TensorMap:
-    """Blocks of [tokens, heads, dim] that hold all query heads of a KV head; or of single tokens."""
+    """Map blocks of [tokens, heads, dim] with all query heads of a KV head; `num_tokens` defaults to a full block."""
     (address, stride), (tokens, heads, dim) = memory, shape
     group, head_bytes = heads // kv_heads, 2 * stride[1]
     sizes, strides = (dim, group, kv_heads, tokens), (head_bytes, group * head_bytes, 2 * stride[0])
@@ -215,7 +215,7 @@ def _query_map(memory: Memory, shape: torch.Size, kv_heads: int, num_tokens: int
 
 
 def _key_map(memory: Memory, shape: torch.Size, num_tokens: int) -> TensorMap:
-    """Tiles of [tokens, kv_heads, dim] that hold one KV head."""
+    """Map tiles of [tokens, kv_heads, dim] with one KV head."""
     (address, stride), (tokens, kv_heads, dim) = memory, shape
     return tensor_map(address, (dim, kv_heads, tokens), (2 * stride[1], 2 * stride[0]), (PANEL, 1, num_tokens))
 
@@ -224,9 +224,9 @@ _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 
 
 def new(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Callable[[], Tensor]:
-    """Makes contiguous tensors of this shape beside `like`; on a GPU as torch's compiled code makes its own.
+    """Return a function that allocates contiguous tensors of this shape on `like`'s device.
 
-    That takes the host a quarter of torch.empty's time.
+    On a GPU it uses the allocator of torch's compiled code, which takes a quarter of torch.empty's host time.
     """
     if _empty_strided is None or not like.is_cuda:
         return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=like.device)

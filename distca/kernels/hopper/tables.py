@@ -1,24 +1,24 @@
-"""What the Hopper kernel walks: tasks as flat int32 tables that a launch reads.
+"""Task tables of the Hopper kernel: flat int32 arrays that a launch reads.
 
-Tasks differ wildly in length, so a launch is not one thread block per task but one list of work items, long ones first,
-each with its exact number of matrix products. Forward, an item is a tile of queries that walks the keys of its tasks.
-Backward, it is a tile of keys that walks the queries of every task that reaches it: a key's gradient is summed in
-registers and written once, however many tasks share it, and only the gradients of queries meet in memory.
+Task lengths differ greatly, so a launch processes one list of work items, long ones first, each with its exact number
+of matrix products, instead of one thread block per task. In forward an item is a tile of queries that walks the keys of
+its tasks. In backward an item is a tile of keys that walks the queries of every task that has these keys: a key's
+gradient is summed in registers and written once, and only gradients of queries are summed in memory.
 
 Tasks come as `joined(visible(tasks, window), window)`. With shift = k_begin + q_offset - q_begin, the query at buffer
 index q sees the key at buffer index k iff
 
     k_begin <= k < k_end   and   k <= q + shift   and, with a window w,   k > q + shift - w.
 
-Where a few tiles of queries would keep a launch waiting, their keys are split (split.py).
+If a few tiles of queries would delay the end of a launch, their keys are split (split.py).
 
-dQ can also be made from gradients of scores (dS) that are kept in memory: five matrix products, and every sum in one
-order. Adding dQ up in memory has no order, and costs the same whatever the number of keys: room for sums, zeros, and a
-last pass over them. Computing dQ by itself costs scores and dP again, unless dS of all pairs of a query and a key is
-kept. That is faster with wide heads, whose tiles have so few keys that adds would take longer than computing scores
-again, where queries see few keys, and where sums need an order.
+There are three ways to compute dQ. Atomic adds in memory have no fixed order, and need a float32 workspace, zeroing it
+and a last pass over it, however few keys there are. A separate dQ kernel has a fixed order but computes scores and dP
+again. Storing the gradients of scores (dS) of all pairs has a fixed order and needs only five matrix products. Stored
+dS is used with wide heads, whose small key tiles need many atomic adds, if queries see few keys, and if the order must
+be fixed.
 
-Everything here is a handful of numpy calls: no loop over tasks, tiles or pairs of them.
+All tables are built with a few numpy calls, without loops over tasks or tiles.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from distca.validation import UserError
 
 TILE_KEYS = 128                                                  # keys of one matrix tile; fewer with wide heads
 BLOCK_ROWS = 64                                                  # (token, head of the group) pairs of one block
-TILE_BLOCKS = 2                                                  # of queries in a tile; three in tall ones
+TILE_BLOCKS = 2                                                  # blocks of queries in a tile; three in tall tiles
 HEADER_INTS = 16
-LATE = 1.075                                                     # of the even share, for what the cache gains
+LATE = 1.075                                                     # acceptable makespan / even share, for cache hits
 LARGEST = 2**30                                                  # a query's index plus its task's shift stays an int32
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTables:
-    """Tiles of queries and parts of them, long ones first, the tasks' keys that they walk, and what is merged.
+    """Tiles of queries or parts of them, long ones first; the segments of keys that they walk; and tiles to merge.
 
-    A part's q_count has its number, counted from 1, times 256 besides, and its segments are for it alone.
+    A part's number, counted from 1, times 256 is added to its q_count. Segments of a part belong to it only.
     """
 
     tiles: np.ndarray                                            # [tiles, 4] q_first, q_count, num_steps, segment_begin
@@ -54,7 +54,7 @@ class ForwardTables:
     heads_outer: bool                                            # all tiles of one KV head before the next head's
 
     def latest_end(self, kv_heads: int, num_sms: int) -> float:
-        """When the last item ends, in steps, where each begins when all before it are dealt out evenly."""
+        """Return the latest end of an item, in iterations, if each begins after an even spread of all items before."""
         length = self.tiles[:, 2].astype(np.int64)
         return float(((kv_heads * np.cumsum(length) - length) / num_sms + length).max(initial=0))
 
@@ -63,13 +63,13 @@ class ForwardTables:
         return int(self.merges[:, 3].sum())
 
     def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
-        """One flat int32 array, and the offsets of tiles, segments and merges in it."""
+        """Return one flat int32 array, and the offsets of tiles, segments and merges in it."""
         return _packed((len(self.tiles), self.heads_outer, len(self.merges)), self.tiles, self.segments, self.merges)
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTables:
-    """Tiles of keys, long ones first, the tasks whose queries they walk, and all blocks of queries."""
+    """Tiles of keys, long ones first; the tasks whose queries they walk; and all blocks of queries."""
 
     items: np.ndarray                                            # [items, 4] k_first, k_count, num_blocks, task_begin
     tasks: np.ndarray                                            # [tasks, 8] q_begin, q_end, k_begin, k_end, shift,
@@ -78,16 +78,16 @@ class BackwardTables:
     heads_outer: bool                                            # all items of one KV head before the next head's
 
     def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
-        """One flat int32 array, and the offsets of items, tasks and blocks in it."""
+        """Return one flat int32 array, and the offsets of items, tasks and blocks in it."""
         return _packed((len(self.items), self.heads_outer, len(self.blocks)), self.items, self.tasks, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTables:
-    """Tiles of queries, long ones first, and what each block of a task sees.
+    """Tiles of queries, long ones first, and the keys that each block of a task sees.
 
-    dS of a block of queries and a tile of keys has a place for each task that has both: the places of a block lie side
-    by side, in the order of keys.
+    Each (task, block of queries, tile of keys) that has visible pairs has one slot for its dS (here "place"). The
+    places of a block are adjacent, in the order of keys.
     """
 
     tiles: np.ndarray                                            # [tiles, 4] q_first, q_count + 256 * tasks,
@@ -101,12 +101,12 @@ class KeptTables:
         return int(self.pairs[:, 1].sum(dtype=np.int64))
 
     def pack(self) -> tuple[np.ndarray, tuple[int, ...]]:
-        """One flat int32 array, and the offsets of tiles and pairs in it."""
+        """Return one flat int32 array, and the offsets of tiles and pairs in it."""
         return _packed((len(self.tiles), self.heads_outer, self.num_places), self.tiles, self.pairs)
 
 
 def _packed(header: tuple[int, ...], *sections: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The header and sections one after another; every section begins at a multiple of 16 bytes."""
+    """Concatenate the header and the sections; every section begins at a multiple of 16 bytes."""
     ends = HEADER_INTS + np.cumsum([section.size for section in sections])
     first = np.zeros(HEADER_INTS, dtype=np.int32)
     first[: len(header)] = header
@@ -114,7 +114,7 @@ def _packed(header: tuple[int, ...], *sections: np.ndarray) -> tuple[np.ndarray,
 
 
 def tokens_per_block(group: int) -> int:
-    """Tokens whose query heads of one KV head fill a block."""
+    """Return the number of tokens whose query heads of one KV head fill a block."""
     if not 1 <= group <= BLOCK_ROWS:
         raise UserError(f"group={group} query heads share a KV head; give 1 to {BLOCK_ROWS}, or choose another kernel")
     return BLOCK_ROWS // group
@@ -124,9 +124,9 @@ def forward_tables(
     tasks: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS,
     blocks: int = TILE_BLOCKS,
 ) -> ForwardTables:
-    """Tiles of some blocks of queries; each walks, task after task, the key tiles that its queries see.
+    """Build tables for tiles of `blocks` blocks of queries; each tile walks the key tiles that its queries see.
 
-    Keys of long tiles are split, those of tall ones never.
+    Keys of long tiles are split, except with tall tiles.
     """
     tile_len = blocks * tokens_per_block(group)
     cut = cut_tasks(tasks)
@@ -147,9 +147,9 @@ def forward_tables(
     parts = (num_parts(num_steps, walked, kv_heads, num_sms) if blocks == TILE_BLOCKS else
              np.ones(len(num_steps), dtype=np.int64))
     split = Split.of(parts, num_steps, segment_begin[piece], walked, cut.k_begin, cut.k_end, tile_keys)
-    tile, num_steps = split.tile, split.num_steps                # of parts too
+    tile, num_steps = split.tile, split.num_steps                # now per item, parts included
     classes = length_class(num_steps, kv_heads * int(num_steps.sum()), num_sms)
-    order = np.lexsort((tile, split.part, piece[tile], -classes))  # parts with the same keys side by side
+    order = np.lexsort((tile, split.part, piece[tile], -classes))  # parts with the same keys adjacent
     nothing = np.zeros(len(cut.shift) + len(split.from_segment), dtype=np.int64)
     is_split = parts > 1
     return ForwardTables(
@@ -158,14 +158,14 @@ def forward_tables(
                   np.append(cut.shift, cut.shift[split.from_segment]), nothing)),
         table_of((q_first[is_split], q_count[is_split], (np.cumsum(parts * is_split) - parts)[is_split],
                   parts[is_split])),
-        int(num_steps.sum()) >= 2 * num_sms * int(num_steps.max(initial=0)),  # a head's keys stay in cache, in turn
+        int(num_steps.sum()) >= 2 * num_sms * int(num_steps.max(initial=0)),  # keeps a head's keys in cache
     )
 
 
 def backward_tables(
     tasks: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_keys: int = TILE_KEYS
 ) -> BackwardTables:
-    """Tiles of keys; each walks, task after task of its region, the blocks of queries that see some of its keys."""
+    """Build tables for tiles of keys; each walks the blocks of queries, task by task, that see some of its keys."""
     block_len = tokens_per_block(group)
     cut = cut_tasks(tasks)
     region, region_begin, region_end = regions_of(cut.k_begin, cut.k_end)
@@ -187,7 +187,7 @@ def backward_tables(
     item, k_begin = first_item[region][task], region_begin[region][task]
     enters = np.bincount(item + (lo - k_begin) // tile_keys, minlength=len(k_first) + 1)
     leaves = np.bincount(item + ceil_div(hi - k_begin, tile_keys), minlength=len(k_first) + 1)
-    num_blocks = np.cumsum(enters - leaves)[:-1]                 # the items that visit a block are neighbours
+    num_blocks = np.cumsum(enters - leaves)[:-1]                 # items that visit a block are adjacent
     assert (num_blocks > 0).all(), "tasks with keys that no query sees: pass visible tasks"
 
     pair_base = np.cumsum(pair_count) - pair_count               # [tasks] in KeptTables.pairs
@@ -209,7 +209,7 @@ def kept_tables(
     tasks: TaskRows, window: int | None, group: int, kv_heads: int, num_sms: int, tile_blocks: int, tile_keys: int,
     most_places: int,
 ) -> KeptTables | None:
-    """Tables for dQ from dS, which backward leaves at the pairs of its tasks; None if dS needs more places."""
+    """Build tables for computing dQ from the dS that backward stores; None if dS needs more than `most_places`."""
     block_len = tokens_per_block(group)
     cut = cut_tasks(tasks)
     region, region_begin, _ = regions_of(cut.k_begin, cut.k_end)
@@ -246,7 +246,7 @@ def kept_tables(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Tasks cut so that any two have the same queries, a piece, or none in common; in the order of their queries."""
+    """Tasks cut into pieces of queries: two tasks have the same piece or no query in common. Sorted by queries."""
 
     q_begin: np.ndarray                                          # [pieces]
     q_end: np.ndarray                                            # [pieces]
@@ -258,7 +258,7 @@ class Cut:
     def seen(
         self, task: np.ndarray, q_first: np.ndarray, q_stop: np.ndarray, window: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The keys of a task that some of these queries, all of the task, see: [lo, hi), without a hole."""
+        """Return the contiguous keys [lo, hi) of a task that some of these queries, all in the task, see."""
         lo, shift = self.k_begin[task], self.shift[task]
         hi = np.minimum(self.k_end[task], q_stop + shift)
         if window is not None:
@@ -271,7 +271,7 @@ def cut_tasks(tasks: TaskRows) -> Cut:
     cuts = np.unique(np.concatenate([tasks.q_begin, tasks.q_end]))
     first = np.searchsorted(cuts, tasks.q_begin)
     task, number = spread(np.searchsorted(cuts, tasks.q_end) - first)
-    between = first[task] + number                               # the cut that the piece follows
+    between = first[task] + number                               # the cut where the piece begins
     order = np.argsort(between, kind="stable")
     task, (used, piece) = task[order], np.unique(between[order], return_inverse=True)
     shift = tasks.k_begin + tasks.q_offset - tasks.q_begin
@@ -279,7 +279,7 @@ def cut_tasks(tasks: TaskRows) -> Cut:
 
 
 def regions_of(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each range's region, and the regions' bounds: ranges that share a key, also by way of others, are in one."""
+    """Return each range's region and the regions' bounds; a region is a connected set of overlapping ranges."""
     order = np.argsort(begin, kind="stable")
     reach = np.maximum.accumulate(end[order])
     opens = np.append(True, begin[order][1:] >= reach[:-1])[: len(begin)]
@@ -290,19 +290,19 @@ def regions_of(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def length_class(length: np.ndarray, total: int, num_sms: int) -> np.ndarray:
-    """Lengths in sixteenths of what one multiprocessor computes in all.
+    """Return lengths in sixteenths of one multiprocessor's even share of the work.
 
-    The longest classes come first, so that no multiprocessor is left with a long item at the end. Inside a class items
-    stay in their own order: side by side with those that read the same keys or add to the same queries, in the cache.
+    The longest classes come first, so that no multiprocessor starts a long item at the end. Inside a class items keep
+    their order, so items that read the same keys or add to the same queries are adjacent and share the cache.
     """
     return length * 16 * num_sms // max(1, total)
 
 
 def heads_in_turn(length: np.ndarray, kv_heads: int, num_sms: int) -> bool:
-    """Whether each head's items, in this order, may come before the next head's without a late end.
+    """Return whether processing heads one after another, with items in this order, delays the end too little to matter.
 
-    Queries and their sums of one head stay in cache then. An item begins at the latest when all before it are dealt out
-    evenly, and so the last head's decide.
+    This order keeps one head's queries and their sums in cache. An item begins at the latest when all items before it
+    are spread evenly, so the last head's items determine the end.
     """
     total = int(length.sum())
     end = ((kv_heads - 1) * total + np.cumsum(length) - length) / num_sms + length

@@ -1,7 +1,7 @@
-"""Variants of the Hopper kernel: the tiles of each head dim, and the kernels that are compiled for them when asked for.
+"""Variants of the Hopper kernel: tile sizes per head dim, and kernels compiled for them on demand.
 
-What a head dim leaves of registers and shared memory decides how much one step takes. Values have the head dim of keys,
-except beside 192, the shape of multi-head latent attention, where they have 128.
+The head dim determines how many keys fit into registers and shared memory. Values have the head dim of keys, except for
+192, the shape of multi-head latent attention, where values have 128.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from distca.kernels.hopper.driver import Function, compile_cubin, load_functions
 from distca.kernels.hopper.tables import BLOCK_ROWS, TILE_BLOCKS, TILE_KEYS
 
-TALL_GAIN = 1.1  # of tall tiles' speed over others', with as many steps; 1.12 and 1.19 were measured
+TALL_GAIN = 1.1  # speed of tall tiles relative to others per unit of work; measured 1.12 and 1.19
 DIMS_TEXT = "64, 128 or 256, or 192 with values of 128"
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Keys of a tile for one head dim, and the sources in cuda/ that are written for them."""
+    """Tile sizes for one head dim, and the sources in cuda/ that implement them."""
 
     value_dim: int
     forward_keys: int = TILE_KEYS
-    tall_blocks: int = TILE_BLOCKS  # of queries in a tile of forward, where rows are long enough
+    tall_blocks: int = TILE_BLOCKS  # blocks of queries in a tall tile of forward, if tasks are long enough
     backward_keys: int = TILE_KEYS
     backward_blocks: int = TILE_BLOCKS  # warpgroups that compute backward
-    dq_keys: int = TILE_KEYS  # where dQ is computed by itself
-    dq_apart: bool = False  # always by itself, since adding it up in memory would be slower
-    kept_blocks: int = 0  # of queries in a tile of dQ, where dS is kept; none where that is never faster
+    dq_keys: int = TILE_KEYS  # in the separate dQ kernel
+    dq_apart: bool = False  # always use the separate dQ kernel, since atomic adds would be slower
+    kept_blocks: int = 0  # blocks of queries in a tile of dQ from kept dS; 0 if that is never faster
     forward: tuple[str, ...] = ("common.cuh", "forward_softmax.cuh", "forward_copy.cuh", "forward.cu",
                                 "forward_kernel.cu")
     backward: tuple[str, ...] = ("common.cuh", "backward_tasks.cuh", "backward_copy.cuh", "backward_steps.cuh",
@@ -55,16 +55,16 @@ TILES = {  # by the head dim of queries and keys
 
 
 def tiles_of(head_dim: int) -> Tiles:
-    """The tiles of the next head dim that has some, so that tables can be walked for any."""
+    """Return the tiles of the next supported head dim, so that tables can be built for any head dim."""
     return TILES[min((dim for dim in TILES if dim >= head_dim), default=max(TILES))]
 
 
 SOURCES = Path(__file__).parent / "cuda"
 WARPGROUP = 128  # threads
 SHARED_BYTES = 227 * 1024
-INSTRUCTIONS = "instructions.cuh"  # ahead of all other sources
+INSTRUCTIONS = "instructions.cuh"  # precedes all other sources
 MERGE = "merge.cu"
-Signatures = dict[str, tuple[str, int, int]]  # of a source's kernels by name: types, threads, shared bytes
+Signatures = dict[str, tuple[str, int, int]]  # kernel name -> types, threads, shared bytes
 
 
 def _loaded(
@@ -80,7 +80,7 @@ def _loaded(
 def forward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, split: bool, is_tall: bool
 ) -> list[Function]:
-    """The main kernel and, where keys of tiles are split, the one that merges their parts."""
+    """Return the main kernel and, if keys of tiles are split, the kernel that merges parts."""
     tiles = tiles_of(head_dim)
     blocks = tiles.tall_blocks if is_tall else TILE_BLOCKS
     defines = {"D": head_dim, "DV": tiles.value_dim, "KEYS": tiles.forward_keys, "G": group, "BLOCKS": blocks,
@@ -96,9 +96,10 @@ def forward_kernels(
 def backward_kernels(
     device: torch.device, head_dim: int, group: int, windowed: bool, deterministic: bool, split: bool, kept: bool
 ) -> list[Function]:
-    """What runs before, the main kernel, what runs after: the one that writes what was added to dQ, or dQ's own kernel.
+    """Return the kernel that runs before the main one, the main one, and the kernels that compute dQ.
 
-    Where dS is kept, that is another one; otherwise, where keys of tiles are split, the one that merges parts follows.
+    dQ comes from one kernel: it writes the atomic sums, or is the separate dQ kernel, or computes dQ from kept dS. The
+    separate kernel is followed by one that merges parts if keys of tiles are split.
     """
     tiles = tiles_of(head_dim)
     defines = {"D": head_dim, "DV": tiles.value_dim, "G": group, "WINDOWED": windowed}

@@ -1,13 +1,13 @@
-"""Move bytes between ranks: c10d over NCCL or gloo, symmetric memory inside a node, both, or a loopback of threads.
+"""Transports that move bytes between ranks: c10d (NCCL or gloo), symmetric memory inside a node, or loopback threads.
 
-An exchange is one call, whatever carries it; `transport_for` finds the transport that a setting names.
+All transports have the same `exchange` call; `transport_for` returns the one that a setting names.
 
-In two levels, one transport connects all ranks and another one those of a node. The tables (`dispatch.py`) know
-which tokens several ranks of a node need, and route these over a gateway; the exchange then takes two hops. The second
-hop can only start when the first has arrived, and the rank should not wait for that. On a GPU the host starts the
-second at once, on a stream that waits for the first. On CPUs a thread waits; it needs process groups on which nobody
-else starts anything, because all ranks must start the same operations in the same order. Without such groups the second
-hop starts when the rank asks for its results.
+A hierarchical transport combines two: one connects all ranks, the other the ranks of a node. The tables (`dispatch.py`)
+route tokens that several ranks of a node need through a gateway, so the exchange takes two hops. The second hop can
+start only when the first has arrived, and the rank should not block on that. On a GPU the host launches the second hop
+at once, on a stream that waits for the first. On CPUs a thread waits. Since all ranks must start the operations of a
+process group in the same order, the thread needs groups that no other thread uses. Without such groups the second hop
+starts when the rank asks for its results.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Second = TypeVar("Second")
 
 
 def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = None) -> Transport:
-    """The transport itself, or the one of that name over `group`; every rank of the group asks for it at once.
+    """Return `chosen` if it is a transport, or the transport of that name over `group`; a collective call.
 
-    "c10d" goes in two hops where ranks are on several hosts and some share one, so that what several ranks of a host
-    need crosses to it once; "flat" never does. "auto" is symmetric memory where NCCL connects ranks that have a GPU
-    each on one node, and "c10d" elsewhere, with symmetric memory for its hop inside nodes.
+    "c10d" uses two hops if there are several hosts and some ranks share one, so that tokens needed by several ranks of
+    a host cross to it once; "flat" always uses one hop. "auto" is symmetric memory if NCCL connects ranks on one node
+    with a GPU each; otherwise it is "c10d" with symmetric memory for the hop inside nodes.
     """
     if not isinstance(chosen, str):
         return chosen
@@ -57,11 +57,10 @@ def transport_for(chosen: str | Transport, group: dist.ProcessGroup | None = Non
 
 
 def over_nodes(outer: C10dTransport, node: Sequence[object], *, symmetric: bool = False) -> Transport:
-    """Two levels over a group whose ranks are on these nodes; the group itself if there is one node, or a rank to each.
+    """Return a two-hop transport for ranks on these nodes, or `outer` if there is one node or one rank per node.
 
-    Every rank of the group asks for it at once, with the same nodes. `symmetric` uses symmetric memory inside a node
-    where NCCL connects ranks that have a GPU each. NCCL needs no threads to relay, and so no groups of its own for what
-    comes back.
+    Every rank of the group must call this with the same nodes. `symmetric` uses symmetric memory inside a node if NCCL
+    connects ranks with a GPU each. With NCCL no relay threads are needed, and so no separate groups for the way back.
     """
     if not 1 < len(set(node)) < len(node):
         return outer
@@ -81,7 +80,7 @@ def _symmetric(c10d: C10dTransport) -> Transport:
 
 
 def _on_one_node(transport: C10dTransport) -> bool:
-    """Whether these ranks could write into each other's GPU memory; the same answer on all of them."""
+    """Return whether these ranks can write into each other's GPU memory; the answer is the same on all of them."""
     if transport.size == 1 or "cuda:nccl" not in dist.get_backend_config(transport.group):
         return False
     from distca.runtime.transport.symmetric import nodes_and_gpus
@@ -94,19 +93,19 @@ def _on_one_node(transport: C10dTransport) -> bool:
 
 
 class Relay:
-    """Starts the second hops of one direction, in the order of the first ones."""
+    """Starts the second hops of one direction, in the order of the first hops."""
 
     def __init__(self, *, threaded: bool) -> None:
         self._thread = ThreadPoolExecutor(1, "distca-relay") if threaded else None
         self._stream: torch.cuda.Stream | None = None
 
     def follow(self, start: Callable[[], Second], device: torch.device) -> Callable[[], Second]:
-        """Run `start`, which waits for the first hop and starts the second; the callable returned gives its result."""
+        """Run `start`, which waits for the first hop and starts the second; the returned callable gives its result."""
         if device.type == "cuda":
             return self._on_stream(start, device)
         if self._thread is None:
             return start
-        return self._thread.submit(torch.no_grad()(start)).result  # a thread has a grad mode of its own
+        return self._thread.submit(torch.no_grad()(start)).result  # grad mode is per thread
 
     def _on_stream(self, start: Callable[[], Second], device: torch.device) -> Callable[[], Second]:
         if self._stream is None:
@@ -119,7 +118,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class _OnStream(Generic[Second]):
-    """What a stream has started; keeps what the stream reads until somebody waits for it."""
+    """A second hop started on a stream; `start` keeps the stream's inputs alive until the hop is waited for."""
 
     start: Callable[[], Second]
     second: Second
@@ -133,7 +132,7 @@ class _OnStream(Generic[Second]):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The transports of one direction, to servers or back to homes, and what starts second hops on them."""
+    """The transports of one direction, to servers or back to homes, and the relay that starts its second hops."""
 
     outer: Transport
     inner: Transport
@@ -141,10 +140,10 @@ class Way:
 
 
 class HierarchicalTransport:
-    """One rank's end of a group in nodes: `outer` between all ranks, `inner` between those of this rank's node.
+    """One rank's end of a multi-node group: `outer` connects all ranks, `inner` the ranks of this rank's node.
 
-    `back` are the same two for what comes back to homes, if they are groups of their own: threads may then start second
-    hops, each thread the only one to start anything on its group.
+    `back` are separate groups (outer, inner) for results that return to homes. If given, threads start the second hops,
+    and each group is used by one thread only.
     """
 
     def __init__(

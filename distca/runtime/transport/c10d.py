@@ -70,10 +70,10 @@ class C10dTransport:
         return torch.device("cuda" if dist.get_backend(self.control) == "nccl" else "cpu")
 
     def hosts(self) -> list[str]:
-        """The host of every rank; every rank of the group asks at once.
+        """Return the host name of every rank; a collective call.
 
-        Names travel over the store that the ranks met at, not over the group, whose tensors may need a GPU that nobody
-        has chosen yet. Of two ranks nobody needs to know.
+        Names are exchanged through the default store, because tensors of the group may need a GPU before one has been
+        selected. Groups of up to two ranks never use two hops, so their names are left empty.
         """
         if self.size <= 2:
             return [""] * self.size
@@ -83,7 +83,7 @@ class C10dTransport:
             return [store.get(f"distca/host/{rank}").decode() for rank in dist.get_process_group_ranks(self.group)]
 
     def subgroup(self, members: Sequence[int]) -> C10dTransport:
-        """A transport among some ranks of this one, in a group of its own; all of these ask for it at once."""
+        """Return a transport over a new group of some of this group's ranks; all of these ranks must call this."""
         everyone = dist.get_process_group_ranks(self.group)
         config = dist.get_backend_config(self.group)
         device = torch.device("cuda" if "cuda:nccl" in config else "cpu")
@@ -99,11 +99,11 @@ class C10dTransport:
 
 
 class C10dPointToPoint:
-    """torch.distributed's sends and receives between ranks that are a stage apart; every rank constructs it.
+    """torch.distributed's sends and receives between neighbouring stages.
 
-    Each way has a process group of its own, because a backend that runs the operations of a group one after another
-    must not make a gradient wait for an activation. `chain` names the ranks of the stages in order. On gloo, which
-    sends from the host, GPU tensors go through it.
+    Each direction has a separate process group, so that a backend that serializes the operations of a group does not
+    make a gradient wait for an activation. `chain` lists the ranks of the stages in order. With gloo, GPU tensors are
+    copied through host memory.
     """
 
     def __init__(self, chain: Sequence[int], *, down: dist.ProcessGroup, up: dist.ProcessGroup) -> None:
@@ -129,7 +129,7 @@ class C10dPointToPoint:
 
 
 class _Started:
-    """An operation that was started; what it sends lives until it is done."""
+    """A started operation; holds the sent tensor until the operation is done."""
 
     def __init__(self, work: Any, lost: Lost, result: torch.Tensor, sent: torch.Tensor | None = None,
                  device: torch.device | None = None) -> None:
@@ -151,7 +151,7 @@ def _raising(lost: Lost) -> Iterator[None]:
 
 
 def initialized(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or that of all ranks."""
+    """Return the group, or the default group if None."""
     if not dist.is_initialized():
         raise UserError("torch.distributed is not initialized; call torch.distributed.init_process_group first, or "
                         "start the script with torchrun")
@@ -165,6 +165,6 @@ def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message, short enough for one of ours."""
+    """Return the first line of an error's message, for quoting in our messages."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

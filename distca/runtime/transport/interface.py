@@ -1,7 +1,7 @@
-"""What moves bytes between ranks: exchanges among all of them, and point-to-point messages between two.
+"""Interfaces of transports: exchanges among all ranks, and point-to-point messages between two.
 
-An exchange is one call, `exchange(send, send_splits, recv_splits) -> handle`, whose `wait()` gives what arrived. A rank
-that dies or hangs ends in an error that says so, never in a silent wait.
+An exchange is one call, `exchange(send, send_splits, recv_splits) -> handle`; `handle.wait()` returns the received
+bytes. If a rank dies or hangs, the others raise an error instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 
 class TransportError(RuntimeError):
-    """An exchange failed because another rank died, hung, or disagrees about it."""
+    """Error for an exchange that failed because another rank died, hung or made a different call."""
 
 
 class Handle(Protocol):
-    """Something that was started."""
+    """A started operation."""
 
     def wait(self) -> torch.Tensor:
-        """What arrived: of an exchange, split after split in rank order."""
+        """Wait and return the received tensor; for an exchange, the splits in rank order."""
 
 
 class Transport(Protocol):
-    """One rank's end of a group whose ranks all exchange with each other."""
+    """One rank's end of an all-to-all group."""
 
     @property
     def rank(self) -> int: ...
@@ -36,20 +36,20 @@ class Transport(Protocol):
         """Start sending `send` (uint8, splits in rank order) and receiving; every rank of the group takes part."""
 
     def gather(self, value: int, device: torch.device) -> list[int]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
 
     def send_message(self, message: bytes, rank: int) -> None:
-        """Send one rank some bytes, or none; it must call `receive_message`."""
+        """Send bytes, possibly empty, to a rank that calls `receive_message`."""
 
     def receive_message(self) -> bytes:
-        """Wait for the next message of rank 0."""
+        """Wait for the next message from rank 0."""
 
 
 class PointToPoint(Protocol):
-    """One rank's end of a chain of pipeline stages: activations go to the next one, gradients to the one before.
+    """One rank's end of a chain of pipeline stages: activations are sent to the next stage, gradients to the previous.
 
-    Only neighbours talk, in an order that both know from the ticks, so tensors carry no labels: the n-th that is sent
-    one way is the n-th that is received there.
+    Only neighbours communicate, in an order that both know from the ticks, so tensors need no labels: the n-th tensor
+    sent in a direction is the n-th received.
     """
 
     @property
@@ -59,7 +59,7 @@ class PointToPoint(Protocol):
     def num_stages(self) -> int: ...
 
     def send(self, tensor: torch.Tensor, stage: int) -> Handle:
-        """Start sending to the stage before or after this one; `wait` until the tensor may be freed."""
+        """Start sending to a neighbouring stage; after `wait` the tensor may be freed."""
 
     def receive(self, shape: Sequence[int], like: torch.Tensor, stage: int) -> Handle:
-        """Start receiving from a neighbour a tensor of that shape, with the dtype and device of `like`."""
+        """Start receiving a tensor of that shape, with the dtype and device of `like`, from a neighbouring stage."""

@@ -1,4 +1,4 @@
-"""Fake ranks as threads of one process: a whole pool, or a pipeline, in one test and without a process group."""
+"""Loopback transport: ranks are threads of one process, so a test can run a pool or pipeline without process groups."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Result = TypeVar("Result")
 
 
 class LoopbackWorld:
-    """Fake ranks as threads of one process. Exchanges match by the order in which each rank calls them."""
+    """Ranks as threads of one process. Exchanges match by the order in which each rank calls them."""
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         self.size, self.timeout_seconds = size, timeout_seconds
         self.changed = threading.Condition()
-        self.posted: dict[tuple[int, int], tuple[str, Any]] = {}  # (sequence, rank) -> call, and what the rank brought
-        self.readers: dict[int, int] = {}                        # sequence -> ranks that have read all of it
+        self.posted: dict[tuple[int, int], tuple[str, Any]] = {}  # (sequence, rank) -> call, and the rank's value
+        self.readers: dict[int, int] = {}                        # sequence -> number of ranks that have read it
         self.failed: BaseException | None = None
         self.messages: list[deque[bytes]] = [deque() for _ in range(size)]  # to each rank
-        self.passed: dict[tuple[int, int], deque[torch.Tensor]] = {}    # (from, to) -> tensors on their way
+        self.passed: dict[tuple[int, int], deque[torch.Tensor]] = {}    # (from, to) -> tensors in flight
 
     def run(self, body: Callable[[LoopbackTransport], Result]) -> list[Result]:
-        """Run `body` once per rank, side by side; the first failure ends every rank and is raised."""
+        """Run `body` once per rank, in parallel; the first failure ends every rank and is raised."""
         results: list[Any] = [None] * self.size
 
         def one(rank: int) -> None:
@@ -54,7 +54,7 @@ class LoopbackWorld:
             self.changed.notify_all()
 
     def collect(self, sequence: int, rank: int) -> list[Any]:
-        """What every rank brought to this exchange, once all have."""
+        """Wait until every rank has posted its value for this exchange, and return the values."""
         with self.changed:
             arrived = self.changed.wait_for(
                 lambda: self.failed is not None or all((sequence, r) in self.posted for r in range(self.size)),
@@ -79,7 +79,7 @@ class LoopbackWorld:
 
 
 class LoopbackTransport:
-    """One fake rank's end of a LoopbackWorld."""
+    """One rank's end of a LoopbackWorld."""
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self.world, self._rank, self.sequence = world, rank, 0
@@ -126,7 +126,7 @@ class LoopbackTransport:
 
 
 class LoopbackPointToPoint:
-    """Stages as threads of one process; `chain` names their ranks in the world."""
+    """Stages as threads of one process; `chain` lists their ranks in the world."""
 
     def __init__(self, world: LoopbackWorld, chain: Sequence[int], stage: int) -> None:
         self.world, self.chain = world, list(chain)

@@ -1,19 +1,18 @@
-"""Exchanges inside one node through symmetric memory: each rank writes straight into its peers' receive buffers.
+"""Exchanges inside one node through symmetric memory: each rank writes directly into its peers' receive buffers.
 
-A rank must know where its split begins in each peer's buffer, and cannot know by itself whether the others have seen
-its sizes before. So every exchange begins with a few numbers over gloo, from host to host: offsets, sizes and the
-room that is needed. That costs a fraction of a millisecond, never waits for a GPU, lets all ranks enlarge their buffers
-together, and finds a rank that is gone or that follows another plan before anything is launched.
+A rank needs the offset of its split in each peer's buffer. So every exchange begins with a small gloo all-to-all, from
+host to host, of offsets, sizes and required capacity. It costs a fraction of a millisecond and never waits for a GPU,
+lets all ranks enlarge their buffers together, and detects a dead rank or a different plan before anything is launched.
 
 The bytes then move on a side stream, in the order of the calls, which is the same on every rank:
 
     put      copy each split to its offset in the peer's slot
-    barrier  one device-side barrier of all ranks: every split has landed
+    barrier  one device-side barrier of all ranks: every split has arrived
     take     copy the slot into an ordinary tensor, which belongs to the caller
 
-Two slots, used in turn, are enough for any number of exchanges in flight. A rank puts exchange n only after its barrier
+Two alternating slots are enough for any number of exchanges in flight. A rank puts exchange n only after its barrier
 n - 1. A peer reaches barrier n - 1 only after it has taken exchange n - 2, since its side stream runs in order. So slot
-n mod 2 of every peer has been taken before anyone puts into it again.
+n mod 2 of every peer has been taken before any rank writes to it again.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 class SymmetricTransport(C10dTransport):
     """A group of ranks on the GPUs of one node. Every rank of the group must construct it at the same time.
 
-    A rank that dies between exchanges is found by the others' hosts within the group's timeout. One that dies inside
-    of one leaves the others' device-side barrier unanswered: after `timeout_seconds` it ends their CUDA context.
+    If a rank dies between exchanges, the others' hosts detect it within the group's timeout. If it dies during an
+    exchange, the others' device-side barrier ends their CUDA context after `timeout_seconds`.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class SymmetricTransport(C10dTransport):
         self._timeout_ms = max(1, int(timeout_seconds * 1000))
         self._stream = torch.cuda.Stream(self.device)
         self._capacity, self._turn = 0, 0
-        self._slots: torch.Tensor | None = None  # this rank's, which its peers write to
-        self._shared: Any = None                 # torch's handle of everybody's slots
+        self._slots: torch.Tensor | None = None  # this rank's slots, which its peers write to
+        self._shared: Any = None                 # torch's handle to the slots of all ranks
         self._peers: list[torch.Tensor] = []     # uint8 [SLOTS, capacity] of every rank
         self._check_node()
 
@@ -70,8 +69,8 @@ class SymmetricTransport(C10dTransport):
         with torch.cuda.stream(self._stream):
             send.record_stream(self._stream)
             parts = send.split(send_splits)
-            for step in range(self.size):  # every rank begins with another peer
-                peer = (self.rank + step) % self.size
+            for distance in range(self.size):  # each rank starts with a different peer
+                peer = (self.rank + distance) % self.size
                 at, length = offsets[peer], send_splits[peer]
                 if length:
                     self._peers[peer][slot, at:at + length].copy_(parts[peer], non_blocking=True)
@@ -85,7 +84,7 @@ class SymmetricTransport(C10dTransport):
         return super().gather(value, torch.device("cpu"))
 
     def _meet(self, send_splits: list[int], recv_splits: list[int]) -> tuple[list[int], int]:
-        """Where this rank's splits begin in each peer's slot, and the bytes of the fullest slot."""
+        """Return the offset of this rank's split in each peer's slot, and the bytes of the fullest slot."""
         begins = [sum(recv_splits[:peer]) for peer in range(self.size)]
         total = sum(recv_splits)
         sizes = torch.tensor([[begins[peer], recv_splits[peer], send_splits[peer], total] for peer in range(self.size)])
@@ -101,7 +100,7 @@ class SymmetricTransport(C10dTransport):
         return [begin for begin, *_ in theirs], max(total for *_, total in theirs)
 
     def _grow(self, needed: int) -> None:
-        """All ranks at once: when no rank's side stream uses the old slots any more, replace them by larger ones."""
+        """Wait until no rank's side stream uses the old slots, then replace them by larger ones; a collective call."""
         self._stream.synchronize()
         self.gather(0, self.device)
         self._peers, self._shared, self._slots = [], None, None
@@ -113,7 +112,7 @@ class SymmetricTransport(C10dTransport):
                        for peer in range(self.size)]
 
     def _check_node(self) -> None:
-        """Refuse what would fail later and less clearly: several nodes, or ranks that share a GPU by accident."""
+        """Reject several nodes and unintended GPU sharing, which would fail later with less clear errors."""
         node, gpu = nodes_and_gpus(self, self.device)
         if len(set(node)) > 1:
             away = [rank for rank, other in enumerate(node) if other != node[self.rank]]
@@ -124,7 +123,7 @@ class SymmetricTransport(C10dTransport):
 
 
 def nodes_and_gpus(transport: C10dTransport, device: torch.device) -> tuple[list[int], ...]:
-    """Numbers of every rank's node and of its GPU."""
+    """Return a hash of every rank's node and a hash of its GPU."""
     names = platform.node(), str(torch.cuda.get_device_properties(device).uuid)
     return tuple(transport.gather(_number(name), device) for name in names)
 
@@ -134,7 +133,7 @@ class _SymmetricHandle:
         self.received, self.done = received, done
 
     def wait(self) -> torch.Tensor:
-        """Makes the current stream wait, not the host."""
+        """Make the current stream wait, not the host."""
         stream = torch.cuda.current_stream(self.received.device)
         stream.wait_event(self.done)
         self.received.record_stream(stream)
@@ -149,7 +148,7 @@ def _cuda_device(device: torch.device | str | None) -> torch.device:
 
 
 def _with_gloo(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself where it carries CPU tensors, else a gloo group of the same ranks."""
+    """Return the group if it carries CPU tensors, else a new gloo group of the same ranks."""
     whole = initialized(group)
     if "cpu:gloo" in dist.get_backend_config(whole):
         return whole
