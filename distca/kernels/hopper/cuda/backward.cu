@@ -1,20 +1,20 @@
-// Backward: tiles of keys, each against all blocks of queries that see it, in however many tasks.
+// Backward: each tile of keys against all blocks of queries that see it, over all tasks.
 //
 // dK and dV of a tile stay in registers until every task has added to them, so shared keys cost nothing extra. dQ is
-// added up in float32 in global memory, in the order in which accumulators lie in registers; `write_dq` puts it in its
-// place. As in forward one warp copies ahead and two warpgroups compute, 64 keys each, on transposed scores: rows are
-// keys, columns are queries, and the rounded probabilities are left operands without leaving their registers. Only dS
-// goes through shared memory, since each warpgroup makes half of dQ's columns from the keys of both; it does so one
-// block later, when the other's half has long been written, so that the two need not keep step. With dim 64 there are
-// three warpgroups, and one of them makes all of a block's dQ, in turn.
+// summed in float32 in global memory, in the register order of accumulators; `write_dq` converts it to the final
+// layout. As in forward one warp prefetches and two warpgroups compute, 64 keys each, on transposed scores: rows are
+// keys, columns are queries, and the rounded probabilities are left operands directly from registers. Only dS goes
+// through shared memory, since each warpgroup computes half of dQ's columns from the keys of both. It does so one block
+// later, when the other warpgroup has written its half, so that the two need not run in lockstep. With dim 64 there are
+// three warpgroups, and they take turns to compute all of a block's dQ.
 //
-// Adds to memory are slow to leave their registers: those may not be what the next product writes to, and adds may not
-// stand shortly before a fence, which waits for them, nor before loads, which wait behind them. So dQ is computed beside
-// the next block's dV, in the registers of its dP, and added under the scores of the block after that, when what its
-// exponentials need has been loaded; dP's products then run under the exponentials.
+// Atomic adds hold their source registers for long: the next product must not write to these registers, and adds must
+// not be issued shortly before a fence, which waits for them, or before loads, which queue behind them. So dQ is
+// computed with the next block's dV, in the registers of that block's dP. It is added during the scores of the block
+// after that, when the inputs of its exponentials have been loaded; dP's products then overlap the exponentials.
 //
-// Without WITH_DQ dS stays in registers too. With DS_OUT it is kept in memory, for `kept_dq.cu` to make dQ of it;
-// otherwise `backward_dq.cu` computes dQ by itself.
+// Without WITH_DQ dS stays in registers too. With DS_OUT dS is stored in memory and `kept_dq.cu` computes dQ from it;
+// otherwise `backward_dq.cu` computes dQ.
 
 INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk, bf16* dv, int half, int kv_heads,
                     float scale, int window) {
@@ -37,7 +37,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         static_assert(SUMS == ROWS / 2, "dQ stands where dP or scores were");
         float(&dq)[SUMS] = dp, (&last_dq)[SUMS] = s;
         u32 ds[ROWS / 4];
-        int place;  // of this block in dQ's sums
+        int place;  // offset of this block in dQ's sums
         const bool never = WITH_DQ && left < 0;
         const u32 zero = never ? ~0u : 0;
 #pragma unroll
@@ -46,14 +46,14 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         for (int i = 0; i < ROWS / 2; i++)
             if (WITH_DQ) dp[i] = 0;
 
-        // Scores of the block at the ring's position, as products under way.
+        // Issue the products for the scores of the block at the ring's position.
         auto begin_scores = [&] {
             wait(barriers.queries_full(ring.stage), ring.full);
             products_begin();
             issue_transposed(s, my_keys, base + AT_QUERIES + ring.stage * 2 * ROW_TILE);
         };
         auto load_lse = [&](int i) { return load_pair(base + AT_LSE + ring.stage * ROWS * 4 + columns + i * 8); };
-        auto load_block = [&] {  // whether it is masked
+        auto load_block = [&] {  // returns whether the block is masked
             const int4 said = load_said(base + AT_BLOCKS + 32 * ring.stage + 16);
             place = said.y;
             return said.x;
@@ -96,7 +96,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         };
         auto stage_ds = [&] {
             if (WITH_DQ) wait(barriers.ds_empty(ds_ring.stage), ds_ring.empty());
-            if (DS_OUT && lane == 0) bulk_wait<1>();  // what is sent has been read, but for the block before
+            if (DS_OUT && lane == 0) bulk_wait<1>();  // all stores but the previous block's have been read
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
@@ -105,13 +105,13 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             fence_async_proxy();
             __syncwarp();
         };
-        auto send_ds = [&] {  // a warp's keys are 2 KB in a row
+        auto send_ds = [&] {  // a warp's keys are 2 contiguous KB
             const u32 at = ds_ring.stage * DS_TILE + half * 64 * 128 + warp * 2048;
             if (DS_OUT && lane == 0)
                 bulk_store(kept + static_cast<long>(place) * DS_TILE + half * 64 * 128 + warp * 2048, base + AT_DS + at,
                            2048);
         };
-        // From probabilities in s to dV and to dS; no product but dP's is under way before, and none after.
+        // Compute dV and dS from the probabilities in s; only dP's product is in flight before, and none after.
         auto middle = [&](bool is_last, bool with_dq, const Ring<2>& due) {
             const u32 douts = base + AT_QUERIES + ring.stage * 2 * ROW_TILE + ROW_TILE;
             u32 p[ROWS / 4];
@@ -154,11 +154,11 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
             wait(barriers.values_full(), values_full);
         }
         values_full ^= 1;
-        Ring<2> due = ds_ring;  // where the dS of the block before stands, whose dQ is to be computed or added
+        Ring<2> due = ds_ring;  // stage of the previous block's dS, whose dQ is to be computed or added
         int due_place = 0;
         auto add_due = [&] { add_dq(dq_sum, dq, due_place, half, thread); };
-        bool is_due = false;  // a dQ in registers that is to be added
-        int turn = 0;         // of the warpgroup that makes this block's dQ
+        bool is_due = false;  // registers hold a dQ that is to be added
+        int turn = 0;         // the warpgroup that computes this block's dQ
         auto next_block = [&](bool with_dq) {
             const u32 stage = ring.stage;
             const Ring<2> last = ds_ring;
@@ -225,7 +225,7 @@ INLINE void compute(u32 base, const Barriers& barriers, float* dq_sum, bf16* dk,
         slots.advance();
         if (DS_OUT && lane == 0) bulk_wait<0>();
         __syncwarp();
-        if (WITH_DQ) {  // both places of dS have been read by all
+        if (WITH_DQ) {  // all warps have read both stages of dS
             Ring<2> free = ds_ring;
             wait(barriers.ds_empty(free.stage), free.empty());
             free.advance();
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
             barrier_init(barriers.ds_empty(i), IN_TURN ? 128 : READERS);
         }
         for (u32 i = 0; i < STAGES; i++) {
-            barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
+            barrier_init(barriers.queries_full(i), 33);  // the block, and 32 lanes' lse
             barrier_init(barriers.queries_empty(i), READERS);
             barrier_init(barriers.douts_full(i), 33);
             barrier_init(barriers.douts_empty(i), READERS);
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
         barrier_init(barriers.values_empty(), READERS);
     }
     barriers_are_set();
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // so the compiler knows it is uniform in a warp
     if (warpgroup == 0) {
         give_registers<BLOCKS == 3 ? 32 : WITH_DQ || DS_OUT ? 24 : 40>();
         if (threadIdx.x < 32) {

@@ -1,4 +1,4 @@
-// The copying warp of backward: where everything stands in shared memory, and what is brought there for each tile.
+// The copying warp of backward: the layout of shared memory, and the copies for each tile.
 
 constexpr int STAGES = D == 64 ? 4 : 3;
 constexpr int AT_KEYS = 0;  // two slots
@@ -61,18 +61,18 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         for (int number = tile.w; left > 0; number++) {
             const Task task = {tasks[2 * number], tasks[2 * number + 1]};
             const int low = max(k_first, task.k_begin), high = min(min(k_end, task.k_end), task.q_end + task.shift);
-            if (low >= high) continue;  // it sees no key of the tile
+            if (low >= high) continue;  // the task sees no key of the tile
             const int first_block = task.first_block(low), stop = task.stop_block(high, window);
             int ds_place = 0;
-            // From the last to the first: tiles that are begun together meet the same queries and sums in the cache.
+            // From the last to the first: tiles that start together share queries and sums in the cache.
             for (int block = stop - 1; block >= first_block; block--, left--) {
-                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
+                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier, for load balance
                 const BlockStep step = {task, block, k_first, window};
                 const int q_first = step.q_first, q_count = step.q_count;
                 const u32 stage = ring.stage;
                 int place = head_place + task.block_base + block;
                 if (DS_OUT) {
-                    if ((stop - 1 - block) % 32 == 0) {  // a lane has every 32nd block's, looked up together
+                    if ((stop - 1 - block) % 32 == 0) {  // each lane loads one of the next 32 blocks
                         const int4 pair = pairs[task.pair_base + max(0, block - static_cast<int>(lane))];
                         ds_place = pair.z + (k_first - pair.x) / KEYS;
                     }
@@ -89,7 +89,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                              lane);
                 copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count,
                              head, kv_heads, lane);
-                if (left == tile.z) {  // what keys and values might wait for comes after queries
+                if (left == tile.z) {  // queries first: keys and values may have to wait
                     wait(barriers.keys_empty(slot), slots.empty());
                     if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
                     copy_keys(base + AT_KEYS + slot * KEY_TILE, maps.keys, maps.key_rows, barriers.keys_full(slot),

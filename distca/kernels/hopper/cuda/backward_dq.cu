@@ -1,15 +1,15 @@
-// dQ by itself, with nothing to add up in memory: tiles of queries against their keys, on forward's tables.
+// The separate dQ kernel, without sums in memory: tiles of queries against their keys, on forward's tables.
 //
-// Where gradients must have the same bits every time, `backward.cu` computes dK and dV alone and this kernel dQ: seven
-// matrix products instead of five, but every number is summed by one warpgroup in one order, and nobody waits for
-// anybody else. As in forward one warp copies ahead and two warpgroups compute, one block of queries each. Scores,
-// output-gradient products and dQ stay in registers; the products of one warpgroup run under the other's exponentials.
-// Wide heads leave room for fewer keys at a time than forward's tables count in; the last step of a tile says so.
+// If gradients must be reproducible, `backward.cu` computes only dK and dV, and this kernel computes dQ: seven matrix
+// products instead of five, but one warpgroup sums each number in a fixed order, without waiting for others. As in
+// forward one warp prefetches and two warpgroups compute, one block of queries each. Scores, output-gradient products
+// and dQ stay in registers; the products of one warpgroup overlap the other's exponentials. With wide heads a key tile
+// has fewer keys than a tile of forward's tables; the last iteration of a tile is flagged.
 
 constexpr int STAGES = 2;
 constexpr int VALUE_STAGES = D > 192 ? 1 : 2;
-constexpr bool STAGED_APART = D <= 192;  // two blocks of dQ on their way out, else where their queries stand
-constexpr int SCORES = KEYS / 2;         // of a thread
+constexpr bool STAGED_APART = D <= 192;  // separate staging for two blocks of dQ, else over their queries
+constexpr int SCORES = KEYS / 2;         // per thread
 constexpr int DOUT_TILE = ROW_PANEL * (DV / 64);
 constexpr int AT_QUERIES = 0;  // one slot: two blocks
 constexpr int AT_DOUTS = AT_QUERIES + 2 * ROW_TILE;
@@ -64,7 +64,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         }
         if (tile.z == 0) return;
         const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
-        int left = tile.z;  // in steps of forward
+        int left = tile.z;  // in forward's key tiles
         bool is_first = true;
         for (int number = tile.w; left > 0; number++) {
             const Segment keys = {entries.segments[number], q_first, q_end, window};
@@ -72,7 +72,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             left -= keys.num_tiles<TABLE_KEYS>();
             for (int n = keys.last_tile(); n >= stop; n--) {
                 const bool is_last = left == 0 && n == stop;
-                if (is_last && lane == 0) next = draw(counter, entries.items);  // not earlier: others may be free before
+                if (is_last && lane == 0) next = draw(counter, entries.items);  // not earlier, for load balance
                 const Step step = {keys, n, q_first, q_end, window};
                 const u32 stage = ring.stage;
                 wait(barriers.keys_empty(stage), ring.empty());
@@ -109,8 +109,8 @@ INLINE void exponentiate(float (&s)[SCORES], float lse0, float lse1, float scale
     }
 }
 
-// x, not before this place: with zero bits from a barrier that is full. The compiler would put exponentials in front of
-// the products that are issued before them.
+// Returns x with a fake dependency (zero bits) on a barrier that is full. Otherwise the compiler would move
+// exponentials ahead of the products that are issued before them.
 INLINE float behind(float x, u32 barrier, u32 parity) {
     u32 bits;
     asm volatile(
@@ -149,7 +149,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const float* lse, const 
         products_wait<0>();
         hold(s);
         wait(barriers.douts_full(half), blocks_full);
-        while (true) {  // the scores of this stage are there, and no product is under way
+        while (true) {  // this stage's scores are ready, and no product is in flight
             wait(barriers.values_full(value_ring.stage), value_ring.full);
             const int4 step = load_said(base + AT_STEPS + 16 * stage);
             products_begin();

@@ -1,11 +1,11 @@
-// What stands before and after backward's main kernel; both are bound by memory.
+// The kernels before and after backward's main kernel; both are memory-bound.
 
 // Before: delta = rowsum(dO * O), the log-sum-exp to base 2 (a query without keys gets probabilities of zero), and
-// zeros where dQ is added up.
+// zeros in the workspace of dQ's sums.
 extern "C" __global__ void __launch_bounds__(256)
     attention_delta(const bf16* out, const bf16* dout, const float* lse, float* lse_log2, float* delta, long rows,
                     uint4* zeros, long num_zeros) {
-    constexpr int LANES = DV / 8;  // of 8 numbers
+    constexpr int LANES = DV / 8;  // 8 numbers each
     const long first = blockIdx.x * 256L + threadIdx.x, step = gridDim.x * 256L;
     for (long i = first; i < num_zeros; i += step) zeros[i] = make_uint4(0, 0, 0, 0);
     const u32 lane = threadIdx.x % LANES;
@@ -29,11 +29,11 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// After: dQ out of the order of accumulators, scaled and rounded. A block of threads takes blocks in turn; a thread
-// takes eight columns of a row and of the row eight below, which lie in 64 bytes. A warpgroup's 64 columns lie together.
+// After: convert dQ from accumulator order, scale and round it. A thread block loops over blocks; a thread converts
+// eight columns of a row and of the row eight below, which are in 64 bytes. A warpgroup's 64 columns are contiguous.
 extern "C" __global__ void __launch_bounds__(256)
     attention_write_dq(bf16* dq, const float* dq_sum, const int* table, int blocks_at, int kv_heads, float scale) {
-    constexpr int CHUNKS = D / 8;  // of eight columns
+    constexpr int CHUNKS = D / 8;  // eight columns each
     const int2* entries = reinterpret_cast<const int2*>(table + blocks_at);
     const int used = table[2];
     for (int item = blockIdx.x; item < used * kv_heads; item += gridDim.x) {

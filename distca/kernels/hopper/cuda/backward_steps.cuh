@@ -1,10 +1,10 @@
-// What the computing warpgroups of backward do with a block: products, probabilities, dS, and results in memory.
+// Computation on one block in backward: products, probabilities, dS, and writing results.
 
-constexpr bool IN_TURN = BLOCKS == 3;                        // dQ of a block is one warpgroup's, or half of it each one's
-constexpr int SUMS = ROWS * D / (IN_TURN ? 128 : 256);       // numbers of dQ that a thread makes
+constexpr bool IN_TURN = BLOCKS == 3;                        // dQ of a block: one warpgroup, or half on each
+constexpr int SUMS = ROWS * D / (IN_TURN ? 128 : 256);       // numbers of dQ per thread
 
-// Transposed scores of 64 keys and a block of queries, or of their values and output gradients. With `add`, which is
-// never true but not known to be false, they take the very registers that s has.
+// Transposed scores of 64 keys and a block of queries, or products of their values and output gradients. `add` is never
+// true, but the compiler cannot know; it forces the results into the registers of s.
 INLINE void issue_transposed(float (&s)[ROWS / 2], u32 keys, u32 queries, bool add = false) {
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++)
@@ -23,7 +23,7 @@ INLINE void issue_dv(float (&dv)[D / 2], const u32 (&p)[ROWS / 4], u32 douts) {
         product<1>(dv, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], b + i * OUTER_STEP, true);
 }
 
-// dK of 64 keys from a block of queries; dS comes from shared memory where dQ leaves no register to hold it.
+// dK of 64 keys from a block of queries; dS is read from shared memory if dQ leaves no registers for it.
 INLINE void issue_dk(float (&dk)[D / 2], u32 ds, u32 queries) {
     const u64 b = outer_descriptor(queries, ROW_PANEL);
 #pragma unroll
@@ -39,7 +39,7 @@ INLINE void issue_dq(float (&dq)[SUMS], u32 ds, u32 keys, int half, bool add) {
     for (int i = 0; i < KEYS / 16; i++) product<1, 1>(dq, a + i * OUTER_STEP, b + i * OUTER_STEP, i > 0 || add);
 }
 
-// One block of dQ, or a half's part of it, added to the others' in global memory, in any order.
+// Add one block of dQ, or half of it, to the sums in global memory, in any order.
 INLINE void add_dq(float* dq_sum, const float (&dq)[SUMS], int place, int half, u32 thread) {
     float* to = dq_sum + static_cast<long>(place) * BLOCK_FLOATS + (IN_TURN ? 0 : half * (BLOCK_FLOATS / 2)) + thread * 4;
 #pragma unroll

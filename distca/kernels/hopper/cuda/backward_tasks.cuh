@@ -1,4 +1,4 @@
-// What backward shares with that of wide heads: tensors, tasks as they meet a tile of keys, and transposed scores.
+// Code shared by backward for narrow and wide heads: tensors, a task and a tile of keys, and transposed scores.
 
 #define BACKWARD_PARAMETERS(SUMS)                                                                               \
     const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap query_rows,                    \
@@ -13,7 +13,7 @@ struct Maps {
     const TensorMap *queries, *query_rows, *douts, *dout_rows, *keys, *key_rows, *values, *value_rows;
 };
 
-// One number per row of a block, which lie apart by token; the barrier counts the lanes that brought theirs.
+// Copy one number per row of a block, strided by token; the barrier counts the lanes that have copied theirs.
 INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, int q_count, int head, int kv_heads,
                          u32 lane) {
 #pragma unroll
@@ -31,7 +31,7 @@ INLINE void copy_numbers(u32 to, const float* from, u32 barrier, int q_first, in
 
 struct Task {
     int q_begin, q_end, k_begin, k_end, shift;
-    int block_base, pair_base;  // of its first block among all blocks, and among all pairs where dS is kept
+    int block_base, pair_base;  // index of its first block among all blocks, and among all pairs if dS is kept
 
     INLINE Task(int4 a, int4 b)
         : q_begin(a.x), q_end(a.y), k_begin(a.z), k_end(a.w), shift(b.x), block_base(b.y), pair_base(b.z) {}
@@ -60,7 +60,7 @@ struct BlockStep {
     }
 };
 
-// Probabilities of keys, in rows, and queries, in columns, that do not see each other become zero.
+// Zero the probabilities of keys (rows) that a query (column) does not see.
 INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) {
@@ -72,7 +72,7 @@ INLINE void hide(float (&p)[ROWS / 2], int4 block, int row, int window, u32 lane
     }
 }
 
-// Probabilities from transposed scores, in place; `lse` gives the numbers of a lane's columns.
+// Compute probabilities from transposed scores, in place; `lse` returns the values of a lane's columns.
 template <typename Lse>
 INLINE void exponentiate(float (&s)[ROWS / 2], const Lse& lse, float scale_log2) {
 #pragma unroll

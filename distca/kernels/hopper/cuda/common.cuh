@@ -1,16 +1,16 @@
-// What all task kernels share: matrix products, copies of tiles, and work items as tables tell them.
+// Code shared by all task kernels: matrix products, copies of tiles, and work items read from tables.
 //
 // Compiled with D (head dim, 64 or 128), G (query heads per KV head), ROWS (of a block of queries, 64 or 128) and
-// WINDOWED defined, backward with WITH_DQ too; wide heads (wide.cuh) with KEYS and DV besides; SPLIT where tiles of
-// queries may have their keys in parts. Tiles lie in shared memory as panels of 64 columns (128 bytes a row) in the
-// 128-byte swizzle: chunk c of 16 bytes in row r stands at c ^ (r & 7). Tensor copies write that layout, matrix
-// descriptors read it, and `swizzled` names it for the rest.
+// WINDOWED defined; backward also with WITH_DQ; wide heads (wide.cuh) also with KEYS and DV; SPLIT if tiles of queries
+// may have their keys split. Tiles are stored in shared memory as panels of 64 columns (128 bytes a row) in the
+// 128-byte swizzle: chunk c of 16 bytes in row r is at c ^ (r & 7). Tensor copies write this layout, matrix descriptors
+// read it, and `swizzled` computes it for all other accesses.
 
 #ifndef KEYS
 #define KEYS 128  // in a key tile
 #endif
 #ifndef DV
-#define DV D  // head dim of values, where it is not that of queries and keys
+#define DV D  // head dim of values, if it differs from that of queries and keys
 #endif
 #ifndef SPLIT
 #define SPLIT 0
@@ -33,8 +33,8 @@ constexpr int READERS = 128 * BLOCKS;  // threads that compute
 #define INFINITE __int_as_float(0x7F800000)
 #define NONE -1e30f  // below all references of exponentials
 
-// Dynamic shared memory from a multiple of 1024 bytes on, where swizzled tiles begin. The bytes of tiles are zeros at
-// first: what no copy has written yet is finite, and meets probabilities of zero.
+// Dynamic shared memory, aligned to 1024 bytes for swizzled tiles. Tiles are zeroed first, so that data that no copy
+// has written yet is finite; it is multiplied by probabilities of zero.
 INLINE unsigned char* open_shared(u32 tile_bytes) {
     extern __shared__ unsigned char unaligned[];
     unsigned char* shared = unaligned + (-shared_address(unaligned) & 1023);
@@ -50,8 +50,8 @@ INLINE void barriers_are_set() {
 
 INLINE u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// Keys [first, first + count) of one head. Fewer than a tile come row by row, so that no other row is ever read: what
-// stands behind the last key is then an old row, which is finite, and meets probabilities of zero.
+// Copy keys [first, first + count) of one head. An incomplete tile is copied row by row, so that no other row is read:
+// beyond the last key are then stale rows, which are finite and multiplied by probabilities of zero.
 template <int DIM = D>
 INLINE void copy_keys(u32 to, const TensorMap* tile, const TensorMap* row, u32 barrier, int first, int count, int head,
                       u32 lane) {
@@ -68,7 +68,7 @@ INLINE void copy_keys(u32 to, const TensorMap* tile, const TensorMap* row, u32 b
     }
 }
 
-// Queries [first, first + count) of all heads of a group, likewise.
+// Copy queries [first, first + count) of all heads of a group in the same way.
 template <int DIM = D>
 INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u32 barrier, int first, int count,
                          int head, u32 lane) {
@@ -85,7 +85,7 @@ INLINE void copy_queries(u32 to, const TensorMap* block, const TensorMap* row, u
     }
 }
 
-// The values of one step, to the next stage of their ring.
+// Copy the values of one iteration to the next stage of their ring.
 template <class Barriers, int STAGES>
 INLINE void copy_values(u32 stages, const Barriers& barriers, const TensorMap* tile, const TensorMap* row,
                         Ring<STAGES>& ring, int first, int count, int head, u32 lane) {
@@ -95,13 +95,13 @@ INLINE void copy_values(u32 stages, const Barriers& barriers, const TensorMap* t
     ring.advance();
 }
 
-// A tile of keys, by one lane, with whatever stands behind its last key.
+// Copy a full tile of keys with one lane, including rows beyond its last key.
 INLINE void copy_whole_keys(u32 to, const TensorMap* tile, u32 barrier, int first, int head) {
     arrive_expecting(barrier, KEY_TILE);
     for (int i = 0; i < PANELS; i++) copy_3d(to + i * KEY_PANEL, tile, barrier, i * 64, head, first);
 }
 
-// A block of queries, likewise: what it has beyond its tile's queries comes to rows that nobody writes.
+// Copy a full block of queries in the same way; results of rows beyond the tile's queries are never written.
 template <int DIM = D>
 INLINE void copy_whole_queries(u32 to, const TensorMap* block, u32 barrier, int first, int head) {
     arrive_expecting(barrier, TOKENS * G * DIM * 2);
@@ -134,7 +134,7 @@ INLINE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Registers that an asynchronous product reads or writes keep their place until here.
+// Prevents the compiler from moving registers that an asynchronous product uses before this point.
 template <int N>
 INLINE void hold(float (&x)[N]) {
 #pragma unroll
@@ -153,7 +153,7 @@ INLINE void clear(float (&x)[N]) {
     for (int i = 0; i < N; i++) x[i] = 0;
 }
 
-// Keeps what is computed from x behind this place; the compiler would do it in every round of a loop.
+// Keeps computations on x after this point; the compiler would repeat them in every iteration of a loop.
 INLINE u32 not_before(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -225,7 +225,7 @@ struct Heads {  // KV heads of a launch
     int first, count;
 };
 
-// The counter goes back to zero by itself: every block of the grid draws exactly one number past the end.
+// The counter returns to zero without a reset: every thread block draws exactly one number past the end.
 INLINE u32 draw(u32* counter, u32 items) { return atomicInc(counter, items + gridDim.x - 1); }
 
 INLINE void locate(const Work& work, u32 item, int kv_heads, int& entry, int& head) {
@@ -317,23 +317,23 @@ INLINE void stage_rows(u32 tile, u32 panel_bytes, const float (&x)[N], float fac
     __syncwarp();
 }
 
-// Where the keys of long tiles come in parts, each an item of its own, a tile's q_count has the part's number above its
-// lowest byte, counted from 1.
+// If the keys of long tiles are split, each part is a separate item, and its number, counted from 1, is stored above
+// the lowest byte of q_count.
 INLINE int queries_of(int q_count) { return SPLIT ? q_count & 255 : q_count; }
 
 INLINE bool is_part(int4 tile) { return tile.y > 255; }
 
-struct Parts {  // as they wait to be merged
+struct Parts {  // to be merged
     float4* sums;
     float2* references;  // of a row's exponentials, and their sum
 };
 
-// Which block of sums is a part's: [parts, heads, halves].
+// Index of a part's block of sums: [parts, heads, halves].
 INLINE long part_block(int4 tile, int half, int kv_heads) {
     return (static_cast<long>((tile.y >> 8) - 1) * kv_heads + tile.w) * 2 + half;
 }
 
-// A warpgroup's sums of a part, in the order in which they lie in registers; merge.cu puts a tile's parts together.
+// Store a warpgroup's sums of a part in register order; merge.cu merges the parts of a tile.
 template <int N>
 INLINE void write_part(float4* sums, const float (&x)[N], long block) {
     float4* to = sums + block * (N / 4) * 128 + (threadIdx.x & 127);
@@ -341,7 +341,7 @@ INLINE void write_part(float4* sums, const float (&x)[N], long block) {
     for (int i = 0; i < N / 4; i++) to[i * 128] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
 }
 
-// One of the two blocks of a tile of queries, as it lies in memory.
+// Memory layout of one of the two blocks of a tile of queries.
 struct Block {
     int rows;
     long first;  // in heads of tokens
@@ -365,7 +365,7 @@ INLINE void write_block(bf16* out, u32 staging, const Block& block, u32 warp, u3
     }
 }
 
-INLINE int4 load_said(u32 address) {  // what the copying warp wrote
+INLINE int4 load_said(u32 address) {  // written by the copying warp
     const uint4 x = load_shared(address);
     return make_int4(x.x, x.y, x.z, x.w);
 }

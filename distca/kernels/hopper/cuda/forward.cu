@@ -1,13 +1,14 @@
 // Forward: tiles of two or three blocks of queries, each against its keys from the last to the first.
 //
-// A persistent block of three or four warpgroups per multiprocessor. One warp draws tiles, long ones first, and copies
-// queries, keys and values ahead; the other warpgroups compute, one block of queries each, and need not keep step. A
-// warpgroup issues the next scores before the last values, and takes exponentials while those products run. The copying
-// warp also says for every step where the diagonal and the last key stand, so that computing knows nothing of tasks.
+// One persistent thread block of three or four warpgroups runs per multiprocessor. One warp takes tiles, long ones
+// first, and prefetches queries, keys and values. The other warpgroups compute, one block of queries each, not in
+// lockstep. A warpgroup issues the next scores before the last values, and computes exponentials while these products
+// run. For every iteration the copying warp also writes the positions of the diagonal and of the last key, so that the
+// computing warpgroups need no task tables.
 //
-// Two warpgroups hold their queries in registers, which spares a fifth of the reads of shared memory and the power for
-// them. With dim 64 exponentials take as long as products, and three warpgroups fill each other's gaps better; they
-// have 160 registers a thread and leave their queries in shared memory.
+// With two computing warpgroups queries are in registers, which saves a fifth of the reads of shared memory and their
+// power. With dim 64 exponentials take as long as products, and three warpgroups overlap better; they have 160
+// registers per thread and read queries from shared memory.
 
 constexpr bool QUERIES_HELD = BLOCKS == 2;
 constexpr int QUERY_READERS = READERS;  // of a slot
@@ -39,8 +40,8 @@ INLINE void store_zeros(u32 to) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
 
-// Scores by the warp alone, for its 16 rows, from memory: what a warp does again the others need not know of. It is
-// rare and may be slow; a product waits for the one before, by way of zero bits, so that keys take few registers.
+// Compute a warp's scores of its 16 rows from global memory, without the other warps, when the warp must redo an
+// iteration. This is rare and may be slow; each product depends (by zero bits) on the previous one to save registers.
 template <typename Queries>
 INLINE void repeat_scores(float (&s)[64], const Queries& queries, const Keys& keys, int4 step, u32 zero, u32 lane) {
     const bf16* head = keys.first + (step.w >> 1) * keys.head_stride + 2 * (lane & 3);
@@ -68,8 +69,8 @@ INLINE void issue_values(float (&o)[D / 2], const u32 (&p)[32], u32 values) {
     products_commit();
 }
 
-// The steps of all tiles are one stream: the first scores of a tile are issued with the last values of the one before,
-// whose results are written while the other warpgroup's products run.
+// The iterations of all tiles form one stream: the first scores of a tile are issued with the last values of the
+// previous tile, whose results are written while the other warpgroup's products run.
 INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* out, float* lse, const Parts& parts,
                     int half, int kv_heads, float scale_log2, int window) {
     const u32 warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
@@ -81,9 +82,9 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     Softmax softmax;
     u32 slot;         // of the tile whose sums are in o
     u32 scores_slot;  // of the tile whose scores are in s
-    int left;         // steps of the tile whose probabilities are in p, without those
+    int left;         // iterations left in the tile whose probabilities are in p
 
-    auto begin_tile = [&] {  // whether there is a tile
+    auto begin_tile = [&] {  // returns whether there is a tile
         wait(barriers.queries_full(slots.stage), slots.full);
         const int4 tile = load_said(base + AT_TILES + 16 * slots.stage);
         left = tile.z;
@@ -91,7 +92,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         scores_slot = slots.stage;
         const u32 queries = my_queries + scores_slot * QUERY_SLOT;
         const int row = 16 * warp + lane / 4, rows = Block(tile, half, kv_heads).rows;
-        // What stands behind the last row, NaN too, must not be taken for scores out of range: it becomes zero.
+        // Data beyond the last row, even NaN, must not count as scores out of range: set it to zero.
         if (QUERIES_HELD) {
 #pragma unroll
             for (int i = 0; i < D / 16; i++) load_queries(q[i], queries, i, warp, lane);
@@ -144,7 +145,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         arrive(barriers.keys_empty(key_ring.stage));
         key_ring.advance();
         const bool masked = step.w & 1;
-        const u32 zero = left >> 31;  // which the compiler does not know
+        const u32 zero = left >> 31;  // zero, but the compiler cannot know
         if (masked) softmax.mask(s, step, half, window, warp, lane);
         if (softmax.lacks_references()) softmax.find_references(s, scale_log2);
         if (!softmax.exponentiate(s, scale_log2, zero, is_first)) {
@@ -154,7 +155,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
             softmax.exponentiate(s, scale_log2, zero, true);
         }
         hold(s);
-        // This branch, and the vote on sums, keep the exponentials in front of the wait for values.
+        // This branch and the vote on sums keep the exponentials ahead of the wait for values.
         if (left > 0) wait(barriers.keys_full(key_ring.stage), key_ring.full);
     };
     auto finish_values = [&] {

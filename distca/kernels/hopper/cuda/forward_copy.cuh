@@ -1,4 +1,4 @@
-// The copying warp of forward: where everything stands in shared memory, and what is brought there for each tile.
+// The copying warp of forward: the layout of shared memory, and the copies for each tile.
 
 constexpr int STAGES = D == 64 ? 4 : 2;  // of keys, and of values
 constexpr int SLOTS = 3;                 // of tiles: one is written, one computed, one copied
@@ -28,7 +28,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     const QueryTable entries = {table, tiles_at, segments_at, kv_heads};
     Ring<SLOTS> slots;
     Ring<STAGES> key_ring, value_ring;
-    // A tile's number and its entry are a trip to memory each, begun with one of the last steps of the tile before.
+    // Loading a tile's number and its entry takes two memory round trips, begun in the previous tile's last iterations.
     u32 next = 0, item = 0, trips = 1;  // to make
     int4 tile = make_int4(0, 0, 0, 0);
     if (lane == 0) next = draw(counter, entries.items);
@@ -61,14 +61,14 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                         (i % PANELS) * 64, 0, head, q_first + (i / PANELS) * TOKENS);
         }
         slots.advance();
-        int value_first = 0, value_count = 0;  // values are copied one step behind their keys
+        int value_first = 0, value_count = 0;  // values are copied one iteration after their keys
         int left = tile.z;
         trips = 2;
         for (int number = tile.w; left > 0; number++) {
             const Segment segment = {entries.segments[number], q_first, q_end, window};
             const int stop = segment.first_tile();
             for (int n = segment.last_tile(); n >= stop; n--, left--) {
-                if (left <= 3 && trips > 0) {  // not earlier: others may be free before
+                if (left <= 3 && trips > 0) {  // not earlier, for load balance
                     if (trips == 1)
                         look_up();
                     else if (lane == 0)

@@ -1,4 +1,4 @@
-// The kernel of forward, of narrow and of wide heads: one warp copies, the other warpgroups compute.
+// The forward kernel, for narrow and wide heads: one warp copies, the other warpgroups compute.
 
 extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
     attention_forward(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,

@@ -1,11 +1,11 @@
-// The running softmax of forward, without a running maximum: looking for it took a quarter of a step.
+// The running softmax of forward, without a running maximum, whose search took a quarter of an iteration.
 //
-// Exponentials are taken from a row's reference, the largest score of its first step of keys. Any number that is near
-// enough to the largest score of all gives the same result, since the rounding of probabilities and sums is relative,
-// and later steps need not look for theirs. A sum beyond MOST says that it was not near enough; the warp then does the
-// step again with its own largest score.
+// A row's reference, the largest score of its first key tile, is subtracted before exponentials. Any number near enough
+// to the row's maximum gives the same result, since rounding of probabilities and sums is relative, so later iterations
+// need no maximum. If a sum exceeds MOST, the reference was too small; the warp then redoes the iteration with that
+// iteration's largest score.
 
-constexpr float MOST = 1e18f;     // of a sum: far from where numbers end, and no score of a model comes near
+constexpr float MOST = 1e18f;     // largest sum: far below float32's limit, and never reached by a model's scores
 constexpr int SCORES = KEYS / 2;  // of a thread
 
 INLINE float depending(float x, float on, u32 zero) {
@@ -21,7 +21,7 @@ struct Keys {  // as they lie in memory, in numbers
 struct Softmax {
     float from0 = NONE, from1 = NONE;  // references, scaled to base 2
     float sum0 = 0, sum1 = 0;          // this lane's parts
-    float keep0 = 1, keep1 = 1;        // what earlier sums are to be scaled by where references have moved
+    float keep0 = 1, keep1 = 1;        // scale for earlier sums if references have moved
 
     INLINE void mask(float (&s)[SCORES], int4 step, int half, int window, u32 warp, u32 lane) {
         const int row = 16 * warp + lane / 4, token0 = row / G + half * TOKENS, token1 = (row + 8) / G + half * TOKENS;
@@ -52,10 +52,10 @@ struct Softmax {
         from1 = new1;
     }
 
-    // Exponentials in place, and their sums; false, and no sums, where they are out of range and may be done again.
+    // Compute exponentials in place and their sums; return false, without sums, if out of range and to be redone.
     INLINE bool exponentiate(float (&s)[SCORES], float scale_log2, u32 zero, bool is_last_try) {
-        // Left alone, the compiler takes all products first, and in the end the special function unit, which is slow,
-        // waits for itself. So products depend, by zero bits, on exponentials of some numbers before.
+        // By default the compiler schedules all products first, and then the slow special function unit is the
+        // bottleneck. So products get a fake dependency (zero bits) on earlier exponentials.
         constexpr int GROUP = D == 64 ? 4 : 8, LAG = D == 64 ? 8 : 12;
         float add0 = sum0, add1 = sum1, factor0 = scale_log2, factor1 = scale_log2;
         float then0[SCORES / 4], then1[SCORES / 4];
@@ -86,7 +86,7 @@ struct Softmax {
     }
 };
 
-// What a tile's sums are to be divided by; the log-sum-exp is written here.
+// Return the factors for a tile's sums, and write the log-sum-exp.
 INLINE float2 finish_sums(float* lse, const Parts& parts, const Softmax& softmax, int4 tile, int half, int kv_heads,
                           u32 warp, u32 lane) {
     float sum0 = softmax.sum0, sum1 = softmax.sum1;

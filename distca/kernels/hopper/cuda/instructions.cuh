@@ -1,7 +1,7 @@
-// Hopper's instructions under names: barriers, asynchronous copies, matrices between registers and shared memory.
+// Wrappers of Hopper instructions: barriers, asynchronous copies, matrices between registers and shared memory.
 //
-// Everything here is an instruction or two, and knows nothing of tiles and tables; common.cuh has the matrix products,
-// and what is made of it all. Comes first of all sources.
+// Each wrapper is one or two instructions; matrix products, tiles and tables are in common.cuh. This is the first
+// source.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -21,8 +21,8 @@ INLINE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Every thread that has read arrives for itself: one arrival for its warp would do, but tools that look for races could
-// not follow it, and it is no faster.
+// Every reading thread arrives separately: one arrival per warp would suffice, but race detectors could not follow it,
+// and it is no faster.
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 INLINE void arrive_expecting(u32 barrier, u32 bytes) {
@@ -89,7 +89,7 @@ INLINE void bulk_store(void* to, u32 from, u32 bytes) {
 }
 
 template <int PENDING>
-INLINE void bulk_wait() {  // until what this thread stores has been read, but for the last so many
+INLINE void bulk_wait() {  // until all but the last PENDING stores of this thread have been read
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 

@@ -1,8 +1,8 @@
-// dQ from gradients of scores that backward left in memory: one product instead of three.
+// dQ from the gradients of scores (dS) that backward stored in memory: one product instead of three.
 //
-// The gradient of a tile of keys and 64 rows lies there as the tensor cores read it, with its rows over columns. One warp copies
-// ahead, keys and the gradients that meet them; each of the other warpgroups has a block of queries. Blocks of a tile
-// see different keys, near the diagonal and at a window's end; the copying warp says which of them has a step's.
+// dS of a key tile and 64 rows is stored transposed, in the layout that the tensor cores read. One warp prefetches keys
+// and their dS; each of the other warpgroups computes a block of queries. Blocks of a tile see different keys near the
+// diagonal and at a window's end; the copying warp flags which blocks take part in an iteration.
 
 constexpr int TILES_AT = 16;  // ints
 constexpr int STAGE = KEY_TILE + BLOCKS * DS_TILE;  // bytes
@@ -41,12 +41,12 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         }
         int entry, head;
         locate(work, item, heads.count, entry, head);
-        const int4 tile = tiles[entry];  // q_first, q_count and rows times 256, pair of its first row, pairs to the next
+        const int4 tile = tiles[entry];  // q_first, q_count + 256 * tasks, pair of its first task, pairs to the next
         const unsigned char* mine = ds + static_cast<long>(head) * table[2] * DS_TILE;
         head += heads.first;
         const int num_rows = tile.y >> 8, q_count = tile.y & 255, used = (q_count + TOKENS - 1) / TOKENS;
         for (int row = 0; row < num_rows; row++) {
-            // Lane b has what block b sees: first key, number of tiles, place of the first, the row's last key.
+            // Lane b loads what block b sees: first key, number of tiles, place of the first tile, the task's k_end.
             const int4 pair = lane < used ? pairs[tile.z + row * tile.w + lane] : make_int4(1 << 30, 0, 0, 0);
             const int stop = lane < used ? pair.x + pair.y * KEYS : 0;
             int low = pair.x, high = stop;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(128 * (BLOCKS + 1), 1)
             barrier_init(barriers.empty(i), READERS);
         }
     barriers_are_set();
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // known to be a warp's then
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // so the compiler knows it is uniform in a warp
     if (warpgroup == 0) {
         if (threadIdx.x < 32)
             copy_ahead(shared, base, barriers, &keys, &key_rows, ds, table, counter, pairs_at, {first_head, num_heads},

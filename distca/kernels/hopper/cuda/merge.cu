@@ -1,13 +1,13 @@
 
-// Tiles whose keys were split: their parts' sums in float32, put together in the order of the parts.
+// Merge the float32 sums of tiles whose keys were split, in the order of the parts.
 //
-// Forward's parts have references of their own, from which a row's exponentials were taken; what a row saw no key of
-// has none and adds nothing. Parts of dQ are added up. A block of threads takes eight columns of 64 rows, as a
-// warpgroup's accumulators hold them: four numbers a thread, of two rows.
+// Each forward part has a separate reference per row, which was subtracted before its exponentials; a part in which a
+// row saw no key adds nothing. Parts of dQ are summed. A thread block merges eight columns of 64 rows in the layout of
+// a warpgroup's accumulators: four numbers per thread, in two rows.
 
-constexpr int AHEAD = 8;  // parts that are loaded at once
+constexpr int AHEAD = 8;  // parts loaded at once
 
-// A thread's sums of the parts so far: two columns of each of two rows.
+// A thread's sums over the parts so far: two columns of two rows.
 struct Merged {
     float from[2] = {NONE, NONE}, sum[2] = {0, 0};  // references of exponentials, and their sums
     float total[4] = {0, 0, 0, 0};
@@ -52,7 +52,7 @@ INLINE void merge(bf16* out, float* lse, const Parts& parts, float factor, const
             float2 upper[AHEAD], lower[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const bool is_there = part + i < tile.w;  // else it adds nothing, so that no load waits for a branch
+                const bool is_there = part + i < tile.w;  // otherwise it adds nothing; avoids a branch before the loads
                 const long at = (part + i) * skip;
                 x[i] = is_there ? sums[at * CHUNKS * 128] : make_float4(0, 0, 0, 0);
                 if (WEIGHTED) upper[i] = is_there ? references[at * ROWS] : make_float2(NONE, 0);

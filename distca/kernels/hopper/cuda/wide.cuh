@@ -1,7 +1,7 @@
-// Wide heads: products of more columns, and the sizes of tiles whose values have a head dim of their own.
+// Wide heads: products with more columns, and tile sizes for values whose head dim differs from that of keys.
 //
-// D is the head dim of queries and keys, DV that of values and outs, KEYS those of a tile; where a kernel walks tables
-// that count in other tiles, theirs have TABLE_KEYS.
+// D is the head dim of queries and keys, DV that of values and outs, and KEYS the keys of a tile. TABLE_KEYS is the
+// tile size of the tables, if it differs.
 
 #ifndef TABLE_KEYS
 #define TABLE_KEYS KEYS
@@ -55,7 +55,7 @@ INLINE void issue_rows(float (&s)[N], u32 rows, u32 row_panel, u32 columns, u32 
     products_commit();
 }
 
-// Sums (+)= left operand in registers times COUNT rows of a tile: outs from values, gradients from what they weigh.
+// Sums (+)= left operand in registers times COUNT rows of a tile: outs from values, or gradients.
 template <int COUNT, int N>
 INLINE void issue_sums(float (&sums)[N], const u32 (&left)[COUNT / 4], u32 tile, u32 panel) {
     const u64 b = outer_descriptor(tile, panel);
@@ -69,8 +69,8 @@ INLINE void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// A warp writes its 16 rows from registers. Lanes trade pairs with their neighbours, so that each writes eight bytes of
-// a row and four of them 32 in a row.
+// A warp writes its 16 rows from registers. Lanes swap pairs with their neighbours, so that each lane writes eight
+// bytes of a row and four lanes write 32 contiguous bytes.
 template <int DIM, class Rows>
 INLINE void write_rows(bf16* out, const float (&x)[DIM / 2], float factor0, float factor1, const Rows& rows, u32 warp,
                        u32 lane) {

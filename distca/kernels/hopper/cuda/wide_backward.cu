@@ -1,17 +1,17 @@
 // dK and dV of wide heads: tiles of 64 keys, one warpgroup for each gradient.
 //
-// With 256 columns the sums of 64 keys take 128 registers a thread, so a warpgroup can hold those of one gradient. The
-// first makes probabilities from transposed scores and dV from them; the second makes dP, takes the probabilities over
-// shared memory, where each thread finds those of the same places, and makes dS and dK. So scores and dP have 64
-// columns each, and the left operands of dV and dK stay in registers: halves of one product in both warpgroups would
-// read shared memory half as often again as the tensor cores can wait for. For the same reason keys and values stay in
-// registers as far as there are any. Where shared memory is short, probabilities stand where the keys that are held
-// were, which leaves room for a third block of queries: a block is free only when dK has it, and the next but one would
-// arrive late. dQ has a kernel of its own: with so few keys in a tile, adding it up in memory takes longer than computing
-// scores and dP twice (backward_dq.cu). Where memory has room for dS (DS_OUT), the second warpgroup leaves it there, and
-// dQ takes one product (kept_dq.cu).
+// With 256 columns the sums of 64 keys take 128 registers per thread, so a warpgroup can hold only one gradient. The
+// first warpgroup computes probabilities from transposed scores, and dV from them. The second computes dP, reads the
+// probabilities of its elements from shared memory, and computes dS and dK. So scores and dP have 64 columns each, and
+// the left operands of dV and dK stay in registers. Splitting each product over both warpgroups instead would need half
+// as much again of the bandwidth of shared memory as the tensor cores allow. For the same reason as many keys and
+// values as possible stay in registers. If shared memory is short, probabilities overwrite keys that are in registers,
+// which leaves room for a third block of queries: a block is free only after dK, so with two the next would arrive
+// late. dQ has a separate kernel: with so few keys per tile, atomic adds take longer than computing scores and dP twice
+// (backward_dq.cu). If memory has room for dS (DS_OUT), the second warpgroup stores it, and dQ takes one product
+// (kept_dq.cu).
 
-struct KeyRows {  // of a tile, as they lie in memory
+struct KeyRows {  // memory layout of a tile's keys
     int rows;
     long first;
     int skip;
@@ -108,7 +108,7 @@ INLINE void compute_dv(u32 base, const Barriers& barriers, bf16* dv, int kv_head
     }
 }
 
-// dS from the other's probabilities, and dK.
+// dS from the first warpgroup's probabilities, and dK.
 INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned char* ds_out, int num_places,
                        Heads heads, int kv_heads, float scale) {
     const u32 thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
@@ -167,10 +167,10 @@ INLINE void compute_dk(u32 base, const Barriers& barriers, bf16* dk, unsigned ch
             for (int i = 0; DS_OUT && i < SCORES / 2; i++)  // products own the others until they have ended
                 asm volatile("mov.b32 %0, %1;" : "=r"(kept[i]) : "r"(ds[i]));
         };
-        auto keep_ds = [&] {  // under the products that read it; a warp's keys are 2 KB in a row
+        auto keep_ds = [&] {  // overlaps the products that read it; a warp's keys are 2 contiguous KB
             if (!DS_OUT) return;
             const int place = load_said(base + AT_BLOCKS + 32 * query_ring.stage + 16).y;
-            if (lane == 0) bulk_wait<0>();  // for the block before
+            if (lane == 0) bulk_wait<0>();  // for the previous block
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < ROWS / 16; j++)  // chunk 2j + lane / 16 of the row, swizzled
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             barrier_init(barriers.p_empty(i), READERS / 2);
         }
         for (u32 i = 0; i < QUERY_STAGES; i++) {
-            barrier_init(barriers.queries_full(i), 33);  // the block and 32 lanes' numbers
+            barrier_init(barriers.queries_full(i), 33);  // the block, and 32 lanes' lse
             barrier_init(barriers.queries_empty(i), READERS);
         }
         for (u32 i = 0; i < DOUT_STAGES; i++) {

@@ -1,4 +1,4 @@
-// The copying warp of wide heads' backward: where everything stands in shared memory, and what is brought there.
+// The copying warp of backward for wide heads: the layout of shared memory, and the copies.
 
 constexpr int QUERY_STAGES = D == 256 ? 3 : 4;             // a block of queries is needed for longer than its gradients
 constexpr int DOUT_STAGES = D == 256 ? 2 : 4;
@@ -6,7 +6,7 @@ constexpr int DOUT_TILE = ROW_PANEL * (DV / 64);
 constexpr int SCORES = ROWS / 2;                           // of a thread
 constexpr int HELD_KEYS = D == 256 ? 8 : D / 16;           // steps of 16 columns; two more would serialise products
 constexpr int HELD_VALUES = DV == 256 ? 6 : DV / 16;
-constexpr bool P_OVER_KEYS = HELD_KEYS < D / 16;           // probabilities stand where the keys that are held were
+constexpr bool P_OVER_KEYS = HELD_KEYS < D / 16;           // probabilities overwrite keys that are in registers
 constexpr int P_TILE = 4 * 128 * 16;
 constexpr int AT_KEYS = 0;
 constexpr int AT_VALUES = AT_KEYS + KEY_TILE;
@@ -14,7 +14,7 @@ constexpr int AT_QUERIES = AT_VALUES + VALUE_TILE;
 constexpr int AT_DOUTS = AT_QUERIES + QUERY_STAGES * ROW_TILE;
 constexpr int BEHIND_DOUTS = AT_DOUTS + DOUT_STAGES * DOUT_TILE;
 constexpr int AT_P = P_OVER_KEYS ? AT_KEYS : BEHIND_DOUTS;  // two uint4 [4][threads]
-constexpr int AT_DS = AT_VALUES;                           // dS on its way to memory, where values are held
+constexpr int AT_DS = AT_VALUES;                           // staging of dS; overwrites values that are in registers
 constexpr int AT_LSE = P_OVER_KEYS ? BEHIND_DOUTS : AT_P + 2 * P_TILE;  // stages of float[ROWS], times log2(e)
 constexpr int AT_DELTA = AT_LSE + QUERY_STAGES * ROWS * 4;  // rowsum(dO * O), likewise
 constexpr int AT_TILE = AT_DELTA + DOUT_STAGES * ROWS * 4;  // int4: k_first, k_count, blocks, head
@@ -72,16 +72,16 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
         for (int number = tile.w; left > 0; number++) {
             const Task task = {tasks[2 * number], tasks[2 * number + 1]};
             const int low = max(k_first, task.k_begin), high = min(min(k_end, task.k_end), task.q_end + task.shift);
-            if (low >= high) continue;  // it sees no key of the tile
+            if (low >= high) continue;  // the task sees no key of the tile
             const int first_block = task.first_block(low), stop = task.stop_block(high, window);
             int place = 0;
             for (int block = stop - 1; block >= first_block; block--, left--) {
-                if (DS_OUT && (stop - 1 - block) % 32 == 0) {  // a lane has every 32nd block's, looked up together
+                if (DS_OUT && (stop - 1 - block) % 32 == 0) {  // each lane loads one of the next 32 blocks
                     const int4 pair = pairs[task.pair_base + max(0, block - static_cast<int>(lane))];
                     place = pair.z + (k_first - pair.x) / KEYS;
                 }
                 const int ds_place = DS_OUT ? __shfl_sync(~0u, place, (stop - 1 - block) % 32) : 0;
-                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier: others may be free before
+                if (left == 1 && lane == 0) next = draw(counter, items);  // not earlier, for load balance
                 const BlockStep step = {task, block, k_first, window};
                 const int q_first = step.q_first, q_count = step.q_count;
                 const u32 stage = query_ring.stage, dout_stage = dout_ring.stage;
@@ -95,7 +95,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
                              barriers.queries_full(stage), q_first, q_count, head, lane);
                 copy_numbers(base + AT_LSE + stage * ROWS * 4, lse, barriers.queries_full(stage), q_first, q_count,
                              head, kv_heads, lane);
-                if (left == tile.z) {  // what keys and values might wait for comes after queries
+                if (left == tile.z) {  // queries first: keys and values may have to wait
                     wait(barriers.keys_empty(), tile_empty);
                     if (lane == 0) *said = make_int4(tile.x, tile.y, tile.z, head);
                     copy_keys(base + AT_KEYS, maps.keys, maps.key_rows, barriers.keys_full(), k_first, tile.y, head,

@@ -1,8 +1,8 @@
-// Forward of wide heads: as forward.cu, with tiles for what dims beyond 128 leave of registers and shared memory.
+// Forward for wide heads: like forward.cu, with tiles that fit registers and shared memory for dims beyond 128.
 //
-// Outs of 256 columns take 128 registers a thread, so a tile has 80 keys then, and queries stay in shared memory, in
-// one slot. The steps of all tiles are one stream here too: queries are copied once the last scores of the tile before
-// have been taken, and its outs go from registers to memory under the first scores of the next.
+// Outs of 256 columns take 128 registers per thread, so a tile has 80 keys and queries stay in shared memory, in one
+// slot. The iterations of all tiles form one stream here too: a tile's queries are copied after the previous tile's
+// last scores, and the previous tile's outs are written from registers during the first scores.
 
 constexpr int STAGES = 2;
 constexpr int SLOTS = 2, QUERY_READERS = READERS / 2;               // a block's own
@@ -15,7 +15,7 @@ constexpr int AT_STEPS = AT_TILES + 4 * 16;                         // int4 of a
 constexpr int AT_BARRIERS = AT_STEPS + STAGES * 16;
 static_assert(AT_BARRIERS + 12 * 8 + 1023 <= 227 * 1024, "more shared memory than a multiprocessor has");
 
-constexpr int MASKED = 1, LAST = 2, MORE = 4, HEADS_FROM = 3;  // flags of a step; above them is the head
+constexpr int MASKED = 1, LAST = 2, MORE = 4, HEADS_FROM = 3;  // flags of an iteration; the head is stored above them
 
 struct Barriers {
     u32 base;
@@ -61,13 +61,13 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
             return;
         }
         const int q_first = tile.x, q_end = tile.x + queries_of(tile.y);
-        int value_first = 0, value_count = 0;  // values are copied one step behind their keys
+        int value_first = 0, value_count = 0;  // values are copied one iteration after their keys
         int left = tile.z;
         for (int number = tile.w; left > 0; number++) {
             const Segment segment = {entries.segments[number], q_first, q_end, window};
             const int stop = segment.first_tile();
             for (int n = segment.last_tile(); n >= stop; n--, left--) {
-                if (left == 1 && lane == 0) next = draw(counter, entries.items);  // not earlier: others may be free before
+                if (left == 1 && lane == 0) next = draw(counter, entries.items);  // not earlier, for load balance
                 const Step step = {segment, n, q_first, q_end, window, q_end - q_first < 2 * TOKENS};
                 const u32 stage = key_ring.stage;
                 wait(barriers.keys_empty(stage), key_ring.empty());
@@ -92,7 +92,7 @@ INLINE void copy_ahead(unsigned char* shared, u32 base, const Barriers& barriers
     }
 }
 
-// A warp's scores again, by itself, keys from memory: what it does again the others need not know of.
+// Recompute a warp's scores with keys from global memory, without the other warps.
 INLINE void repeat_scores(float (&s)[SCORES], u32 queries, const Keys& keys, int4 step, u32 warp, u32 lane) {
     const bf16* head = keys.first + (step.w >> HEADS_FROM) * keys.head_stride + 2 * (lane & 3);
 #pragma unroll
@@ -110,7 +110,7 @@ INLINE void repeat_scores(float (&s)[SCORES], u32 queries, const Keys& keys, int
     }
 }
 
-// Whatever stands behind a block's last row, NaN too, must not be taken for scores out of range.
+// Data beyond a block's last row, even NaN, must not count as scores out of range.
 INLINE void quieten(float (&s)[SCORES], int rows, u32 warp, u32 lane) {
     const int row = 16 * warp + lane / 4;
 #pragma unroll
@@ -126,7 +126,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
     u32 turn = 0, p[SCORES / 2];
     float s[SCORES], o[DV / 2];
     Softmax softmax;
-    int flags;  // of the step whose probabilities are in p
+    int flags;  // of the iteration whose probabilities are in p
 
     auto tile_said = [&](u32 of_turn) { return load_said(base + AT_TILES + 16 * (2 * half + not_before(of_turn))); };
     auto begin_scores = [&] {
@@ -147,7 +147,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         arrive(barriers.keys_empty(key_ring.stage));
         key_ring.advance();
         flags = step.w;
-        const u32 zero = flags >> 31;  // which the compiler does not know
+        const u32 zero = flags >> 31;  // zero, but the compiler cannot know
         auto mask = [&] {
             softmax.mask(s, step, half, window, not_before(warp), not_before(lane));
             const int rows = Block(tile_said(turn), half, kv_heads).rows;
@@ -163,7 +163,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         }
         hold(s);
         if (flags & LAST) arrive(barriers.queries_empty(half));
-        // This branch, and the vote on sums, keep the exponentials in front of the wait for values.
+        // This branch and the vote on sums keep the exponentials ahead of the wait for values.
         else wait(barriers.keys_full(key_ring.stage), key_ring.full);
     };
     auto finish_values = [&] {
@@ -176,7 +176,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         wait(barriers.queries_full(half), turn);
         wait(barriers.keys_full(key_ring.stage), key_ring.full);
     };
-    auto finish_tile = [&] {  // the one before this turn's
+    auto finish_tile = [&] {  // the previous tile
         return finish_sums(lse, parts, softmax, tile_said(turn ^ 1), half, kv_heads, not_before(warp),
                            not_before(lane));
     };
@@ -220,7 +220,7 @@ INLINE void compute(u32 base, const Barriers& barriers, const Keys& keys, bf16* 
         products_wait<1>();
         finish_values();
         write(factors);
-        wait(barriers.queries_full(half), turn);  // long over; it keeps the writing in front of the wait for scores
+        wait(barriers.queries_full(half), turn);  // already complete; keeps the writes ahead of the wait for scores
         products_wait<0>();
     }
     begin_values();
