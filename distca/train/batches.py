@@ -271,7 +271,7 @@ class StageWork:
             rotaries = [decoder.rotary(positions) for _, _, positions in rows]
             with nullcontext() if self.offload is None else self.offload.keeping():
                 states = forward_segments(list(decoder.segments), inputs, rotaries, plans, self.attention,
-                                           backward_plans, self.reads[micro_batch])
+                                          backward_plans, self.reads[micro_batch])
             return [self.loss(decoder, states, [labels for _, labels, _ in rows])] if self.last else states
 
         return self.decoder(run)
