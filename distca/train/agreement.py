@@ -61,12 +61,12 @@ class Agreement:
         if all_equal(list(digests), self.trainers):
             return own
         rank = dist.get_rank(self.trainers)
-        everyone = [StepDigests(*one) for one in gather_json(digests, self.trainers)]
-        others = [number for number, one in enumerate(everyone) if one.data != digests.data]
+        by_rank = [StepDigests(*one) for one in gather_json(digests, self.trainers)]
+        others = [number for number, one in enumerate(by_rank) if one.data != digests.data]
         if others:
             raise different_plans(rank, others)
         if not self.warned:
-            odd = [number for number, one in enumerate(everyone) if one != everyone[0]]
+            odd = [number for number, one in enumerate(by_rank) if one != by_rank[0]]
             facts = gather_json(self.facts(own), self.trainers)
             if rank == 0:
                 LOG.warning("ranks %s made another plan than rank 0, and all follow rank 0's; %s", odd,
@@ -88,8 +88,8 @@ class Agreement:
                 "model": str(step.model)}
 
 
-def _differences(first: dict[str, str], rank: int, its: dict[str, str]) -> str:
-    found = [f"{name} {its[name]} where rank 0 has {first[name]}" for name in first if its.get(name) != first[name]]
+def _differences(first: dict[str, str], rank: int, other: dict[str, str]) -> str:
+    found = [f"{name} {other[name]} where rank 0 has {first[name]}" for name in first if other.get(name) != first[name]]
     if not found:
         return (f"rank {rank} has the same versions, settings and cost as rank 0: please report the CPUs of both hosts "
                 "and the version of distca")

@@ -1,6 +1,6 @@
 """Export a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.
 
-It assembles and writes one tensor at a time, whatever mesh saved them, without GPU or process group. It writes into a
+An export assembles and writes one tensor at a time, without GPU or process group, for any sharding. It writes into a
 temporary folder beside the target and renames that folder at the end; the next export removes the temporary folder of
 one that was killed. A run copies its tokenizer's files beside its checkpoints, so that an export includes them.
 """
