@@ -18,7 +18,7 @@ from distca.planning.step import MicroBatch, StepPlan
 from distca.runtime.liveness import one_worker_per_group
 from distca.spec import ModelShape
 from distca.train.batches import Batch, step_plan
-from distca.train.data import Row
+from distca.train.data import TrainingRow
 from distca.train.settings import Settings
 from distca.workload.documents import IGNORED
 
@@ -60,7 +60,7 @@ def skewed_batch(rank: int, ranks: int, long: int, short: int, settings: Setting
     return random_batch(step_plan([lengths], settings, model, ranks), rank)
 
 
-def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:
+def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> TrainingRow:
     lengths = micro_batch.lengths
     text = np.concatenate([np.random.default_rng([number, document]).integers(0, 256, length)
                            for document, length in enumerate(lengths.tolist())])
@@ -70,7 +70,7 @@ def _row(micro_batch: MicroBatch, number: int, nano: int, rank: int) -> Row:
     document = micro_batch.nano_batches[nano].document[columns.document]
     at = (np.cumsum(lengths) - lengths)[document] + columns.position  # [tokens of the rank]
     tokens, targets, positions = (torch.from_numpy(x) for x in (text[at], labels[at], columns.position))
-    return Row(tokens, targets, positions, micro_batch.key_runs(nano, rank))
+    return TrainingRow(tokens, targets, positions, micro_batch.key_runs(nano, rank))
 
 
 class GivenBatches:

@@ -34,7 +34,7 @@ from distca.runtime.prepared import Shapes
 from distca.simulate.execute import step_seconds
 from distca.spec import ModelShape
 from distca.train.agreement import StepDigests
-from distca.train.data import Documents, Loader, Position, Row
+from distca.train.data import Documents, Loader, Position, TrainingRow
 from distca.train.groups import in_background
 from distca.train.model.decoder import Decoder
 from distca.train.model.loss import chunked_cross_entropy
@@ -90,7 +90,7 @@ def attention_time(settings: Settings, model: ModelShape) -> AttentionTime | Non
 class Batch:
     """One rank's rows of one step, and the plan of that step."""
 
-    micro_batches: tuple[tuple[Row, ...], ...]  # one row each, or ping and pong of equal length
+    micro_batches: tuple[tuple[TrainingRow, ...], ...]  # one row each, or ping and pong of equal length
     plan: StepPlan         # the same on all ranks
     summary: StepSummary   # of the plan
     plan_seconds: float    # time to make layouts and plans, before the step
@@ -99,7 +99,7 @@ class Batch:
     server_work: np.ndarray | None = None  # [servers] planned work, if server speeds are measured (attention.adapt)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrainingRow]:
         return [row for rows in self.micro_batches for row in rows]
 
 

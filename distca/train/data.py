@@ -132,7 +132,7 @@ def _whole(state: Mapping[str, Any], name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class TrainingRow:
     """One rank's packed tokens of a micro-batch, or of its ping or pong."""
 
     tokens: torch.Tensor     # [tokens] int64
@@ -182,10 +182,10 @@ class Loader:
         """Return a batch's number of labels over all ranks: tokens in the loss, except a document's first token."""
         return sum(self._num_labels(piece) for pieces in documents for piece in pieces)
 
-    def rows(self, micro_batches: Sequence[MicroBatch], documents: Documents) -> tuple[tuple[Row, ...], ...]:
+    def rows(self, micro_batches: Sequence[MicroBatch], documents: Documents) -> tuple[tuple[TrainingRow, ...], ...]:
         """Return this rank's rows [micro-batch][nano-batch] of the documents, as the layouts place them."""
         return tuple(
-            tuple(Row(*self._columns(nano, pieces), micro_batch.key_runs(number, self.rank))
+            tuple(TrainingRow(*self._columns(nano, pieces), micro_batch.key_runs(number, self.rank))
                   for number, nano in enumerate(micro_batch.nano_batches))
             for micro_batch, pieces in zip(micro_batches, documents, strict=True))
 

@@ -13,7 +13,7 @@ from distca.corpus.corpora import Corpus
 from distca.planning.step import MicroBatch, StepPlan
 from distca.spec import ModelShape
 from distca.train.batches import Batch, Batches
-from distca.train.data import Loader, Row
+from distca.train.data import Loader, TrainingRow
 from distca.train.settings import Settings
 
 
@@ -37,7 +37,7 @@ def batch_of(plan: StepPlan, rank: int, vocab: int) -> Batch:
     for number, micro_batch in enumerate(plan.micro_batches):
         tokens, labels, positions = document_columns(micro_batch.lengths.tolist(), vocab, number)
         at = [nano_index(micro_batch, nano, rank) for nano in range(plan.num_nano_batches)]
-        rows.append(tuple(Row(tokens[index], labels[index], positions[index], micro_batch.key_runs(nano, rank))
+        rows.append(tuple(TrainingRow(tokens[index], labels[index], positions[index], micro_batch.key_runs(nano, rank))
                           for nano, index in enumerate(at)))
     return Batch(tuple(rows), plan, plan.summary(), 0.0, 0.0, plan.num_labels)
 

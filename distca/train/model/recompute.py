@@ -54,8 +54,8 @@ def pad_tokens(tensor: torch.Tensor, num_shares: int) -> torch.Tensor:
     return F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing]) if missing else tensor
 
 
-class Tiles:
-    """Tiles of a row: `tile_len` tokens of each shard. Tensors hold one shard of `share_len` tokens, or all shards."""
+class TokenTiles:
+    """Cut tensors of shards of `share_len` tokens into tiles of `tile_len` tokens of each shard."""
 
     def __init__(self, num_tokens: int, tile_tokens: int, num_shares: int) -> None:
         self.num_tokens, self.num_shares = num_tokens, num_shares
@@ -97,7 +97,7 @@ def in_tiles(
     The first input is this rank's shard of x, or all token ids; the other inputs have all tokens of the row.
     """
     flat, structure = tree_flatten(inputs)
-    tiles = Tiles(flat[1].shape[0], tile_tokens, num_shares)
+    tiles = TokenTiles(flat[1].shape[0], tile_tokens, num_shares)
     first = flat[0] if flat[0].is_floating_point() else tiles.pad(flat[0])
     flat = [first, *(tiles.pad(tensor) for tensor in flat[1:])]
 
@@ -109,7 +109,9 @@ def in_tiles(
 
 class _InTiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Any], tiles: Tiles, num_inputs: int, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, compute: Callable[..., Any], tiles: TokenTiles, num_inputs: int, *tensors: torch.Tensor
+    ) -> Any:
         ctx.call = compute, tiles, tensors[num_inputs:]
         ctx.save_for_backward(*tensors[:num_inputs])
         return tiles.run(compute, tensors[:num_inputs])

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from distca.train.model.decoder import Decoder, Rotary, Segment
-from distca.train.model.recompute import Tiles, compile_any_length, in_tiles
+from distca.train.model.recompute import TokenTiles, compile_any_length, in_tiles
 
 PAGE_BYTES = 16 * 2**20
 SLAB_PAGES = 64              # pages per allocation: 1 GiB, which pinning does not round up
@@ -34,7 +34,7 @@ def run_segments(
     decoder: Decoder, *, compile: bool = False, tile_tokens: int = 0, offload: Offload | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Set every segment's `run`. Tiles and offloading keep only the inputs, so they replace `recompute`."""
+    """Set every segment's `run`. TokenTiles and offloading keep only the inputs, so they replace `recompute`."""
     for segment in decoder.segments:
         assert isinstance(segment, Segment)
         compute = compile_any_length(segment.compute, backend) if compile else segment.compute
@@ -68,7 +68,7 @@ def _recomputed_qkv(segment: Segment, rotary: Rotary, tile_tokens: int, x: torch
     """Recompute q, k, v for attention's backward, which runs before FSDP gathers the segment for its backward."""
     if isinstance(segment, FSDPModule):
         segment.unshard()
-    pre, tiles = segment.pre, Tiles(rotary[0].shape[0], tile_tokens, segment.num_shares)
+    pre, tiles = segment.pre, TokenTiles(rotary[0].shape[0], tile_tokens, segment.num_shares)
     assert pre is not None
     return tiles.run(lambda x, cos, sin: pre(x, (cos, sin)), [x, *map(tiles.pad, rotary)])
 
@@ -91,7 +91,7 @@ class HostPages:
         return None if len(self.free) < wanted else [self.free.pop() for _ in range(wanted)]
 
 
-class Kept:
+class OffloadedTensor:
     """A tensor that backward reads `uses` times: on the GPU, on the host, or being copied between them."""
 
     __slots__ = ("copied", "dtype", "pages", "shape", "tensor", "uses")
@@ -106,7 +106,7 @@ class Kept:
 class Recomputed:
     """Tensors that `make` computes from a kept one when the first of them is read."""
 
-    def __init__(self, make: Callable[[torch.Tensor], Sequence[torch.Tensor]], source: Kept) -> None:
+    def __init__(self, make: Callable[[torch.Tensor], Sequence[torch.Tensor]], source: OffloadedTensor) -> None:
         self.make, self.source, self.uses = make, source, 0
         self.made: Sequence[torch.Tensor] | None = None
 
@@ -130,9 +130,9 @@ class Offload:
         self.pages = HostPages(max_bytes, pinned=device.type == "cuda", page_bytes=page_bytes)
         self.device, self.min_bytes = device, min_bytes
         self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]  # to host, back
-        self.resident: dict[int, Kept] = {}                      # by address; keeps the tensor alive
+        self.resident: dict[int, OffloadedTensor] = {}  # by address; keeps the tensor alive
         self.computed: dict[int, tuple[weakref.ref[torch.Tensor], Recomputed, int]] = {}  # by address
-        self.sent: list[Kept] = []                               # in the order of forward; backward reads in reverse
+        self.sent: list[OffloadedTensor] = []           # in the order of forward; backward reads in reverse
 
     def keeping(self) -> AbstractContextManager[None]:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -164,7 +164,7 @@ class Offload:
         self.computed |= {result.data_ptr(): (weakref.ref(result), made, number)
                           for number, result in enumerate(results)}
 
-    def read(self, kept: Kept) -> torch.Tensor:
+    def read(self, kept: OffloadedTensor) -> torch.Tensor:
         """Return the tensor, and release it after its last use."""
         position = self.sent.index(kept) if kept in self.sent else 0
         for wanted in (kept, *self.sent[max(0, position - 2):position]):  # prefetch x and out of the previous layer
@@ -183,10 +183,10 @@ class Offload:
             kept.tensor = kept.pages = None
         return tensor
 
-    def _kept(self, tensor: torch.Tensor) -> Kept:
+    def _kept(self, tensor: torch.Tensor) -> OffloadedTensor:
         kept = self.resident.get(tensor.data_ptr())
         if kept is None or not _same(kept.tensor, tensor):
-            kept = self.resident[tensor.data_ptr()] = Kept(tensor.detach())
+            kept = self.resident[tensor.data_ptr()] = OffloadedTensor(tensor.detach())
         return kept
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -204,9 +204,9 @@ class Offload:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        return self.read(packed) if isinstance(packed, Kept) else packed[0].read(self, packed[1])
+        return self.read(packed) if isinstance(packed, OffloadedTensor) else packed[0].read(self, packed[1])
 
-    def _copy(self, kept: Kept, *, back: bool) -> None:
+    def _copy(self, kept: OffloadedTensor, *, back: bool) -> None:
         """Start a copy between GPU and host on the direction's stream, after the work queued so far."""
         assert kept.tensor is not None and kept.pages is not None
         stream = self.streams[back]
@@ -219,7 +219,7 @@ class Offload:
                 target.copy_(source, non_blocking=True)
         kept.copied = None if stream is None else stream.record_event()
 
-    def _wait(self, kept: Kept) -> None:
+    def _wait(self, kept: OffloadedTensor) -> None:
         if kept.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(kept.copied)
             kept.copied = None
