@@ -260,13 +260,6 @@ def unknown_setting(what: str, name: str) -> ValueError:
     return UserError(f"{what} is unknown; {hint}")
 
 
-def settings_table() -> str:
-    """Return the guide's Markdown table of all settings."""
-    rows = [f"| `{known.name}` | `{toml_value(known.default)}` | {known.meaning} |"
-            for known in known_settings().values()]
-    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
-
-
 def _from_toml(path: Path) -> dict[str, Value]:
     if not path.exists():
         raise UserError(f"{path}: no such file; check the path, or write one with: distca train --show-settings")
